@@ -1,0 +1,56 @@
+"""kvik: an LLM inference engine. `from kvik import LLM, SamplingParams` is the way in.
+
+Names are resolved on first use, so that `import kvik` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvik.config.config import EngineConfig
+    from kvik.config.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
+    from kvik.core.sampling_params import SamplingParams
+    from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
+    from kvik.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "KvikError",
+    "ModelError",
+    "ParamError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+]
+
+_HOME: Final = {
+    "LLM": "kvik.llm",
+    "CapacityError": "kvik.config.errors",
+    "CompletionOutput": "kvik.engine.output",
+    "ConfigError": "kvik.config.errors",
+    "EngineConfig": "kvik.config.config",
+    "KvikError": "kvik.config.errors",
+    "ModelError": "kvik.config.errors",
+    "ParamError": "kvik.config.errors",
+    "RequestOutput": "kvik.engine.output",
+    "SamplingParams": "kvik.core.sampling_params",
+    "TextDelta": "kvik.engine.output",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvik' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
