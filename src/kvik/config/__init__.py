@@ -1,0 +1,1 @@
+"""What the user wants, what model and machine are, and what follows from them."""

@@ -1,0 +1,130 @@
+"""What the user asked for (`EngineConfig`) and what was decided (`ResolvedConfig`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvik.config.kv_spec import KVGroup
+from kvik.config.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Wishes of the user. None (or "auto") lets `resolve` decide and say why.
+
+    Attributes:
+        model: folder in Hugging Face format, hub id, or "" for the bundled model.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        max_model_len: longest prompt + output of a request, in tokens.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: token budget of one step.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks; None: as many as memory and use allow.
+        memory_utilization: share of the memory limit the engine may plan with, in (0, 1].
+        kv_cache_memory: bytes for the KV cache; None: planned.
+        enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
+        policy: "fcfs", "priority", "shortest-prefill-first", "longest-prefix-match", "static" or
+            "dynamic".
+        batch_size: requests per batch of the static and dynamic policies.
+        max_wait: seconds the dynamic policy waits for a batch to fill.
+        ageing: seconds of waiting worth one priority level under "priority".
+        max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
+        attention_backend: "auto", "reference" or "sdpa".
+        threads: CPU threads; None: the cores this process may use.
+        load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
+        seed: of requests that bring none.
+    """
+
+    model: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    batch_size: int = 8
+    max_wait: float = 0.05
+    ageing: float = 10.0
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_194_304
+    attention_backend: str = "auto"
+    threads: int | None = None
+    load_format: str = "safetensors"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out."""
+
+    block_size: int
+    num_blocks: int
+    groups: tuple[KVGroup, ...]
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    batch_size: int = 8
+    max_wait: float = 0.05
+    ageing: float = 10.0
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_194_304
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What the compute trunk needs to know."""
+
+    model_path: str
+    dtype: str
+    device: str
+    attention_backend: str
+    threads: int
+    load_format: str = "safetensors"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One line of what was decided: `name` = `value`, because `reason`."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by part; `total` never exceeds `limit`."""
+
+    limit: int  # what the engine may use
+    weights: int
+    activations: int  # peak of one step
+    kv_cache: int
+    overhead: int  # runtime, tables
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.kv_cache + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    model: ModelSpec
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    runner: RunnerConfig
+    memory: MemoryPlan
+    seed: int
+    decisions: tuple[Decision, ...]

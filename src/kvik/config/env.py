@@ -1,0 +1,55 @@
+"""The only place that reads the environment. KVIK_MAX_MODEL_LEN=4096 sets `max_model_len`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError
+from kvik.config.options import options_of
+
+PREFIX = "KVIK_"
+
+
+def engine_config(
+    options: Mapping[str, object], environ: Mapping[str, str] | None = None
+) -> EngineConfig:
+    """The user's wishes: `options` by name, then the environment, then the defaults.
+
+    Raises:
+        ConfigError: an option or a KVIK_ variable that does not exist, or text of the wrong type.
+    """
+    table = {option.name: option for option in options_of(EngineConfig)}
+    for name in options:
+        if name not in table:
+            raise ConfigError(name, f"is no engine option (known: {', '.join(table)})")
+    wishes: dict[str, object] = {}
+    for variable, text in (os.environ if environ is None else environ).items():
+        if not variable.startswith(PREFIX):
+            continue
+        option = table.get(variable.removeprefix(PREFIX).lower())
+        if option is None:
+            known = ", ".join(PREFIX + name.upper() for name in table)
+            raise ConfigError(variable, f"is no variable of kvik (known: {known})")
+        try:
+            wishes[option.name] = option.parse(text)
+        except ValueError:
+            raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
+    wishes.update(options)
+    return EngineConfig(**wishes)  # type: ignore[arg-type]  # resolve checks every value
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
+    """Devices that CUDA_VISIBLE_DEVICES leaves, in its order; None if it says nothing by number."""
+    text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    numbers = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if part.startswith("-"):  # as CUDA reads it: nothing after an invalid number counts
+            break
+        if not part.isdecimal():
+            return None
+        numbers.append(int(part))
+    return tuple(numbers)

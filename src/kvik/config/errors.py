@@ -1,0 +1,28 @@
+"""The errors a user can cause. Each is one line that names the field and what is allowed."""
+
+from __future__ import annotations
+
+
+class KvikError(ValueError):
+    """Base of everything a caller can fix; `field` names what to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class ParamError(KvikError):
+    """A sampling parameter or prompt that the engine refuses."""
+
+
+class ConfigError(KvikError):
+    """An engine option that is out of range or contradicts another."""
+
+
+class ModelError(KvikError):
+    """A model folder, config.json, tokenizer or checkpoint that cannot be used."""
+
+
+class CapacityError(KvikError):
+    """Something that can never fit in memory, the KV cache or the queue."""

@@ -1,0 +1,132 @@
+"""Reading a JSON file that came from outside: every complaint names the file and the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvik.config.errors import ModelError
+
+MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
+MAX_SHOWN = 60  # characters of a bad value that an error repeats
+
+
+def shown(value: object) -> str:
+    """A value as an error message repeats it: one line, cut when long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: the file is missing, unreadable, too large, or holds no JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise ModelError(path.name, f"is missing in {shown(str(path.parent))}") from None
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
+    if len(data) > MAX_JSON_BYTES:
+        raise ModelError(path.name, f"must have at most {MAX_JSON_BYTES} bytes")
+    try:
+        values = json.loads(data.decode("utf-8"))
+    except (RecursionError, ValueError):
+        raise ModelError(path.name, "is not valid JSON") from None
+    if not isinstance(values, dict):
+        raise ModelError(path.name, f"must hold a JSON object, not {shown(values)}")
+    return values
+
+
+class Fields:
+    """Checked access to a JSON object. A key that is null counts as left out.
+
+    Every reader returns the default for a key that is left out, and raises `ModelError` if there
+    is no default or the value is not what it must be.
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
+        self._values = values
+        self._where = where
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is written out as null."""
+        return key in self._values and self._values[key] is None
+
+    def raw(self, key: str) -> object:
+        return self._values.get(key)
+
+    def error(self, key: str, message: str) -> ModelError:
+        return ModelError(f"{self._where} {key}", message)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.error(key, f"must be an integer in [{low}, {high}], not {shown(value)}")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        value = self._get(key, default)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not low <= value <= high:  # NaN is in no interval
+            raise self.error(key, f"must be a number in [{low:g}, {high:g}], not {shown(value)}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {shown(value)}")
+        return value
+
+    def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(key, f"must be one of {', '.join(allowed)}, not {shown(value)}")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings; () when left out."""
+        value = self._get(key, ())
+        if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
+            raise self.error(key, f"must be a list of strings, not {shown(value)}")
+        return tuple(value)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them; () when left out."""
+        value = self._get(key, ())
+        ids: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+        good: dict[int, None] = {}  # keeps the order, drops what is said twice
+        for token in ids:
+            is_int = isinstance(token, int) and not isinstance(token, bool)
+            if not is_int or not 0 <= token < vocab_size:
+                raise self.error(
+                    key, f"must hold token ids in [0, {vocab_size - 1}], not {shown(token)}"
+                )
+            good[token] = None
+        return tuple(good)
+
+    def mapping(self, key: str) -> Mapping[str, object] | None:
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(key, f"must be an object, not {shown(value)}")
+        return value
+
+    def inside(self, key: str) -> Fields:
+        """The fields of an object within this one; none when it is left out."""
+        return Fields(self.mapping(key) or {}, f"{self._where} {key}")
+
+    def _get(self, key: str, default: object) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.error(key, "is missing")
+        return default

@@ -1,0 +1,51 @@
+"""CUDA devices as the driver's own tool describes them, for decisions made without torch."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib import metadata
+
+from kvik.config.env import visible_gpus
+from kvik.config.hardware import Gpu
+
+MIB = 1 << 20
+FIELDS = "index,name,memory.total,memory.free,compute_cap"
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """The devices that the installed torch could use; none if anything is in doubt."""
+    if _torch_version().endswith("+cpu"):
+        return ()
+    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(answer.stdout, visible_gpus())
+
+
+def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
+    """Lines of `FIELDS` -> devices, numbered as CUDA numbers the visible ones."""
+    found: dict[int, Gpu] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        try:
+            index, name, total, free, capability = cells
+            major, _, minor = capability.partition(".")
+            found[int(index)] = Gpu(
+                int(index), name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))
+            )
+        except ValueError:
+            continue  # "[N/A]", or a message in place of a table
+    order = sorted(found) if visible is None else [i for i in visible if i in found]
+    return tuple(
+        Gpu(rank, gpu.name, gpu.total_memory, gpu.free_memory, gpu.capability)
+        for rank, gpu in enumerate(found[i] for i in order)
+    )
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "+cpu"

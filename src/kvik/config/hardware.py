@@ -1,0 +1,199 @@
+"""What this machine lets this process use: cores, memory, instruction sets.
+
+Read from the system's own files, without torch and without trying. GPU facts are handed in as data
+by whoever can ask the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
+ISA_FLAGS = frozenset(
+    (
+        *("avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx_vnni"),
+        *("amx_tile", "amx_bf16", "amx_int8"),
+        *("asimd", "bf16", "i8mm", "sve"),
+    )
+)
+
+UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
+FALLBACK_MEMORY = 4 << 30  # of a system that tells nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device, as the driver describes it."""
+
+    index: int
+    name: str
+    total_memory: int  # bytes
+    free_memory: int  # bytes
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Attributes:
+    cpu_name: model of the CPU.
+    cores: physical cores this process may keep busy (affinity and cgroup quota counted).
+    memory_limit: bytes this process may still take, page cache that can be dropped included.
+    memory_reason: what sets that limit.
+    isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
+    l3_bytes: last-level cache of the first core; 0 if unknown.
+    gpus: devices that may be used.
+    """
+
+    cpu_name: str
+    cores: int
+    memory_limit: int
+    memory_reason: str
+    isa: frozenset[str] = frozenset()
+    l3_bytes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def fast_bf16(self) -> bool:
+        """Whether the CPU multiplies bfloat16 matrices in hardware."""
+        return bool(self.isa & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
+    """Read the facts. Tests lay out a machine under another `root`."""
+    cpuinfo = _read(root / "proc/cpuinfo")
+    limit, reason = memory_limit(root)
+    return Hardware(
+        cpu_name=_field(cpuinfo, "model name") or platform.processor() or platform.machine(),
+        cores=usable_cores(root, _affinity()),
+        memory_limit=limit,
+        memory_reason=reason,
+        isa=frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
+        & ISA_FLAGS,
+        l3_bytes=_size(_read(root / "sys/devices/system/cpu/cpu0/cache/index3/size")),
+        gpus=gpus,
+    )
+
+
+def usable_cores(root: Path, allowed: frozenset[int]) -> int:
+    """Physical cores among the `allowed` logical ones, cut to the cgroup's CPU quota.
+
+    Two hyper-threads of one core share its vector units, so matrix products gain nothing from both.
+    """
+    cores = set()
+    for entry in _read(root / "proc/cpuinfo").split("\n\n"):
+        number = _field(entry, "processor")
+        if number.isdigit() and int(number) in allowed:
+            cores.add((_field(entry, "physical id"), _field(entry, "core id") or number))
+    count = len(cores) or len(allowed)
+    for quota in _cpu_quotas(root):
+        count = min(count, int(quota))
+    return max(1, count)
+
+
+def memory_limit(root: Path) -> tuple[int, str]:
+    """Bytes this process may still take, and what says so: free RAM or a cgroup's limit."""
+    limit, reason = _available_ram(root)
+    for name, left in _cgroup_memory_left(root):
+        if left < limit:
+            limit, reason = left, f"limit of cgroup {name}"
+    return max(0, limit), reason
+
+
+def _available_ram(root: Path) -> tuple[int, str]:
+    available = _field(_read(root / "proc/meminfo"), "MemAvailable").removesuffix("kB").strip()
+    if available.isdigit():
+        return int(available) * 1024, "RAM available"
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # systems without sysconf or without the names
+        return FALLBACK_MEMORY, "unknown RAM"
+    return total * 3 // 4, "three quarters of RAM"
+
+
+def _cgroup_memory_left(root: Path) -> Iterator[tuple[str, int]]:
+    """(name, limit - usage that cannot be dropped) of each memory cgroup above this process."""
+    files = {
+        2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+        1: (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file"),
+        ),
+    }
+    for version, folder, name in _cgroups(root, "memory"):
+        limit_file, usage_file, droppable = files[version]
+        limit = _read(folder / limit_file).strip()
+        usage = _read(folder / usage_file).strip()
+        if not limit.isdigit() or not usage.isdigit() or int(limit) >= UNLIMITED:
+            continue
+        stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if line)
+        cache = sum(int(stat.get(key, 0)) for key in droppable)
+        yield name, int(limit) - max(0, int(usage) - cache)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Cores' worth of time that each CPU cgroup above this process grants."""
+    for version, folder, _ in _cgroups(root, "cpu"):
+        if version == 2:
+            quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        else:
+            quota = _read(folder / "cpu.cfs_quota_us").strip()
+            period = _read(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            yield int(quota) / int(period)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path, str]]:
+    """(version, folder, name) of this process's cgroup and of every one above it.
+
+    Inside a container the path in /proc/self/cgroup may start above what is mounted; folders that
+    do not exist simply read as empty.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield version, mount.joinpath(*parts[:depth]), "/" + "/".join(parts[:depth])
+
+
+def _affinity() -> frozenset[int]:
+    if sys.platform == "linux":
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _read(path: Path) -> str:
+    """A small system file; empty if it is not there or not ours to read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> str:
+    """The value of the first `name : value` line."""
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _size(text: str) -> int:
+    """ "32768K" -> bytes."""
+    text = text.strip()
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits = text.rstrip("KMG")
+    return int(digits) * units.get(text[len(digits) :], 1) if digits.isdigit() else 0

@@ -1,0 +1,119 @@
+"""How many bytes each part of the engine takes, before anything is loaded.
+
+The figures are upper bounds taken from the shapes of one step: better a few blocks fewer than a
+process killed for memory in the middle of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvik.config.kv_spec import KVGroup, block_bytes, group_layers, max_blocks
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Interpreter, torch, thread stacks; on a GPU the CUDA context and cuBLAS workspaces.
+RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
+# Reference count, links and hash of a block in the Python block pool.
+POOL_BYTES_PER_BLOCK = 160
+# One logit through the sampler: fp32 value, its sorted copy, int64 order, probabilities, sums.
+SAMPLER_BYTES_PER_LOGIT = 32
+# Rows of logits held at once while the logprobs of a prompt are read.
+PROMPT_LOGPROB_ROWS = 256
+# Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
+GATHERED_KEYS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What bounds the tensors of one step."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
+
+    spec: ModelSpec
+    dtype: str
+    device: str  # "cpu" or "cuda"
+    attention_backend: str
+    block_size: int
+    groups: tuple[KVGroup, ...]
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, dtype: str, device: str, attention_backend: str, block_size: int
+    ) -> Footprint:
+        groups = group_layers(spec.kv_specs(DTYPE_BYTES[dtype]))
+        return cls(spec, dtype, device, attention_backend, block_size, groups)
+
+    @property
+    def weights(self) -> int:
+        return self.spec.weight_bytes(self.dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.groups, self.block_size)
+
+    @property
+    def block_cost(self) -> int:
+        """Bytes of a block and of its bookkeeping in host memory."""
+        return self.block_bytes + (POOL_BYTES_PER_BLOCK if self.device == "cpu" else 0)
+
+    def blocks_per_request(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
+        return sum(max_blocks(g.spec, num_tokens, chunk, self.block_size) for g in self.groups)
+
+    def activations(self, size: StepSize) -> int:
+        """Peak of one step: the widest point of a layer, or the sampler, whichever is larger, over
+        a residual stream that lives all the time. Operations run in fp32 inside."""
+        spec, item = self.spec, DTYPE_BYTES[self.dtype]
+        tokens = size.max_num_batched_tokens
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the sum of both
+        norm = tokens * spec.hidden_size * 16
+        qkv = tokens * (queries + 2 * keys) * item
+        rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
+        attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
+        mlp = tokens * spec.intermediate_size * (3 * item + 20)
+        rows = max(size.max_num_seqs, PROMPT_LOGPROB_ROWS)
+        logits = min(rows, tokens) * spec.vocab_size * (item + SAMPLER_BYTES_PER_LOGIT)
+        return stream + max(norm, rotary, attended, mlp, logits) + self._masks(size)
+
+    def overhead(self, size: StepSize) -> int:
+        """Runtime, the tables of running requests, the largest matrix while it is packed."""
+        spec = self.spec
+        entries = -(-size.max_model_len // self.block_size) * len(self.groups)
+        table = size.max_num_seqs * (size.max_model_len + entries) * 4
+        seen = size.max_num_seqs * spec.vocab_size * 8  # what penalties count, by slot
+        widest = max(spec.vocab_size, 2 * spec.intermediate_size) * spec.hidden_size
+        return RUNTIME_BYTES[self.device] + table + seen + widest * DTYPE_BYTES[self.dtype]
+
+    def fixed(self, size: StepSize) -> int:
+        """Everything beside the KV cache."""
+        return self.weights + self.activations(size) + self.overhead(size)
+
+    def _attention_scratch(self, size: StepSize) -> int:
+        """K and V gathered from the cache in one layer, and scores where they are written out."""
+        spec, item = self.spec, DTYPE_BYTES[self.dtype]
+        if self.attention_backend == "reference":
+            # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
+            gathered = 2 * size.max_model_len * spec.num_heads * spec.head_dim * (4 + 4 + item)
+            return gathered + self._pairs(size) * (3 * spec.num_heads * 4)
+        keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
+        return 2 * keys * spec.num_kv_heads * spec.head_dim * item
+
+    def _masks(self, size: StepSize) -> int:
+        """Masks of all prefilling sequences, per KV group; they live as long as the step."""
+        return self._pairs(size) * (1 + 1 + 4) * len(self.groups)
+
+    def _pairs(self, size: StepSize) -> int:
+        """Most (query, key) pairs of a step."""
+        return size.max_num_batched_tokens * size.max_model_len

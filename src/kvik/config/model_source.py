@@ -1,0 +1,59 @@
+"""What `MODEL` names -> a folder on this machine: the bundled model, a folder, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
+
+BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
+
+# Only what kvik reads. Pickles and code are never fetched.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
+HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
+
+
+def find_model(model: str) -> Path:
+    """The folder of a model; a hub id is downloaded into the hub's own cache first.
+
+    Raises:
+        ModelError: there is no such folder, or the hub does not give it.
+    """
+    if not model:
+        return BUNDLED
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ModelError("model", f"must be a folder or a hub id; {shown(model)} is a file")
+    if not HUB_ID.fullmatch(model):
+        raise ModelError("model", f"there is no folder {shown(model)}")
+    return _download(model)
+
+
+def _download(hub_id: str) -> Path:
+    # Imported late: it takes a while, and most runs name a folder.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+            )
+        )
+    except errors.GatedRepoError:
+        reason = "is gated: accept its terms on the hub and log in"
+    except errors.RepositoryNotFoundError:
+        reason = "is neither a folder here nor a public model on the hub"
+    except errors.HFValidationError:
+        reason = "is neither a folder here nor a valid hub id"
+    except errors.HfHubHTTPError as error:
+        reason = f"is no folder here, and the hub refused it ({error.response.status_code})"
+    except errors.LocalEntryNotFoundError:
+        reason = "is no folder here, and the hub cannot be reached"
+    except OSError as error:
+        reason = f"could not be downloaded ({error.strerror or type(error).__name__})"
+    raise ModelError("model", f"{shown(hub_id)} {reason}")

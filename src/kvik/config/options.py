@@ -1,0 +1,132 @@
+"""The fields of an options dataclass as a table: how each is written as text, and what it means.
+
+Command-line flags and environment variables are both made from it, so an option is declared once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field.
+
+    Attributes:
+        name: of the field.
+        parse: text -> value; raises ValueError.
+        expects: what the text must be, to finish the sentence "must be ...".
+        metavar: short placeholder of a value.
+        default: of the field.
+        help: its lines in the class docstring's "Attributes".
+        is_flag: a bool.
+        repeats: may be given several times; each text is one entry.
+    """
+
+    name: str
+    parse: Callable[[str], object]
+    expects: str
+    metavar: str
+    default: object
+    help: str
+    is_flag: bool = False
+    repeats: bool = False
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The options of a dataclass whose docstring describes its fields."""
+    hints = get_type_hints(cls)
+    notes = _attributes(inspect.getdoc(cls) or "")
+    table = []
+    for field in fields(cls):
+        kind, optional = _without_none(hints[field.name])
+        parse, expects, metavar, repeats = _READERS[kind]
+        if optional:
+            parse, expects = _or_none(parse), f"{expects} or none"
+        default = None if field.default is MISSING else field.default
+        table.append(
+            Option(
+                name=field.name,
+                parse=parse,
+                expects=expects,
+                metavar=metavar,
+                default=default,
+                help=notes.get(field.name, ""),
+                is_flag=kind is bool,
+                repeats=repeats,
+            )
+        )
+    return tuple(table)
+
+
+def parse_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def parse_int(text: str) -> int:
+    """An integer, with k, m or g for 2^10, 2^20, 2^30 (sizes are long to write in bytes)."""
+    match = re.fullmatch(r"\s*([+-]?\d{1,30})\s*([kKmMgG]?)\s*", text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """ "1,2,3" -> (1, 2, 3)."""
+    return tuple(parse_int(part) for part in text.split(","))
+
+
+def parse_biases(text: str) -> dict[int, float]:
+    """ "12:-5,99:2.5" -> {12: -5.0, 99: 2.5}."""
+    pairs = (part.partition(":") for part in text.split(","))
+    return {parse_int(token): float(bias) for token, _, bias in pairs}
+
+
+# Type of a field (None aside) -> reader, "must be ...", placeholder, one entry per use.
+_READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
+    str: (str, "text", "TEXT", False),
+    int: (parse_int, "an integer", "N", False),
+    float: (float, "a number", "X", False),
+    bool: (parse_bool, "true or false", "true|false", False),
+    tuple[str, ...]: (str, "text", "TEXT", True),
+    tuple[int, ...]: (parse_ids, "token ids separated by commas", "ID,ID", False),
+    tuple[tuple[int, ...], ...]: (parse_ids, "token ids separated by commas", "ID,ID", True),
+    Mapping[int, float]: (parse_biases, "ID:BIAS pairs separated by commas", "ID:BIAS,..", False),
+}
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """`X | None` -> X, True; X -> X, False."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    return next(kind for kind in get_args(hint) if kind is not type(None)), True
+
+
+def _or_none(parse: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda text: None if text.strip().lower() == "none" else parse(text)
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """Field name -> description, from the "Attributes:" part of a docstring."""
+    notes: dict[str, str] = {}
+    names: list[str] = []
+    for line in doc.partition("Attributes:")[2].splitlines():
+        entry = re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line)
+        if entry:
+            names = entry[1].split(", ")
+            notes |= dict.fromkeys(names, entry[2].strip())
+        elif line.startswith(" " * 8):
+            notes |= {name: f"{notes[name]} {line.strip()}" for name in names}
+        elif line.strip():
+            names = []
+    return notes

@@ -1,0 +1,307 @@
+"""Wishes + facts of the model + facts of the machine -> every setting, each with its reason.
+
+Pure: nothing is read, loaded or allocated here, so the plan stands before the first byte of weights
+is touched, and what cannot fit is an error that says what would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from kvik.config.capacity import (
+    MIN_BUDGET,
+    MIN_CONTEXT,
+    Limit,
+    cache_bytes,
+    capacity_error,
+    show_bytes,
+)
+from kvik.config.check import check_config
+from kvik.config.config import (
+    CacheConfig,
+    Decision,
+    EngineConfig,
+    MemoryPlan,
+    ResolvedConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from kvik.config.errors import ConfigError
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import GIB, MIB, POOL_BYTES_PER_BLOCK, Footprint, StepSize
+from kvik.config.model_spec import ModelSpec
+
+MAX_NUM_SEQS = 256
+CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic
+# Of a computer's memory, which has other work to do, the KV cache takes by default at most this
+# share of what is left, and no more than keeps it in proportion to the model.
+CPU_KV_SHARE = 0.5
+CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
+SMALL_MODEL = 256 * MIB
+ASKED = "as asked"
+
+_T = TypeVar("_T")
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware, model_path: str
+) -> ResolvedConfig:
+    """Decide everything.
+
+    Raises:
+        ConfigError: a field that is out of range, or contradicts the model or another field.
+        CapacityError: what was asked for cannot fit this machine; the message says what would.
+    """
+    check_config(config)
+    notes = _Notes()
+    device, gpu = _device(config, hardware, notes)
+    limit = _memory_limit(config, hardware, gpu, notes)
+    dtype = _dtype(config, spec, hardware, gpu, limit, notes)
+    backend = config.attention_backend
+    if backend == "auto":
+        backend = notes.add("attention_backend", "sdpa", "the fastest backend in this build")
+    kind = "cuda" if gpu else "cpu"
+    footprint = Footprint.of(spec, dtype, kind, backend, config.block_size)
+    size = _step_size(config, footprint, limit, notes)
+    size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
+    num_blocks = _num_blocks(config, footprint, size, limit, notes)
+    size = _cut_seqs(config, size, num_blocks, notes)
+    threads = config.threads or hardware.cores
+    notes.add("threads", threads, ASKED if config.threads else "cores this process may use")
+    plan = _plan(footprint, size, num_blocks, limit)
+    return ResolvedConfig(
+        model=spec,
+        cache=CacheConfig(
+            config.block_size, num_blocks, footprint.groups, config.enable_prefix_caching
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=size.max_num_seqs,
+            max_num_batched_tokens=size.max_num_batched_tokens,
+            max_model_len=size.max_model_len,
+            policy=config.policy,
+            batch_size=config.batch_size,
+            max_wait=config.max_wait,
+            ageing=config.ageing,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        ),
+        runner=RunnerConfig(
+            model_path, dtype, device, backend, threads, config.load_format, config.seed
+        ),
+        memory=plan,
+        seed=config.seed,
+        decisions=tuple(notes.decisions),
+    )
+
+
+class _Notes:
+    """Collects decisions in the order they are made."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def add(self, name: str, value: _T, reason: str) -> _T:
+        self.decisions.append(Decision(name, str(value), reason))
+        return value
+
+
+def _device(config: EngineConfig, hardware: Hardware, notes: _Notes) -> tuple[str, Gpu | None]:
+    gpus = {gpu.index: gpu for gpu in hardware.gpus}
+    if config.device == "cpu" or (config.device == "auto" and not gpus):
+        reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
+        return notes.add("device", "cpu", reason), None
+    _, _, wanted = config.device.partition(":")
+    index = int(wanted) if wanted else min(gpus, default=0)
+    if index not in gpus:
+        visible = ", ".join(f"cuda:{i}" for i in sorted(gpus)) or "none"
+        raise ConfigError("device", f"{config.device} is not there (CUDA devices: {visible})")
+    reason = ASKED if wanted else gpus[index].name
+    return notes.add("device", f"cuda:{index}", reason), gpus[index]
+
+
+def _memory_limit(
+    config: EngineConfig, hardware: Hardware, gpu: Gpu | None, notes: _Notes
+) -> Limit:
+    free = gpu.free_memory if gpu else hardware.memory_limit
+    what = "free GPU memory" if gpu else hardware.memory_reason
+    limit = int(free * config.memory_utilization)
+    source = f"{config.memory_utilization:.0%} of {show_bytes(free)} ({what})"
+    notes.add("memory", show_bytes(limit), source)
+    return Limit(limit, source)
+
+
+def _dtype(
+    config: EngineConfig,
+    spec: ModelSpec,
+    hardware: Hardware,
+    gpu: Gpu | None,
+    limit: Limit,
+    notes: _Notes,
+) -> str:
+    if config.dtype != "auto":
+        return notes.add("dtype", config.dtype, ASKED)
+    if gpu and spec.dtype == "bfloat16" and gpu.capability < (8, 0):
+        return notes.add("dtype", "float16", f"{gpu.name} has no bfloat16")
+    if gpu:
+        return notes.add("dtype", spec.dtype, "the checkpoint's")
+    full = spec.weight_bytes("float32")
+    if spec.dtype == "float32":
+        if full <= limit.size // 2:
+            return notes.add("dtype", "float32", "the checkpoint's")
+        return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
+    if full <= SMALL_MODEL:
+        reason = f"small ({show_bytes(full)}): bound by dispatch, where float32 costs less"
+        return notes.add("dtype", "float32", reason)
+    if hardware.fast_bf16:
+        return notes.add("dtype", "bfloat16", "half the bytes to read, and this CPU multiplies it")
+    if full <= limit.size // 2:
+        return notes.add("dtype", "float32", "this CPU has no bfloat16 arithmetic")
+    return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
+
+
+def _step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: _Notes) -> StepSize:
+    """Requests and tokens of a step, cut so that the tensors of a step take at most a quarter of
+    what the weights leave. `max_model_len` of the result is only a first guess."""
+    context = footprint.spec.max_context
+    default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
+    size = StepSize(
+        max_model_len=config.max_model_len or min(context, 4096),
+        max_num_seqs=config.max_num_seqs
+        or min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS),
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or max(default, config.block_size, config.max_num_seqs or 0),
+    )
+    if config.policy in ("static", "dynamic"):
+        if config.max_num_seqs is None:
+            size = replace(size, max_num_seqs=max(size.max_num_seqs, config.batch_size))
+        elif config.batch_size > config.max_num_seqs:
+            raise ConfigError(
+                "batch_size",
+                f"must be at most max_num_seqs ({config.max_num_seqs}), not {config.batch_size}",
+            )
+    asked = size
+    room = (limit.size - footprint.weights - footprint.overhead(size)) // 4
+    floor = max(MIN_BUDGET, config.block_size, config.max_num_seqs or 0)
+    while footprint.activations(size) > room:
+        if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
+            size = replace(size, max_num_batched_tokens=size.max_num_batched_tokens // 2)
+        elif config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
+            size = replace(size, max_num_seqs=max(size.max_num_seqs // 2, config.batch_size))
+        else:
+            break
+    reason = "enough to keep the arithmetic units busy"
+    if size.max_num_batched_tokens < asked.max_num_batched_tokens:
+        reason = "a larger step would take over a quarter of the memory left by the weights"
+    if config.max_num_batched_tokens is not None:
+        reason = ASKED
+    notes.add("max_num_batched_tokens", size.max_num_batched_tokens, reason)
+    return size
+
+
+def _max_model_len(
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: _Notes
+) -> int:
+    """The asked-for context if it fits, else the longest that does."""
+    context = footprint.spec.max_context
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise ConfigError(
+            "max_model_len",
+            f"must be at most the model's context of {context}, not {config.max_model_len}",
+        )
+    wanted = config.max_model_len or context
+    longest = _longest_fitting(config, footprint, size, limit, wanted)
+    least = wanted
+    if config.max_model_len is None:
+        small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
+        least = 1 if small_cache else min(wanted, MIN_CONTEXT)
+    if longest < least:
+        size = replace(size, max_model_len=least)
+        raise capacity_error(config, footprint, size, limit, longest)
+    if config.max_model_len is not None:
+        return notes.add("max_model_len", wanted, ASKED)
+    if longest == wanted:
+        return notes.add("max_model_len", wanted, "the model's context")
+    limiter = "the memory left"
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        limiter = "the KV cache asked for"
+    reason = f"what {limiter} holds, of the model's context of {context}"
+    return notes.add("max_model_len", longest, reason)
+
+
+def _longest_fitting(
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, most: int
+) -> int:
+    """Longest context up to `most` of which one request fits; 0 if none does."""
+
+    def fits(length: int) -> bool:
+        trial = replace(size, max_model_len=length)
+        one = 1 + footprint.blocks_per_request(length, size.max_num_batched_tokens)
+        cache = cache_bytes(config, footprint, trial)
+        enough = cache >= one * footprint.block_cost
+        return enough and footprint.fixed(trial) + cache <= limit.size
+
+    if fits(most):
+        return most
+    low, high = 0, most  # fits(low) or low == 0; not fits(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    # Whole blocks: a longer context could not be told apart from this one.
+    return low - low % footprint.block_size if low >= footprint.block_size else low
+
+
+def _num_blocks(
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: _Notes
+) -> int:
+    """At least one request of `max_model_len`, at most what all requests together can use."""
+    if config.num_blocks is not None:
+        return notes.add("num_blocks", config.num_blocks, ASKED)
+    per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+    cost = footprint.block_cost
+    if config.kv_cache_memory is not None:
+        asked = show_bytes(config.kv_cache_memory)
+        count, reason = config.kv_cache_memory // cost, f"kv_cache_memory of {asked}"
+    else:
+        room = limit.size - footprint.fixed(size)
+        bounds = [(room // cost, "all memory left")]
+        if footprint.device == "cpu":
+            proportion = max(CPU_KV_FLOOR, CPU_KV_PER_WEIGHTS * footprint.weights)
+            bounds += [
+                (int(room * CPU_KV_SHARE) // cost, f"{CPU_KV_SHARE:.0%} of the memory left"),
+                (proportion // cost, f"{show_bytes(proportion)}, in proportion to the weights"),
+            ]
+        count, reason = min(bounds)
+        if count <= per_request:
+            count, reason = 1 + per_request, "one request of max_model_len"
+    useful = 1 + size.max_num_seqs * per_request
+    if count >= useful:
+        count = useful
+        reason = f"all that {size.max_num_seqs} requests of max_model_len can use"
+    tokens = (count - 1) * footprint.block_size // len(footprint.groups)
+    notes.add("num_blocks", count, f"{reason}; {tokens} tokens")
+    return count
+
+
+def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: _Notes) -> StepSize:
+    """No more requests at a time than there are blocks to give them."""
+    if config.max_num_seqs is not None:
+        notes.add("max_num_seqs", config.max_num_seqs, ASKED)
+        return size
+    count = min(size.max_num_seqs, num_blocks - 1)
+    reason = "more would wait for each other's memory or arithmetic"
+    if count < size.max_num_seqs:
+        reason = "one block for each at least"
+    notes.add("max_num_seqs", count, reason)
+    return replace(size, max_num_seqs=count)
+
+
+def _plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
+    bookkeeping = POOL_BYTES_PER_BLOCK * num_blocks if footprint.device == "cpu" else 0
+    return MemoryPlan(
+        limit=limit.size,
+        weights=footprint.weights,
+        activations=footprint.activations(size),
+        kv_cache=num_blocks * footprint.block_bytes,
+        overhead=footprint.overhead(size) + bookkeeping,
+    )

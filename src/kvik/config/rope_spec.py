@@ -1,0 +1,111 @@
+"""How a config.json describes rotary positions, in its older and its newer spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvik.config.fields import Fields
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+MAX_POSITIONS = 2**31 - 1
+MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al. 2021) and how it is stretched.
+
+    Attributes:
+        kind: "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn"
+            (Peng et al. 2023) or "llama3".
+        theta: base of the frequencies.
+        factor: stretch; unused by "default".
+        original_max_position: context the model was trained on before stretching.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    mscale: float | None = None  # yarn, DeepSeek's variant
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # yarn: round the correction range to integers
+
+
+def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
+    """Rope facts of a config.json.
+
+    Older files have `rope_theta` beside an optional `rope_scaling` ("type" or "rope_type"); files
+    of transformers 5 have both in `rope_parameters`. The theta inside the object goes first.
+
+    Raises:
+        ModelError: an unknown kind, or numbers that make no sense for the kind.
+    """
+    key = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
+    rope = config.inside(key)
+    kind_key = "rope_type" if "rope_type" in rope else "type"
+    kind = rope.choice(kind_key, ROPE_KINDS, "default")
+    place = rope if "rope_theta" in rope else config
+    theta = place.number("rope_theta", 1.0, 1e12, 10000.0)
+    if theta == 1.0:
+        raise place.error("rope_theta", "must be greater than 1")
+    for place in (rope, config):
+        if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+            raise place.error("partial_rotary_factor", "must be 1 for this architecture")
+    if kind == "default":
+        return RopeSpec(theta=theta, original_max_position=max_position_embeddings)
+    if kind in ("linear", "dynamic"):
+        factor = rope.number("factor", 1.0, MAX_FACTOR)
+        return RopeSpec(kind, theta, factor, max_position_embeddings)
+
+    # A value beside the object outranks the one inside it.
+    place = config if "original_max_position_embeddings" in config else rope
+    original = place.integer(
+        "original_max_position_embeddings", 1, MAX_POSITIONS, max_position_embeddings
+    )
+    if kind == "llama3":
+        return _llama3(rope, theta, original)
+    return _yarn(rope, theta, original, max_position_embeddings)
+
+
+def _llama3(rope: Fields, theta: float, original: int) -> RopeSpec:
+    low = rope.number("low_freq_factor", 1e-6, MAX_FACTOR)
+    high = rope.number("high_freq_factor", 1e-6, MAX_FACTOR)
+    if high <= low:
+        raise rope.error("high_freq_factor", f"must be greater than low_freq_factor ({low:g})")
+    return RopeSpec(
+        kind="llama3",
+        theta=theta,
+        factor=rope.number("factor", 1.0, MAX_FACTOR),
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RopeSpec:
+    fast = rope.number("beta_fast", 1e-6, MAX_FACTOR, 32.0)
+    slow = rope.number("beta_slow", 1e-6, MAX_FACTOR, 1.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"must be at least beta_slow ({slow:g}), not {fast:g}")
+    return RopeSpec(
+        kind="yarn",
+        theta=theta,
+        factor=rope.number("factor", 1.0, MAX_FACTOR, max(1.0, max_positions / original)),
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=_optional(rope, "attention_factor"),
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _optional(rope: Fields, key: str) -> float | None:
+    return rope.number(key, 0.0, MAX_FACTOR) if key in rope else None

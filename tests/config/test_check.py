@@ -1,0 +1,66 @@
+"""Every field of EngineConfig refuses what cannot be, by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kvik.config.check import CHOICES, OPTIONAL_RANGES, RANGES, check_config
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError
+
+BAD: dict[str, list[Any]] = {
+    "model": [None, 3, "a\0b"],
+    "dtype": ["int8", "", None, 16],
+    "device": ["gpu", "cuda:", "cuda:x", "cuda:-1", "", None, 0],
+    "max_model_len": [0, -1, 1 << 30, 2.0, "4k", True],
+    "max_num_seqs": [0, -1, 1 << 20, 1.5, True],
+    "max_num_batched_tokens": [0, -8, 1 << 21, "many", False],
+    "block_size": [0, -16, 4096, None, 16.0, True],
+    "num_blocks": [0, 1, -5, 1 << 31, 2.5],
+    "memory_utilization": [0, -0.5, 1.01, float("nan"), float("inf"), None, "0.9", True],
+    "kv_cache_memory": [0, -1, 1 << 60, 1e9],
+    "enable_prefix_caching": [None, 1, "yes"],
+    "policy": ["random", "", None, "FCFS"],
+    "batch_size": [0, None, 1 << 20, 2.0],
+    "max_wait": [-0.1, float("nan"), float("inf"), None, "soon", 1e6],
+    "ageing": [0, -1, float("nan"), None],
+    "max_queued_requests": [0, -1, None, 1.0],
+    "max_queued_tokens": [0, None, 1 << 50],
+    "attention_backend": ["flash", None, ""],
+    "threads": [0, -1, 100_000, 1.0],
+    "load_format": ["pickle", None],
+    "seed": [None, 1 << 64, 0.5, "x"],
+}
+
+
+def test_the_table_is_complete() -> None:
+    names = {field.name for field in fields(EngineConfig)}
+    assert set(BAD) == names
+    assert set(CHOICES) | set(RANGES) | set(OPTIONAL_RANGES) <= names
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(replace(EngineConfig(), **{name: value}))
+    assert error.value.field == name
+    assert "must be" in error.value.message
+    assert "\n" not in str(error.value)
+
+
+def test_the_defaults_are_good() -> None:
+    check_config(EngineConfig())
+
+
+def test_two_sizes_for_one_cache_contradict() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory: .*num_blocks"):
+        check_config(EngineConfig(num_blocks=10, kv_cache_memory=1 << 20))
+
+
+def test_a_long_value_is_cut() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_config(EngineConfig(policy="x" * 1000))
+    assert len(str(error.value)) < 250

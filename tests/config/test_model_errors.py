@@ -1,0 +1,213 @@
+"""config.json files that cannot be: one clear error each, which names the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.config.architectures import ARCHITECTURES
+from kvik.config.errors import ModelError
+from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.config.rope_spec import ROPE_KINDS
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"architectures": ["BertModel"]}, "architectures", "LlamaForCausalLM, MistralForCausalLM"),
+    ({"architectures": ...}, "architectures", "not nothing"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures", "list of strings"),
+    ({"architectures": [3]}, "architectures", "list of strings"),
+    ({"hidden_size": ...}, "hidden_size", "is missing"),
+    ({"hidden_size": None}, "hidden_size", "is missing"),
+    ({"hidden_size": 0}, "hidden_size", "[1, 1048576]"),
+    ({"hidden_size": -32}, "hidden_size", "not -32"),
+    ({"hidden_size": 32.0}, "hidden_size", "integer"),
+    ({"hidden_size": "32"}, "hidden_size", "integer"),
+    ({"hidden_size": True}, "hidden_size", "integer"),
+    ({"hidden_size": 10**30}, "hidden_size", "integer"),
+    ({"hidden_size": [32] * 1000}, "hidden_size", "..."),
+    ({"hidden_size": 34}, "num_attention_heads", "divide the hidden size 34"),
+    ({"vocab_size": 0}, "vocab_size", "integer"),
+    ({"vocab_size": 2**40}, "vocab_size", "integer"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers", "integer"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers", "[1, 4096]"),
+    ({"num_attention_heads": 0}, "num_attention_heads", "integer"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads", "divide num_attention_heads (4)"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads", "divide num_attention_heads (4)"),
+    ({"head_dim": 7}, "head_dim", "even"),
+    ({"head_dim": 0}, "head_dim", "integer"),
+    ({"intermediate_size": ...}, "intermediate_size", "is missing"),
+    ({"max_position_embeddings": -1}, "max_position_embeddings", "integer"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps", "number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "number"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps", "number"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps", "number"),
+    ({"hidden_act": "gelu"}, "hidden_act", "silu, swish"),
+    ({"hidden_act": 3}, "hidden_act", "silu, swish"),
+    ({"attention_bias": "yes"}, "attention_bias", "true or false"),
+    ({"mlp_bias": 1}, "mlp_bias", "true or false"),
+    ({"tie_word_embeddings": "true"}, "tie_word_embeddings", "true or false"),
+    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "float32, bfloat16, float16"),
+    ({"eos_token_id": 100}, "eos_token_id", "[0, 99]"),
+    ({"eos_token_id": [1, -1]}, "eos_token_id", "[0, 99]"),
+    ({"eos_token_id": [1, "2"]}, "eos_token_id", "[0, 99]"),
+    ({"bos_token_id": 10**9}, "bos_token_id", "[0, 99]"),
+    ({"quantization_config": "gptq"}, "quantization_config", "object"),
+    ({"rope_theta": 0}, "rope_theta", "number"),
+    ({"rope_theta": 1}, "rope_theta", "greater than 1"),
+    ({"rope_theta": "10000"}, "rope_theta", "number"),
+    ({"rope_scaling": "linear"}, "rope_scaling", "object"),
+    ({"rope_scaling": {"type": "mrope"}}, "rope_scaling type", "default, linear, dynamic, yarn"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling type", "default, linear, dynamic, yarn"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor", "is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling factor", "[1, 1e+06]"),
+    ({"rope_scaling": {"type": "dynamic", "factor": "x"}}, "rope_scaling factor", "number"),
+    ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "rope_scaling factor", "number"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
+        "rope_scaling beta_fast",
+        "at least beta_slow",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}},
+        "rope_scaling original_max_position_embeddings",
+        "integer",
+    ),
+    (
+        {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+        "rope_scaling high_freq_factor",
+        "greater than low_freq_factor",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling low_freq_factor",
+        "is missing",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "rope_parameters partial_rotary_factor",
+        "must be 1",
+    ),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "must be 1"),
+]
+BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
+    ({"sliding_window": 0}, "sliding_window", "integer"),
+    ({"use_sliding_window": 1}, "use_sliding_window", "true or false"),
+    ({"max_window_layers": -1}, "max_window_layers", "integer"),
+    ({"layer_types": ["full_attention"]}, "layer_types", "4 entries, not 1"),
+    ({"layer_types": ["chunked"] * 4}, "layer_types", "full_attention or sliding_attention"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "no sliding_window is in use"),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "allowed"),
+    [(small(**changes), field, allowed) for changes, field, allowed in BAD]
+    + [(small_qwen(**changes), field, allowed) for changes, field, allowed in BAD_QWEN]
+    + [
+        ({**PUBLIC["GPT-2"], "n_embd": 100}, "n_head", "divide the hidden size 100"),
+        ({**PUBLIC["GPT-2"], "activation_function": "relu"}, "activation_function", "gelu_new"),
+        ({**PUBLIC["GPT-2"], "n_inner": 0}, "n_inner", "integer"),
+        ({**PUBLIC["GPT-2"], "scale_attn_weights": False}, "scale_attn_weights", "must be true"),
+    ],
+)
+def test_nonsense_names_its_field(values: dict[str, Any], field: str, allowed: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config(values)
+    assert caught.value.field == f"config.json {field}"
+    assert allowed in caught.value.message
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+    assert caught.value.__cause__ is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+KEYS = [
+    *small(),
+    "head_dim",
+    "eos_token_id",
+    "rope_theta",
+    "sliding_window",
+    "layer_types",
+    "dtype",
+]
+ROPE_KEYS = ["type", "factor", "rope_theta", "beta_fast", "mscale", "low_freq_factor"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(list(ARCHITECTURES)),
+    values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
+    scaling=st.none() | st.dictionaries(st.sampled_from(ROPE_KEYS), JSON),
+    kind=st.sampled_from(ROPE_KINDS),
+)
+def test_any_json_is_a_spec_or_a_clear_error(
+    name: str, values: dict[str, Any], scaling: dict[str, Any] | None, kind: str
+) -> None:
+    base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else small()
+    rope = None if scaling is None else {"rope_type": kind, **scaling}
+    try:
+        spec = ModelSpec.from_config(
+            {**base, "architectures": [name], "rope_scaling": rope, **values}
+        )
+    except ModelError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
+    else:
+        assert spec.parameters.total > 0
+        assert len(spec.kv_specs(2)) == len(spec.windows) == spec.num_layers
+        assert spec.num_heads % spec.num_kv_heads == 0
+
+
+def write(folder: Path, name: str, values: object) -> None:
+    (folder / name).write_text(values if isinstance(values, str) else json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "config.json: is not valid JSON"),
+        ("{", "config.json: is not valid JSON"),
+        ("[" * 100_000, "config.json: is not valid JSON"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "config.json: is not valid JSON"),
+        ("[1]", "config.json: must hold a JSON object, not [1]"),
+        ("null", "config.json: must hold a JSON object, not None"),
+    ],
+)
+def test_a_file_that_is_no_object(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "config.json", text)
+    with pytest.raises(ModelError) as caught:
+        read_model_spec(tmp_path)
+    assert str(caught.value) == message
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model: must be a folder with a config\.json"):
+        read_model_spec(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"^config\.json: is missing"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match=r"^config\.json: is not valid JSON"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"^config\.json: cannot be read"):
+        read_model_spec(tmp_path)
+
+
+def test_generation_config_decides_the_eos_ids(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", small(eos_token_id=5))
+    assert read_model_spec(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "generation_config.json", {"temperature": 0.6})
+    assert read_model_spec(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "generation_config.json", {"eos_token_id": [7, 8, 7]})
+    assert read_model_spec(tmp_path).eos_token_ids == (7, 8)
+    write(tmp_path, "generation_config.json", {"eos_token_id": 100})
+    with pytest.raises(ModelError, match=r"^generation_config\.json eos_token_id: "):
+        read_model_spec(tmp_path)

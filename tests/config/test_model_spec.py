@@ -1,0 +1,218 @@
+"""Model facts: exact sizes of public models, windows and rope as transformers reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+
+from kvik.config.architectures import ARCHITECTURES
+from kvik.config.kv_spec import KVKind, group_layers
+from kvik.config.model_spec import ModelSpec
+from kvik.config.rope_spec import RopeSpec
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Llama-2-7B", 6_738_415_616),
+        ("Llama-2-70B", 68_976_648_192),
+        ("Llama-3-8B", 8_030_261_248),
+        ("Llama-3-70B", 70_553_706_496),
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Mistral-7B-v0.1", 7_241_732_096),
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen3-0.6B", 596_049_920),
+        ("GPT-2", 124_439_808),
+    ],
+)
+def test_parameter_counts_of_public_models(name: str, count: int) -> None:
+    spec = ModelSpec.from_config(PUBLIC[name])
+    assert spec.parameters.total == count
+    assert spec.weight_bytes("bfloat16") == 2 * count
+    assert spec.weight_bytes("float32") == 4 * count
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("Llama-2-7B", 524_288),
+        ("Llama-2-70B", 327_680),
+        ("Llama-3-70B", 327_680),
+        ("Llama-3-8B", 131_072),
+        ("Mistral-7B-v0.1", 131_072),
+        ("Qwen2.5-7B", 57_344),
+    ],
+)
+def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
+    assert ModelSpec.from_config(PUBLIC[name]).kv_bytes_per_token(2) == size
+
+
+def test_parts_of_a_count() -> None:
+    parts = ModelSpec.from_config(PUBLIC["Qwen2.5-0.5B"]).parameters
+    assert parts.embedding == 151936 * 896
+    assert parts.attention == 896 * (896 + 2 * 128) + 896 * 896 + (896 + 2 * 128)
+    assert parts.mlp == 3 * 896 * 4864
+    assert parts.norms == 2 * 896
+    assert parts.final_norm == 896
+    assert parts.lm_head == 0
+    assert parts.layer == parts.attention + parts.mlp + parts.norms
+
+
+def test_mistral_is_one_group_of_windows() -> None:
+    specs = ModelSpec.from_config(PUBLIC["Mistral-7B-v0.1"]).kv_specs(2)
+    assert {(s.kind, s.window, s.bytes_per_token) for s in specs} == {
+        (KVKind.SLIDING_WINDOW, 4096, 4096)
+    }
+    assert len(group_layers(specs)) == 1
+
+
+def test_head_dim_is_hidden_over_query_heads() -> None:
+    spec = ModelSpec.from_config(PUBLIC["Llama-3-8B"])
+    assert spec.head_dim == 128
+    assert ModelSpec.from_config(PUBLIC["Qwen3-0.6B"]).head_dim == 128  # not 1024 / 16
+    qwen3 = small(architectures=["Qwen3ForCausalLM"])
+    assert ModelSpec.from_config(qwen3).head_dim == 128  # the family's own default
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7, 7, 7)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        ({"sliding_window": 7}, (None,) * 4),
+    ],
+)
+def test_windows_of_mistral_and_llama(
+    changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert ModelSpec.from_config(small(**changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 7, "max_window_layers": 0}, (None,) * 4),  # not in use
+        ({"use_sliding_window": True, "sliding_window": 7}, (None,) * 4),  # from layer 28 on
+        (
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            (None, None, 7, 7),
+        ),
+        ({"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 4096)),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+            (None,) * 4,
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 7, None, 7),
+        ),
+        ({"layer_types": ["full_attention"] * 4}, (None,) * 4),
+    ],
+)
+def test_windows_of_qwen(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert ModelSpec.from_config(small_qwen(**changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({}, RopeSpec("default", 10000.0, 1.0, 4096)),
+        ({"rope_theta": 5e5}, RopeSpec("default", 5e5, 1.0, 4096)),
+        ({"rope_scaling": None}, RopeSpec("default", 10000.0, 1.0, 4096)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 5e5},
+            RopeSpec("linear", 5e5, 4.0, 4096),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 7.0}},
+            RopeSpec("dynamic", 7.0, 2.0, 4096),
+        ),
+        (
+            {"rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5, "max_position_embeddings": 131072},
+            RopeSpec("llama3", 5e5, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+        (
+            {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}, "rope_theta": 3.0},
+            RopeSpec("llama3", 5e5, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            RopeSpec("yarn", 10000.0, 4.0, 4096),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1024}},
+            RopeSpec("yarn", 10000.0, 4.0, 1024),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7, "truncate": False},
+                "original_max_position_embeddings": 512,
+            },
+            RopeSpec("yarn", 10000.0, 2.0, 512, mscale=0.7, truncate=False),
+        ),
+    ],
+)
+def test_rope_in_both_spellings(changes: dict[str, Any], rope: RopeSpec) -> None:
+    assert ModelSpec.from_config(small(**changes)).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 16384),
+        (
+            {
+                "max_position_embeddings": 16384,
+                "rope_scaling": {
+                    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                },
+            },
+            16384,
+        ),
+        ({"rope_scaling": LLAMA3_SCALING, "max_position_embeddings": 131072}, 131072),
+    ],
+)  # fmt: skip
+def test_context_after_stretching(changes: dict[str, Any], length: int) -> None:
+    assert ModelSpec.from_config(small(**changes)).max_context == length
+
+
+def test_absent_keys_have_the_defaults_of_transformers() -> None:
+    absent = ("num_key_value_heads", "rms_norm_eps", "torch_dtype")
+    spec = ModelSpec.from_config(small(**dict.fromkeys(absent, ...)))
+    assert (spec.num_kv_heads, spec.norm_eps, spec.dtype) == (4, 1e-6, "float32")
+    assert (spec.activation, spec.tie_word_embeddings) == ("silu", False)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
+    assert spec.eos_token_ids == (2,)
+    assert ModelSpec.from_config(small(eos_token_id=None)).eos_token_ids == ()
+    assert ModelSpec.from_config(small_qwen()).eos_token_ids == ()
+    gpt2 = ModelSpec.from_config(PUBLIC["GPT-2"])
+    assert (gpt2.intermediate_size, gpt2.activation, gpt2.rope) == (3072, "gelu_new", None)
+    assert gpt2.tie_word_embeddings and gpt2.eos_token_ids == (50256,)
+
+
+def test_the_family_stands_in_for_an_absent_architecture() -> None:
+    spec = ModelSpec.from_config(small(architectures=..., model_type="mistral"))
+    assert spec.architecture == "MistralForCausalLM"
+
+
+def test_the_newer_dtype_key() -> None:
+    spec = ModelSpec.from_config(small(dtype="float16", torch_dtype=...))
+    assert spec.dtype == "float16"
+
+
+def test_every_architecture_is_read() -> None:
+    for name in ARCHITECTURES:
+        base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else small()
+        assert ModelSpec.from_config({**base, "architectures": [name]}).architecture == name

@@ -1,0 +1,342 @@
+"""Resolution is pure and total: a plan that fits, or an error that says what would."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import CapacityError, ConfigError, KvikError
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.model_spec import ModelSpec
+from kvik.config.resolve import resolve
+
+GIB = 1 << 30
+PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
+OLD_PC = replace(PC, isa=frozenset({"avx2"}))
+H100 = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))
+SERVER = replace(PC, gpus=(H100,))
+
+
+def llama(**changes: object) -> ModelSpec:
+    """Llama-3.2-1B, or something like it."""
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    return ModelSpec.from_config(config | changes)
+
+
+TINY = llama(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+)
+SMALL = llama()
+LARGE = llama(
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+WINDOWED = ModelSpec.from_config(
+    {
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 1024,
+        "dtype": "float16",
+    }
+)
+LEARNED = ModelSpec.from_config(
+    {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 1000,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "dtype": "float32",
+    }
+)
+SPECS = (TINY, SMALL, LARGE, WINDOWED, LEARNED)
+
+
+def plan(spec: ModelSpec = SMALL, hardware: Hardware = PC, **options: Any) -> ResolvedConfig:
+    return resolve(EngineConfig(**options), spec, hardware, "/models/x")
+
+
+def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
+    (found,) = [d for d in resolved.decisions if d.name == name]
+    return found.value, found.reason
+
+
+def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
+    """What must hold of every plan."""
+    cache, scheduler, memory = resolved.cache, resolved.scheduler, resolved.memory
+    assert memory.total <= memory.limit
+    assert min(memory.weights, memory.activations, memory.overhead, memory.kv_cache) > 0
+    assert cache.num_blocks >= 2
+    assert 1 <= scheduler.max_model_len <= resolved.model.max_context
+    assert scheduler.max_num_seqs >= 1
+    assert scheduler.max_num_batched_tokens >= 1
+    # One request of the longest length fits on its own: full attention needs all of its blocks.
+    blocks = -(-scheduler.max_model_len // cache.block_size)
+    full = sum(group.spec.window is None for group in cache.groups)
+    assert cache.num_blocks - 1 >= full * blocks
+    assert sorted(layer for group in cache.groups for layer in group.layers) == [
+        *range(resolved.model.num_layers)
+    ]
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        wish, value = getattr(config, name), getattr(scheduler, name)
+        assert wish is None or wish == value
+        assert decision(resolved, name)[0] == str(value)
+    assert config.num_blocks in (None, cache.num_blocks)
+    if config.kv_cache_memory is not None:
+        assert memory.kv_cache <= config.kv_cache_memory
+    for made in resolved.decisions:
+        assert made.name and made.value and made.reason
+
+
+def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Left out three times of four, so that most examples get past the first refusal."""
+    return st.one_of(st.none(), st.none(), st.none(), values)
+
+
+def sizes(most: int) -> st.SearchStrategy[int]:
+    """Integers up to 2^most, small ones as likely as large ones."""
+    return st.integers(0, most).flatmap(lambda bits: st.integers(1, 1 << bits))
+
+
+configs = st.builds(
+    EngineConfig,
+    dtype=st.sampled_from(["auto", "auto", "float32", "bfloat16", "float16"]),
+    device=st.sampled_from(["auto", "auto", "auto", "cpu", "cpu", "cuda:1"]),
+    max_model_len=maybe(sizes(18)),
+    max_num_seqs=maybe(sizes(12)),
+    max_num_batched_tokens=maybe(sizes(17)),
+    block_size=st.sampled_from([1, 8, 16, 64, 1024]),
+    num_blocks=maybe(sizes(20).map(lambda count: count + 1)),
+    memory_utilization=st.floats(0.3, 1.0),
+    kv_cache_memory=maybe(sizes(36)),
+    policy=st.sampled_from(["fcfs", "priority", "static", "dynamic"]),
+    batch_size=sizes(8),
+    attention_backend=st.sampled_from(["auto", "reference", "sdpa"]),
+    threads=maybe(st.integers(1, 64)),
+)
+machines = st.builds(
+    Hardware,
+    cpu_name=st.just("CPU"),
+    cores=st.integers(1, 128),
+    memory_limit=st.integers(30, 40).flatmap(lambda bits: st.integers(1 << 29, 2 << bits)),
+    memory_reason=st.just("RAM available"),
+    isa=st.sets(st.sampled_from(["avx2", "avx512_bf16", "amx_bf16"])).map(frozenset),
+    gpus=st.one_of(
+        st.just(()),
+        st.integers(1 << 30, 1 << 38).map(lambda free: (Gpu(0, "G", 1 << 38, free, (7, 5)),)),
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(config=configs, spec=st.sampled_from(SPECS), hardware=machines)
+def test_a_plan_that_fits_or_an_error(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware
+) -> None:
+    try:
+        resolved = resolve(config, spec, hardware, "/models/x")
+    except KvikError as error:
+        assert "\n" not in str(error)
+        return
+    check(resolved, config)
+    assert resolve(config, spec, hardware, "/models/x") == resolved
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    spec=st.sampled_from(SPECS),
+    memory=st.integers(1 << 28, 1 << 38),
+    wanted=st.integers(1, 1 << 17),
+    block_size=st.sampled_from([1, 16, 64]),
+)
+def test_the_context_an_error_offers_does_fit(
+    spec: ModelSpec, memory: int, wanted: int, block_size: int
+) -> None:
+    hardware = replace(PC, memory_limit=memory)
+    wanted = min(wanted, spec.max_context)
+    try:
+        plan(spec, hardware, max_model_len=wanted, block_size=block_size)
+    except CapacityError as error:
+        offer = re.search(r"up to (\d+) would fit", str(error))
+        if offer:
+            fitting = plan(spec, hardware, max_model_len=int(offer[1]), block_size=block_size)
+            assert fitting.memory.total <= fitting.memory.limit
+
+
+def test_defaults_on_a_computer() -> None:
+    resolved = plan()
+    check(resolved, EngineConfig())
+    assert resolved.runner.device == "cpu"
+    assert resolved.runner.dtype == "bfloat16"
+    assert resolved.runner.threads == 8
+    assert resolved.runner.attention_backend == "sdpa"
+    assert resolved.runner.model_path == "/models/x"
+    assert resolved.scheduler.max_model_len == 131_072
+    assert resolved.memory.limit == int(16 * GIB * 0.9)
+    # At most half of what the rest leaves.
+    rest = resolved.memory.limit - resolved.memory.total + resolved.memory.kv_cache
+    assert resolved.memory.kv_cache <= rest // 2 + 1
+
+
+def test_defaults_on_a_gpu() -> None:
+    resolved = plan(LARGE, SERVER)
+    check(resolved, EngineConfig())
+    assert resolved.runner.device == "cuda:0"
+    assert resolved.runner.dtype == "bfloat16"
+    assert resolved.memory.limit == int(78 * GIB * 0.9)
+    # All of the memory, but for less than one more block.
+    block = resolved.memory.kv_cache // resolved.cache.num_blocks
+    assert resolved.memory.limit - resolved.memory.total < block
+    assert decision(resolved, "device") == ("cuda:0", "H100")
+
+
+def test_a_toy_model_does_not_grab_the_machine() -> None:
+    big = replace(PC, memory_limit=1 << 41)
+    assert plan(TINY, big).memory.total < 1 * GIB
+    tiny = plan(TINY, big, max_num_seqs=4)
+    assert tiny.cache.num_blocks == 1 + 4 * 512 // 16
+    assert "4 requests" in decision(tiny, "num_blocks")[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "hardware", "dtype", "reason"),
+    [
+        (TINY, PC, "float32", "small"),
+        (SMALL, PC, "bfloat16", "half the bytes"),
+        (SMALL, OLD_PC, "float32", "no bfloat16"),
+        (SMALL, replace(OLD_PC, memory_limit=8 * GIB), "bfloat16", "float32 would take"),
+        (llama(dtype="float16"), PC, "bfloat16", "half the bytes"),
+        (llama(dtype="float16"), OLD_PC, "float32", "no bfloat16"),
+        (llama(dtype="float32"), PC, "float32", "the checkpoint's"),
+        (llama(dtype="float32"), replace(PC, memory_limit=8 * GIB), "bfloat16", "float32 would"),
+        (SMALL, SERVER, "bfloat16", "the checkpoint's"),
+        (llama(dtype="float16"), SERVER, "float16", "the checkpoint's"),
+        (SMALL, replace(PC, gpus=(replace(H100, capability=(7, 5)),)), "float16", "no bfloat16"),
+    ],
+)
+def test_dtype(spec: ModelSpec, hardware: Hardware, dtype: str, reason: str) -> None:
+    value, why = decision(plan(spec, hardware), "dtype")
+    assert value == dtype
+    assert reason in why
+
+
+def test_memory_grows_with_each_part() -> None:
+    base = plan(max_model_len=4096, max_num_seqs=8, num_blocks=1000)
+    assert base.memory.weights == SMALL.weight_bytes("bfloat16")
+    assert base.memory.kv_cache == 1000 * 16 * 2 * 16 * 8 * 64 * 2
+    wider = plan(max_model_len=4096, max_num_seqs=8, num_blocks=1000, max_num_batched_tokens=8192)
+    assert wider.memory.activations > base.memory.activations
+    more = plan(max_model_len=4096, max_num_seqs=2048, num_blocks=1000)
+    assert more.memory.activations > base.memory.activations  # logits
+    assert more.memory.overhead > base.memory.overhead  # tables
+
+
+def test_the_context_is_cut_to_what_fits() -> None:
+    small = replace(PC, memory_limit=4 * GIB)
+    resolved = plan(SMALL, small)
+    length = resolved.scheduler.max_model_len
+    assert 256 <= length < 131_072
+    assert "holds" in decision(resolved, "max_model_len")[1]
+    with pytest.raises(CapacityError, match=r"^max_model_len: 131072 .*up to \d+ would fit"):
+        plan(SMALL, small, max_model_len=131_072)
+
+
+def test_a_small_cache_bounds_the_context() -> None:
+    resolved = plan(num_blocks=5)
+    assert resolved.scheduler.max_model_len == 64
+    assert resolved.scheduler.max_num_seqs == 4
+    one_layer_block = 2 * 16 * 8 * 64 * 2
+    resolved = plan(kv_cache_memory=9 * 16 * (one_layer_block + 10))
+    assert resolved.scheduler.max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "part"),
+    [
+        ({"num_blocks": 3, "max_model_len": 1000}, "num_blocks", "at least 64 to hold 1000"),
+        ({"kv_cache_memory": 10, "max_model_len": 16}, "kv_cache_memory", "at least "),
+        ({"kv_cache_memory": 10}, "kv_cache_memory", "at least "),
+        ({"num_blocks": 1 << 28}, "memory", "a smaller KV cache would fit"),
+        ({"max_num_seqs": 65_536, "dtype": "bfloat16"}, "memory", "max_num_seqs=1 with"),
+    ],
+)
+def test_what_cannot_fit_says_what_would(options: dict[str, Any], field: str, part: str) -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(SMALL, PC, **options)
+    assert error.value.field == field
+    assert part in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "part"),
+    [
+        (1 * GIB, {}, "a smaller model, or"),
+        (24 * GIB, {"dtype": "float32"}, "dtype=bfloat16 would fit"),
+        (24 * GIB, {"memory_utilization": 0.5}, "a higher memory_utilization would fit"),
+    ],
+)
+def test_a_model_too_large_says_what_would(memory: int, options: dict[str, Any], part: str) -> None:
+    with pytest.raises(CapacityError) as error:
+        plan(LARGE, replace(PC, memory_limit=memory), **options)
+    assert error.value.field == "memory"
+    assert part in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "part"),
+    [
+        ({"max_model_len": 200_000}, "max_model_len", "context of 131072"),
+        ({"device": "cuda"}, "device", "CUDA devices: none"),
+        ({"policy": "static", "batch_size": 9, "max_num_seqs": 8}, "batch_size", "at most"),
+    ],
+)
+def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(**options)
+    assert error.value.field == field
+    assert part in error.value.message
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"CUDA devices: cuda:0"):
+        plan(SMALL, SERVER, device="cuda:1")
+    assert plan(SMALL, SERVER, device="cpu").runner.device == "cpu"
+
+
+def test_static_batches_fit_the_running_requests() -> None:
+    assert plan(policy="static", batch_size=300).scheduler.max_num_seqs >= 300
