@@ -1,0 +1,214 @@
+"""The block tables of requests: match a prefix, allocate, commit, fork, free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvik.config.config import CacheConfig
+from kvik.config.kv_spec import max_blocks
+from kvik.core.block_pool import NULL_BLOCK, BlockPool
+from kvik.core.kv_groups import first_visible_block
+from kvik.core.prefix import extend_hashes
+from kvik.core.types import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A prefix that need not be computed: its length and the blocks that hold it, per group."""
+
+    num_tokens: int
+    block_ids: list[list[int]] = field(default_factory=list)
+
+
+class KVCacheManager:
+    """Gives requests blocks of the shared pool and remembers what full blocks hold.
+
+    All tables of a request have the same length, one entry per `block_size` tokens; entries that
+    slid out of a window are the null block.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.block_size = config.block_size
+        self.groups = config.groups
+        self.caching = config.enable_prefix_caching
+        self.pool = BlockPool(config.num_blocks)
+        self._windowed = any(g.spec.window is not None for g in config.groups)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        total = self.pool.num_blocks - 1
+        return 1.0 - self.pool.num_free / total if total else 0.0
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks a request of `num_tokens` holds at once; more than the pool never fits."""
+        return sum(max_blocks(g.spec, num_tokens, chunk, self.block_size) for g in self.groups)
+
+    def match(self, request: Request) -> PrefixMatch:
+        """The longest cached prefix of a waiting request. Nothing is acquired yet.
+
+        The last known token is always left to compute, since its logits are wanted; and a caller
+        who wants logprobs of the prompt needs every position computed.
+        """
+        usable = (len(request.token_ids) - 1) // self.block_size
+        if not self.caching or usable == 0 or request.params.prompt_logprobs is not None:
+            return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
+        extend_hashes(
+            request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
+        )
+        found = self._longest_cached(request.block_hashes[:usable])
+        forked = self._fork(request)
+        return forked if forked and forked.num_tokens > found.num_tokens else found
+
+    def fits(self, match: PrefixMatch, num_tokens: int, chunk: int) -> bool:
+        """Whether a request with this match could grow to `num_tokens` tokens right now."""
+        held = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
+        if match.num_tokens % self.block_size:
+            held -= len(self.groups)  # the shared partial block is copied
+        new = self.max_blocks(num_tokens, chunk) - held
+        return new + self._revived(match) <= self.pool.num_free
+
+    def admit(
+        self, request: Request, match: PrefixMatch, num_tokens: int
+    ) -> list[tuple[int, int]] | None:
+        """Give a waiting request the matched blocks and room for its first `num_tokens` tokens.
+
+        Returns:
+            Block copies (source, target) to do before the step, or None if blocks are short, in
+            which case nothing changed.
+        """
+        # A partly filled last block is shared until the first write, which is now: copy it.
+        partial = match.num_tokens % self.block_size != 0
+        wanted = -(-num_tokens // self.block_size)
+        new = sum(wanted - len(ids) + partial for ids in match.block_ids)
+        if new + self._revived(match) > self.pool.num_free:
+            return None
+        for ids in match.block_ids:
+            for block in ids:
+                if block != NULL_BLOCK:
+                    self.pool.acquire(block)
+        request.block_ids = [list(ids) for ids in match.block_ids]
+        copies = []
+        if partial:
+            for ids in request.block_ids:
+                source = ids[-1]
+                ids[-1] = self.pool.allocate(1)[0]
+                copies.append((source, ids[-1]))
+                self.pool.release((source,))
+        for ids in request.block_ids:
+            ids += self.pool.allocate(wanted - len(ids))
+        request.num_computed_tokens = request.num_written_tokens = match.num_tokens
+        request.num_committed_blocks = match.num_tokens // self.block_size
+        return copies
+
+    def extend(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Make room for `num_tokens` tokens in all. Returns the new ids per group, or None."""
+        if self._windowed:
+            self._release_unseen(request)
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
+        if missing * len(self.groups) > self.pool.num_free:
+            return None
+        new = [self.pool.allocate(missing) for _ in self.groups]
+        for ids, more in zip(request.block_ids, new, strict=True):
+            ids += more
+        return new
+
+    def commit(self, request: Request) -> None:
+        """Publish blocks that became full of written, delivered tokens; drop those out of sight.
+
+        What a step in flight has promised to write is not published: the step may fail.
+        """
+        full = min(request.num_written_tokens, len(request.token_ids)) // self.block_size
+        first = request.num_committed_blocks
+        if self.caching and full > first:
+            extend_hashes(
+                request.block_hashes, request.token_ids, self.block_size, request.cache_salt, full
+            )
+            for group, ids in enumerate(request.block_ids):
+                for i in range(first, full):
+                    if ids[i] != NULL_BLOCK:
+                        self.pool.commit(ids[i], (group, request.block_hashes[i]))
+        request.num_committed_blocks = max(first, full)
+        if self._windowed:
+            self._release_unseen(request)
+
+    def free(self, request: Request, *, forget: bool = False) -> None:
+        """Take all blocks back. The end of the table is evicted first, so that what other requests
+        may share lives longest. `forget`: the contents are in doubt and must not be matched."""
+        for ids in request.block_ids:
+            held = [b for b in reversed(ids) if b != NULL_BLOCK]
+            if forget:
+                for block in held:
+                    self.pool.forget(block)
+            self.pool.release(held)
+        request.block_ids = []
+        request.num_committed_blocks = 0
+        request.num_computed_tokens = request.num_written_tokens = 0
+
+    def _revived(self, match: PrefixMatch) -> int:
+        """Free blocks that the match would take out of the free list."""
+        refs = self.pool.ref_counts
+        return sum(refs[b] == 0 for ids in match.block_ids for b in ids if b != NULL_BLOCK)
+
+    def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
+        """Walk the chain of hashes as far as every group has the blocks it needs."""
+        length = len(hashes)
+        for g, group in enumerate(self.groups):
+            if group.spec.window is None:
+                matched = 0
+                while matched < length and self.pool.lookup((g, hashes[matched])) is not None:
+                    matched += 1
+                length = matched
+        while (missing := self._missing_in_window(hashes, length)) is not None:
+            length = missing
+        tables = []
+        for g, group in enumerate(self.groups):
+            seen = first_visible_block(group.spec, length * self.block_size, self.block_size)
+            found = (self.pool.lookup((g, key)) for key in hashes[seen:length])
+            tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
+        return PrefixMatch(length * self.block_size, tables)
+
+    def _missing_in_window(self, hashes: list[bytes], length: int) -> int | None:
+        """A block that the query after `length` blocks would see in some window, but is not cached.
+
+        No prefix that reaches past it can match, so the search goes on with it as the length.
+        """
+        for g, group in enumerate(self.groups):
+            if group.spec.window is not None:
+                seen = first_visible_block(group.spec, length * self.block_size, self.block_size)
+                for i in range(length - 1, seen - 1, -1):
+                    if self.pool.lookup((g, hashes[i])) is None:
+                        return i
+        return None
+
+    def _fork(self, request: Request) -> PrefixMatch | None:
+        """A sibling whose leader has computed their prompt shares its blocks, the partial one too."""
+        leader = request.leader
+        if leader is None or leader.status is not RequestStatus.RUNNING:
+            return None
+        # Its first token proves that the prompt's K/V were written by an earlier step. After a
+        # preemption of either the prefix cache serves as well.
+        fresh = leader.first_token is not None and not leader.num_preemptions
+        length = request.num_prompt_tokens - 1
+        if not fresh or request.num_preemptions or length == 0:
+            return None
+        blocks = -(-length // self.block_size)
+        tables = [list(ids[:blocks]) for ids in leader.block_ids]
+        for group, ids in zip(self.groups, tables, strict=True):
+            seen = first_visible_block(group.spec, length, self.block_size)
+            if NULL_BLOCK in ids[seen:]:
+                return None  # the leader's window has moved on
+            ids[:seen] = [NULL_BLOCK] * min(seen, blocks)
+        return PrefixMatch(length, tables)
+
+    def _release_unseen(self, request: Request) -> None:
+        """Drop blocks that slid out of the window of the first query that may still be asked."""
+        position = request.num_written_tokens
+        for group, ids in zip(self.groups, request.block_ids, strict=True):
+            gone = first_visible_block(group.spec, position, self.block_size) - 1
+            unseen = []
+            while gone >= 0 and ids[gone] != NULL_BLOCK:
+                unseen.append(ids[gone])
+                ids[gone] = NULL_BLOCK
+                gone -= 1
+            self.pool.release(unseen)

@@ -1,0 +1,61 @@
+"""The bridge between the trunks: one step's plan and its result, in plain integers.
+
+A plan is a diff. Workers keep each running request's tokens, block tables and parameters in a slot
+of their own table, so a decoding row costs a few integers and no token ever travels back down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """Everything a worker must know of a request that enters (or re-enters) a slot."""
+
+    slot: int
+    token_ids: list[int]  # prompt and, after a preemption, the output so far
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the cache: their K/V is not computed again
+    block_ids: list[list[int]]  # per KV group
+    params: SamplingParams
+    stop_ids: frozenset[int]  # masked until min_tokens
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. Row i of the step is the request in `slots[i]`.
+
+    Order of application: `freed_slots`, `new_requests`, `new_blocks`, `block_copies`, forward.
+    """
+
+    step: int
+    slots: list[int]
+    num_scheduled_tokens: list[int]
+    num_draft_tokens: list[int]  # how many of the scheduled tokens are drafts
+    samples: list[bool]  # the row reaches the end of what is known, so a token is sampled
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # slot, group, ids
+    freed_slots: list[int] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # source id, target id
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The result of one step, row by row in the plan's order."""
+
+    step: int
+    token_ids: list[list[int]]  # accepted drafts + 1 for sampling rows, empty for others
+    num_draft_tokens: list[int] | None = None  # proposed for each row's next step
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
+    errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
+    seconds: float = 0.0

@@ -1,0 +1,451 @@
+"""One step after another: who computes how many tokens, under one budget.
+
+There is no prefill phase and no decode phase. Each request's `num_computed_tokens` catches up with
+what is known of it: prompt, delivered output, and drafts. Chunked prefill, prefix hits, resumption
+after a preemption and speculation are the same case. Planning is optimistic: tokens count as
+computed once planned, so that the next step can be planned while this one runs; `update` takes back
+what did not come true.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.core.kv_manager import KVCacheManager
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.policy import make_policy
+from kvik.core.queue import WaitingQueue
+from kvik.core.stop import finish_reason
+from kvik.core.types import (
+    FinishReason,
+    Request,
+    RequestDelta,
+    RequestReport,
+    RequestStatus,
+    TokenLogprobs,
+)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    delivered_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+
+
+class _Rows:
+    """The rows of a step while it is planned."""
+
+    __slots__ = ("drafts", "requests", "samples", "scheduled", "slots")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.slots: list[int] = []
+        self.scheduled: list[int] = []
+        self.drafts: list[int] = []
+        self.samples: list[bool] = []
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(cache)
+        self.policy = make_policy(config, lambda request: self.kv.match(request).num_tokens)
+        self.waiting = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
+        self.running: list[Request] = []  # sorted by `order`
+        self.counters = SchedulerCounters()
+        self._num_added = 0
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []  # since the last plan; workers have not heard yet
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._ended: list[RequestDelta] = []  # ended outside `update`
+
+    # -- requests in and out ---------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request whose limits were checked by the engine core."""
+        request.serial = self._num_added
+        self._num_added += 1
+        request.order = self.policy.order(request, now)
+        self.waiting.add(request)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, request.serial, request))
+
+    def end(
+        self, request: Request, reason: FinishReason, now: float, error: str | None = None
+    ) -> None:
+        """End a request at any moment; its blocks are free when this returns."""
+        if not request.finished:
+            self._ended.append(self._finish(request, reason, now, [], error=error))
+
+    def take_ended(self) -> list[RequestDelta]:
+        """Requests that ended outside a step's result: aborted, late, failed."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def wakeup(self, now: float) -> float | None:
+        """When `schedule` may have something to do although nothing happens until then."""
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        if not self.running:
+            at = self.policy.wakeup(self.waiting.snapshot(), now)
+            times += [] if at is None else [at]
+        return min(times, default=None)
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Plan the next step, or None when there is nothing to compute."""
+        self._expire(now)
+        rows = _Rows()
+        new_blocks: list[tuple[int, int, list[int]]] = []
+        budget, preempted = self._schedule_running(rows, new_blocks)
+        copies: list[tuple[int, int]] = []
+        new_requests: list[NewRequest] = []
+        if len(self.waiting) and budget and self._free_slots and not preempted:
+            copies, new_requests = self._schedule_waiting(rows, budget, now)
+        if not rows.slots:
+            return None
+        plan = SchedulerOutput(
+            step=self.counters.steps,
+            slots=rows.slots,
+            num_scheduled_tokens=rows.scheduled,
+            num_draft_tokens=rows.drafts,
+            samples=rows.samples,
+            new_requests=new_requests,
+            new_blocks=new_blocks,
+            freed_slots=self._freed_slots,
+            block_copies=copies,
+        )
+        self._freed_slots = []
+        self._in_flight.append((plan, rows.requests))
+        self.counters.steps += 1
+        self.counters.scheduled_tokens += sum(rows.scheduled)
+        return plan
+
+    def _schedule_running(
+        self, rows: _Rows, new_blocks: list[tuple[int, int, list[int]]]
+    ) -> tuple[int, bool]:
+        """Decoding requests first, since each costs little and someone is reading; what is left of
+        the budget goes to prefills in order. Returns the rest of the budget and whether anyone
+        was preempted."""
+        budget = self.config.max_num_batched_tokens
+        step = self.counters.steps
+        block_size = self.kv.block_size
+        running = self.running
+        preempted = False
+        prefilling: list[Request] = []
+        i = 0
+        while i < len(running) and budget:  # `running` shrinks at its end when blocks run out
+            request = running[i]
+            i += 1
+            computed = request.num_computed_tokens
+            pending = request.num_pending_tokens
+            known = len(request.token_ids) + pending
+            wanted = known - computed
+            if wanted > 1:
+                prefilling.append(request)
+                continue
+            if known >= request.max_length:
+                continue  # everything it may still sample is in flight
+            if request.num_draft_tokens:
+                if pending:
+                    continue  # where the next token stands depends on how many drafts are accepted
+                room = min(budget, request.max_length - known)
+                wanted += min(request.num_draft_tokens, room - 1)
+            if computed + wanted > len(request.block_ids[0]) * block_size:
+                while (new := self.kv.extend(request, computed + wanted)) is None:
+                    preempted = True
+                    victim = self.policy.victim(running[i - 1 :])
+                    self._preempt(victim)
+                    if victim is request:
+                        i -= 1
+                        break
+                if new is None:
+                    continue
+                new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+            budget -= wanted
+            request.num_computed_tokens = computed + wanted
+            request.num_pending_tokens = pending + wanted
+            request.last_step = step
+            rows.requests.append(request)
+            rows.slots.append(request.slot)
+            rows.scheduled.append(wanted)
+            rows.drafts.append(wanted - 1)
+            rows.samples.append(True)
+        for request in prefilling:
+            if budget == 0:
+                break
+            if request.status is RequestStatus.RUNNING:  # not preempted above or below
+                used, evicted = self._schedule_prefill(request, rows, budget, new_blocks)
+                budget -= used
+                preempted |= evicted
+        return budget, preempted
+
+    def _schedule_prefill(
+        self,
+        request: Request,
+        rows: _Rows,
+        budget: int,
+        new_blocks: list[tuple[int, int, list[int]]],
+    ) -> tuple[int, bool]:
+        """The next chunk of a running request. Those behind it that have no row yet give way when
+        blocks run out; if there are none, it waits for others to finish."""
+        known = len(request.token_ids) + request.num_pending_tokens
+        chunk = self.policy.chunk(request, known - request.num_computed_tokens, budget)
+        evicted = False
+        target = request.num_computed_tokens + chunk
+        if target > len(request.block_ids[0]) * self.kv.block_size:
+            while (new := self.kv.extend(request, target)) is None:
+                step = self.counters.steps
+                behind = [
+                    r for r in self.running if r.order > request.order and r.last_step != step
+                ]
+                if not behind:
+                    return 0, evicted
+                self._preempt(self.policy.victim(behind))
+                evicted = True
+            new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+        self._add_row(rows, request, chunk)
+        return chunk, evicted
+
+    def _schedule_waiting(
+        self, rows: _Rows, budget: int, now: float
+    ) -> tuple[list[tuple[int, int]], list[NewRequest]]:
+        """Admit waiting requests in the policy's order until something is used up."""
+        copies: list[tuple[int, int]] = []
+        new_requests: list[NewRequest] = []
+        waiting = self.waiting.snapshot()
+        allowed = self.policy.admissible(waiting, len(self.running), now)
+        if allowed == 0:
+            return copies, new_requests
+        oldest = self._in_flight[0][0].step if self._in_flight else self.counters.steps
+        for request in self.policy.candidates(waiting, now):
+            if len(new_requests) == allowed or budget == 0 or not self._free_slots:
+                break
+            if request.last_step >= oldest or self._leader_is_busy(request):
+                continue  # what it needs is on its way
+            match = self.kv.match(request)
+            known = len(request.token_ids)
+            chunk = self.policy.chunk(request, known - match.num_tokens, budget)
+            # Starting what cannot go on would only preempt it again: while others run, the whole of
+            # what is known must fit.
+            if self.running and not self.kv.fits(match, known, self.config.max_num_batched_tokens):
+                break
+            made = self.kv.admit(request, match, match.num_tokens + chunk)
+            if made is None:
+                break
+            copies += made
+            self._start(request, match.num_tokens, now)
+            new_requests.append(self._describe(request))
+            self._add_row(rows, request, chunk)
+            budget -= chunk
+        return copies, new_requests
+
+    @staticmethod
+    def _leader_is_busy(request: Request) -> bool:
+        """A sibling waits while its leader computes the prompt that both will share."""
+        leader = request.leader
+        return (
+            leader is not None
+            and leader.status is RequestStatus.RUNNING
+            and leader.first_token is None
+        )
+
+    def _start(self, request: Request, matched: int, now: float) -> None:
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        insort(self.running, request, key=lambda r: r.order)
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+            request.num_cached_tokens = matched
+            self.counters.prefix_queries += request.num_prompt_tokens
+            self.counters.prefix_hits += matched
+
+    @staticmethod
+    def _describe(request: Request) -> NewRequest:
+        return NewRequest(
+            slot=request.slot,
+            token_ids=request.token_ids[:],
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=[ids[:] for ids in request.block_ids],
+            params=request.params,
+            stop_ids=request.stop_ids,
+            seed=request.seed,
+        )
+
+    def _add_row(self, rows: _Rows, request: Request, chunk: int) -> None:
+        request.num_computed_tokens += chunk
+        request.last_step = self.counters.steps
+        known = len(request.token_ids) + request.num_pending_tokens
+        samples = request.num_computed_tokens == known
+        request.num_pending_tokens += samples
+        rows.requests.append(request)
+        rows.slots.append(request.slot)
+        rows.scheduled.append(chunk)
+        rows.drafts.append(0)
+        rows.samples.append(samples)
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks; it is queued again and recomputes what it lost. Its full blocks
+        stay in the prefix cache until someone needs them, so that often little is lost."""
+        self._leave(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_draft_tokens = 0
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.add(request)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished):
+            request = heappop(self._deadlines)[2]
+            self.end(request, FinishReason.DEADLINE, now)
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def update(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
+        """Take in the result of the oldest step in flight.
+
+        What goes wrong with one row ends its request and no other.
+        """
+        plan, requests = self._in_flight.popleft()
+        if plan.step != output.step:
+            raise RuntimeError(f"result of step {output.step} while {plan.step} is due")
+        deltas: list[RequestDelta] = []
+        rows = zip(
+            requests, plan.samples, plan.num_scheduled_tokens, plan.num_draft_tokens, strict=True
+        )
+        for i, (request, samples, scheduled, drafts) in enumerate(rows):
+            if samples:
+                request.num_pending_tokens -= drafts + 1
+            if request.status is RequestStatus.FINISHED:
+                continue
+            running = request.status is RequestStatus.RUNNING
+            if running:
+                request.num_written_tokens += scheduled
+            error = output.errors.get(i)
+            if error is None:
+                try:
+                    if i in output.prompt_logprobs:
+                        deltas.append(self._prompt_logprobs(request, output.prompt_logprobs[i]))
+                    if samples:
+                        deltas.append(self._deliver(request, output, i, drafts, now))
+                    elif running:
+                        self._commit(request)
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+            if error is not None:
+                deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
+        return deltas
+
+    def _deliver(
+        self, request: Request, output: ModelRunnerOutput, row: int, drafts: int, now: float
+    ) -> RequestDelta:
+        """Append sampled tokens up to the one that ends the output; take back rejected drafts."""
+        tokens = output.token_ids[row]
+        running = request.status is RequestStatus.RUNNING
+        if drafts and running:
+            rejected = drafts + 1 - len(tokens)
+            request.num_computed_tokens -= rejected
+            request.num_written_tokens -= rejected
+        reason = None
+        for count, token in enumerate(tokens, 1):
+            request.token_ids.append(token)
+            reason = finish_reason(request, token)
+            if reason is not None:
+                tokens = tokens[:count]
+                break
+        self.counters.delivered_tokens += len(tokens)
+        if request.first_token is None:
+            request.first_token = now
+        logprobs = output.logprobs.get(row)
+        if logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+        if reason is not None:
+            return self._finish(request, reason, now, tokens, logprobs)
+        if running:
+            proposed = output.num_draft_tokens
+            request.num_draft_tokens = proposed[row] if proposed else 0
+            self._commit(request)
+        return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
+
+    def _commit(self, request: Request) -> None:
+        if request.num_written_tokens // self.kv.block_size > request.num_committed_blocks:
+            self.kv.commit(request)
+
+    def fail(self, error: str, now: float) -> list[RequestDelta]:
+        """The oldest step in flight as a whole failed: its requests end, all others go on."""
+        plan, requests = self._in_flight.popleft()
+        deltas = []
+        for request, samples, drafts in zip(
+            requests, plan.samples, plan.num_draft_tokens, strict=True
+        ):
+            if samples:
+                request.num_pending_tokens -= drafts + 1
+            if not request.finished:
+                deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
+        return deltas
+
+    @staticmethod
+    def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
+        # Delivered once: a resumed request may take its prompt from the prefix cache again.
+        request.params = replace(request.params, prompt_logprobs=None)
+        return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestDelta:
+        if request.status is RequestStatus.RUNNING:
+            if error is None:
+                self.kv.commit(request)
+            self._leave(request, forget=error is not None)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        return RequestDelta(
+            request.request_id,
+            request.index,
+            tokens,
+            finish_reason=reason,
+            stop_reason=request.stop_reason,
+            logprobs=logprobs,
+            error=error,
+            report=RequestReport(
+                arrival=request.arrival,
+                first_scheduled=request.first_scheduled,
+                first_token=request.first_token,
+                finished=now,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_preemptions,
+            ),
+        )
+
+    def _leave(self, request: Request, *, forget: bool = False) -> None:
+        """Out of the running set: blocks and slot are free at once."""
+        self.kv.free(request, forget=forget)
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1

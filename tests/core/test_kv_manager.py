@@ -1,0 +1,337 @@
+"""Block tables and prefix matching against a naive dictionary of what blocks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.simulation import Setup, kv_spec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvik.config.config import CacheConfig
+from kvik.config.kv_spec import group_layers
+from kvik.core.block_pool import NULL_BLOCK
+from kvik.core.kv_manager import KVCacheManager
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import Request, RequestStatus
+
+Content = tuple[int, str, tuple[int, ...]]  # KV group, salt, all tokens up to the block's end
+
+
+def new_request(tokens: list[int], salt: str = "", leader: Request | None = None) -> Request:
+    return Request(
+        "r",
+        0,
+        SamplingParams(),
+        tokens[:],
+        len(tokens),
+        max_length=1000,
+        stop_ids=frozenset(),
+        seed=0,
+        arrival=0.0,
+        cache_salt=salt,
+        leader=leader,
+    )
+
+
+def manager(
+    num_blocks: int = 50, block_size: int = 4, windows: tuple[int | None, ...] = (None,)
+) -> KVCacheManager:
+    groups = group_layers([kv_spec(window) for window in windows])
+    return KVCacheManager(CacheConfig(block_size, num_blocks, groups))
+
+
+def start(kv: KVCacheManager, request: Request) -> int:
+    """Admit a request whose prompt is computed in one step; returns how much of it was cached."""
+    match = kv.match(request)
+    assert kv.admit(request, match, len(request.token_ids)) is not None
+    request.status = RequestStatus.RUNNING
+    request.num_computed_tokens = request.num_written_tokens = len(request.token_ids)
+    kv.commit(request)
+    return match.num_tokens
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`contents` says what each published block holds, until the block is handed out again."""
+
+    @initialize(
+        num_blocks=st.integers(8, 30),
+        block_size=st.sampled_from([1, 2, 3]),
+        windows=st.sampled_from([(None,), (3,), (None, 4), (2, None, 5)]),
+    )
+    def build(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...]) -> None:
+        self.kv = manager(num_blocks, block_size, windows)
+        self.windows = [group.spec.window for group in self.kv.groups]
+        self.contents: dict[int, Content] = {}
+        self.running: list[Request] = []
+
+    def content(self, request: Request, group: int, i: int) -> Content:
+        end = (i + 1) * self.kv.block_size
+        return (group, request.cache_salt, tuple(request.token_ids[:end]))
+
+    def may_match(self, request: Request) -> int:
+        """Most tokens whose keys, as far as the next query sees them, are all published."""
+        published = set(self.contents.values())
+        size = self.kv.block_size
+        for length in range((len(request.token_ids) - 1) // size, 0, -1):
+            needed = [
+                self.content(request, group, i)
+                for group, window in enumerate(self.windows)
+                for i in range(length)
+                if window is None or (i + 1) * size - 1 > length * size - window
+            ]
+            if published.issuperset(needed):
+                return length * size
+        return 0
+
+    def note_new(self, tables: list[list[int]], before: set[int]) -> None:
+        for block in {b for ids in tables for b in ids} - before:
+            self.contents.pop(block, None)
+
+    def note_published(self, request: Request) -> None:
+        published = set(self.contents.values())
+        full = min(request.num_written_tokens, len(request.token_ids)) // self.kv.block_size
+        for group, ids in enumerate(request.block_ids):
+            for i in range(request.num_committed_blocks, full):  # told once, when it became full
+                content = self.content(request, group, i)
+                free = ids[i] != NULL_BLOCK and ids[i] not in self.contents
+                if free and content not in published:
+                    self.contents[ids[i]] = content
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(["", "x"]),
+        chunk=st.integers(1, 12),
+    )
+    def admit(self, tokens: list[int], salt: str, chunk: int) -> None:
+        request = new_request(tokens, salt)
+        match = self.kv.match(request)
+        assert match.num_tokens == self.may_match(request)
+        assert match.num_tokens < len(tokens)
+        for group, ids in enumerate(match.block_ids):
+            for i, block in enumerate(ids):
+                assert block == NULL_BLOCK or self.contents[block] == self.content(request, group, i)
+        chunk = min(chunk, len(tokens) - match.num_tokens)
+        free = self.kv.pool.num_free
+        copies = self.kv.admit(request, match, match.num_tokens + chunk)
+        if copies is None:
+            assert self.kv.pool.num_free == free
+            assert not request.block_ids
+            return
+        assert copies == []
+        request.status = RequestStatus.RUNNING
+        self.note_new(request.block_ids, {b for ids in match.block_ids for b in ids})
+        self.running.append(request)
+        self.advance(request, chunk)
+
+    def advance(self, request: Request, count: int) -> None:
+        request.num_computed_tokens += count
+        request.num_written_tokens += count
+        self.note_published(request)
+        self.kv.commit(request)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), count=st.integers(1, 4), token=st.integers(0, 1))
+    def grow(self, which: int, count: int, token: int) -> None:
+        request = self.running[which % len(self.running)]
+        while len(request.token_ids) < request.num_written_tokens + count:
+            request.token_ids.append(token)
+        before = {b for ids in request.block_ids for b in ids}
+        if self.kv.extend(request, request.num_written_tokens + count) is not None:
+            self.note_new(request.block_ids, before)
+            self.advance(request, count)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), forget=st.sampled_from([False, False, True]))
+    def free(self, which: int, forget: bool) -> None:
+        request = self.running[which % len(self.running)]
+        self.running.remove(request)
+        if forget:
+            for block in {b for ids in request.block_ids for b in ids}:
+                self.contents.pop(block, None)
+        self.kv.free(request, forget=forget)
+        assert not request.block_ids
+
+    @invariant()
+    def every_reference_has_a_holder(self) -> None:
+        held = [b for r in self.running for ids in r.block_ids for b in ids if b != NULL_BLOCK]
+        counts = self.kv.pool.ref_counts
+        assert all(counts[b] == held.count(b) for b in range(1, self.kv.pool.num_blocks))
+
+    @invariant()
+    def a_window_holds_what_it_sees_and_no_more_than_planned(self) -> None:
+        size = self.kv.block_size
+        for request in self.running:
+            position = request.num_written_tokens
+            for window, ids in zip(self.windows, request.block_ids, strict=True):
+                for i, block in enumerate(ids):
+                    if window is None or (i + 1) * size - 1 > position - window:
+                        assert block != NULL_BLOCK
+            most = self.kv.max_blocks(len(request.token_ids), 12)
+            assert sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids) <= most
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(
+    derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=30
+)
+
+
+def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
+    kv = manager()
+    tokens = list(range(8))
+    first = new_request(tokens)
+    assert start(kv, first) == 0
+    kv.free(first)
+    assert start(kv, new_request(tokens)) == 4  # not 8: the last token's logits are wanted
+    assert start(kv, new_request([*tokens, 9])) == 8
+
+
+def test_a_block_after_another_prefix_never_matches() -> None:
+    kv = manager()
+    start(kv, new_request([1, 1, 1, 1, 2, 2, 2, 2]))
+    assert kv.match(new_request([3, 3, 3, 3, 2, 2, 2, 2, 5])).num_tokens == 0
+    assert kv.match(new_request([2, 2, 2, 2, 5])).num_tokens == 0
+    assert kv.match(new_request([1, 1, 1, 1, 3, 3, 3, 3, 5])).num_tokens == 4
+
+
+def test_prompt_logprobs_need_every_position_computed() -> None:
+    kv = manager()
+    start(kv, new_request(list(range(8))))
+    wanting = new_request(list(range(9)))
+    assert kv.match(wanting).num_tokens == 8
+    wanting.params = SamplingParams(prompt_logprobs=0)
+    assert kv.match(wanting).num_tokens == 0
+
+
+def test_without_prefix_caching_nothing_matches() -> None:
+    kv = KVCacheManager(Setup(caching=False).cache)
+    start(kv, new_request(list(range(8))))
+    assert kv.match(new_request(list(range(9)))).num_tokens == 0
+    assert kv.pool.num_cached == 0
+
+
+def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
+    kv = manager(block_size=4)
+    request = new_request([1, 2, 3])
+    start(kv, request)
+    for num_tokens, blocks in [(3, 1), (4, 1), (5, 2), (8, 2), (9, 3)]:
+        kv.extend(request, num_tokens)
+        assert len(request.block_ids[0]) == blocks
+        assert kv.pool.num_blocks - 1 - kv.pool.num_free == blocks
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8])
+def test_a_window_keeps_exactly_the_keys_it_sees(window: int) -> None:
+    """The query at position p sees window keys, its own included: p - window < j <= p."""
+    kv = manager(block_size=4, windows=(window,))
+    request = new_request([1])
+    start(kv, request)
+    for position in range(1, 40):
+        request.token_ids.append(1)
+        kv.extend(request, position + 1)
+        ids = request.block_ids[0]
+        first_key = max(0, position - window + 1)
+        assert NULL_BLOCK not in ids[first_key // 4 :]
+        assert set(ids[: max(0, (position // 4 * 4 - window + 1)) // 4]) <= {NULL_BLOCK}
+        assert kv.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
+        request.num_computed_tokens = request.num_written_tokens = position + 1
+        kv.commit(request)
+
+
+def test_a_window_matches_without_what_slid_out_of_sight() -> None:
+    kv = manager(num_blocks=6, block_size=2, windows=(3,))
+    request = new_request(list(range(8)))
+    start(kv, request)
+    held = [b for b in request.block_ids[0] if b != NULL_BLOCK]
+    assert len(held) == 1  # at position 8: keys 6 and 7
+    kv.free(request)
+    kv.pool.forget(kv.pool.lookup((0, request.block_hashes[0])) or 0)
+    match = kv.match(new_request(list(range(9))))
+    assert match.num_tokens == 8
+    assert match.block_ids == [[NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, *held]]
+
+
+def test_a_sibling_shares_full_blocks_and_copies_the_partial_one() -> None:
+    kv = manager(block_size=4)
+    leader = new_request(list(range(7)))
+    start(kv, leader)
+    leader.first_token = 1.0
+    sibling = new_request(list(range(7)), leader=leader)
+    match = kv.match(sibling)
+    assert match.num_tokens == 6  # the last prompt token is computed again, for its logits
+    (copy,) = kv.admit(sibling, match, 7) or []
+    assert copy == (leader.block_ids[0][1], sibling.block_ids[0][1])
+    assert copy[0] != copy[1]
+    assert leader.block_ids[0][0] == sibling.block_ids[0][0]
+    assert kv.pool.ref_counts[leader.block_ids[0][0]] == 2
+    assert kv.pool.ref_counts[copy[0]] == kv.pool.ref_counts[copy[1]] == 1
+
+
+def test_a_sibling_does_not_fork_from_what_may_be_gone() -> None:
+    def match(change: Any) -> int:
+        kv = manager(block_size=4)
+        leader = new_request(list(range(3)))
+        start(kv, leader)
+        leader.first_token = 1.0
+        change(leader)
+        return kv.match(new_request(list(range(3)), leader=leader)).num_tokens
+
+    def preempted(leader: Request) -> None:
+        leader.num_preemptions = 1
+
+    def unfinished_prefill(leader: Request) -> None:
+        leader.first_token = None
+
+    def finished(leader: Request) -> None:
+        leader.status = RequestStatus.FINISHED
+
+    assert match(lambda leader: None) == 2
+    assert [match(change) for change in (preempted, unfinished_prefill, finished)] == [0, 0, 0]
+
+
+def test_promised_blocks_are_not_published() -> None:
+    kv = manager(block_size=4)
+    request = new_request(list(range(9)))
+    kv.admit(request, kv.match(request), 9)
+    request.num_computed_tokens, request.num_written_tokens = 9, 5  # a step is in flight
+    kv.commit(request)
+    assert kv.match(new_request(list(range(9)))).num_tokens == 4
+
+
+def test_short_of_blocks_nothing_changes() -> None:
+    kv = manager(num_blocks=4, block_size=4)
+    first = new_request(list(range(8)))
+    start(kv, first)
+    second = new_request(list(range(8)) + [1] * 8)
+    match = kv.match(second)
+    assert match.num_tokens == 8
+    assert not kv.fits(match, 16, 16)
+    assert kv.admit(second, match, 16) is None
+    assert kv.extend(first, 20) is None
+    assert kv.pool.ref_counts[1:] == [1, 1, 0]
+    assert kv.fits(match, 12, 16)
+    assert kv.usage == pytest.approx(2 / 3)
+
+
+def test_the_beginning_of_a_freed_prefix_lives_longest() -> None:
+    kv = manager(num_blocks=5, block_size=2)
+    request = new_request(list(range(8)))
+    start(kv, request)
+    kv.free(request)
+    start(kv, new_request([9] * 3))  # takes two blocks
+    assert kv.match(new_request(list(range(8)))).num_tokens == 4
+
+
+def test_free_blocks_of_a_match_count_as_taken() -> None:
+    kv = manager(num_blocks=4, block_size=2)
+    request = new_request([1, 2, 3, 4])
+    start(kv, request)
+    kv.free(request)
+    again = new_request([1, 2, 3, 4, 5, 6])
+    match = kv.match(again)
+    assert match.num_tokens == 4
+    assert not kv.fits(match, 8, 8)  # 3 free, of which the match takes 2
+    assert kv.fits(match, 6, 8)

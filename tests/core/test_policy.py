@@ -1,0 +1,196 @@
+"""Who goes first, who waits, and until when."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.config.errors import ConfigError
+from kvik.core.policy import POLICIES, make_policy
+from kvik.core.types import Request
+
+NO_STOP: frozenset[int] = frozenset()
+
+
+def order_of_service(sim: Simulation) -> list[str]:
+    """Request ids in the order of their first scheduling, one at a time."""
+    assert sim.setup.max_num_seqs == 1
+    seen: list[str] = []
+    while sim.scheduler.has_requests or sim.in_flight:
+        sim.step()
+        sim.now += 0.1
+        seen += [r.request_id for r in sim.scheduler.running if r.request_id not in seen]
+        seen += [key[0] for key in sim.ended if key[0] not in seen]
+    return seen
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_can_be_made(name: str) -> None:
+    policy = make_policy(Setup(policy=name).scheduler, lambda request: 0)
+    assert policy.admissible([], 0, 0.0) == 0
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy: must be one of fcfs, .*, not 'lifo'"):
+        make_policy(Setup(policy="lifo").scheduler, lambda request: 0)
+
+
+def test_first_come_first_served() -> None:
+    sim = Simulation(Setup(max_num_seqs=1))
+    for length in (9, 1, 5):
+        sim.add([0] * length, max_tokens=1)
+    assert order_of_service(sim) == ["r0", "r1", "r2"]
+
+
+def test_short_prompts_first() -> None:
+    sim = Simulation(Setup(policy="shortest-prefill-first", max_num_seqs=1))
+    for length in (9, 1, 5):
+        sim.add([length % 3] * length, max_tokens=1)
+    assert order_of_service(sim) == ["r1", "r2", "r0"]
+
+
+def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
+    sim = Simulation(Setup(policy="shortest-prefill-first", max_num_seqs=1, ageing=10.0))
+    sim.add([0] * 50)  # 50 tokens weigh half a second of waiting
+    sim.now = 0.4
+    before = sim.add([1])[0]
+    sim.now = 0.6
+    after = sim.add([1])[0]
+    assert [r.request_id for r in sim.scheduler.waiting] == [before.request_id, "r0", after.request_id]
+
+
+def test_urgent_requests_first() -> None:
+    sim = Simulation(Setup(policy="priority", max_num_seqs=1))
+    for priority in (1, -1, 0):
+        sim.add([0], max_tokens=1, priority=priority)
+    assert order_of_service(sim) == ["r1", "r2", "r0"]
+
+
+def test_ageing_keeps_a_stream_of_urgent_requests_from_starving_others() -> None:
+    sim = Simulation(Setup(policy="priority", max_num_seqs=1, ageing=1.0))
+    patient = sim.add([0], max_tokens=1, priority=3)[0]
+    for _ in range(100):
+        sim.add([1], max_tokens=1, priority=0)
+        sim.step()
+        sim.now += 0.1
+        if patient.finished:
+            break
+    assert patient.first_scheduled is not None
+    assert 2.9 <= patient.first_scheduled <= 3.5  # three levels, one second each
+
+
+def test_a_running_request_of_low_priority_gives_way_when_blocks_run_out() -> None:
+    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=10))
+    low = sim.add([0] * 4, max_tokens=10, priority=1, stop_ids=NO_STOP)[0]
+    sim.step()
+    high = sim.add([1] * 4, max_tokens=10, priority=0, stop_ids=NO_STOP)[0]
+    while not (low.num_preemptions or high.num_preemptions):
+        sim.step()
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+
+
+def test_cached_prompts_first() -> None:
+    sim = Simulation(Setup(policy="longest-prefix-match", max_num_seqs=1))
+    sim.add([0] * 9, max_tokens=1)
+    sim.drain()
+    sim.add([1] * 9, max_tokens=1)
+    sim.add([0] * 4 + [1] * 5, max_tokens=1)
+    sim.add([0] * 9, max_tokens=1)
+    assert order_of_service(sim)[1:] == ["r3", "r2", "r1"]
+
+
+def test_an_uncached_prompt_waits_at_most_its_ageing() -> None:
+    sim = Simulation(Setup(policy="longest-prefix-match", max_num_seqs=1, ageing=1.0))
+    sim.add([0] * 9, max_tokens=1)
+    sim.drain()
+    sim.now = start = 10.0
+    patient = sim.add([1] * 9, max_tokens=1)[0]
+    while not patient.finished:
+        sim.add([0] * 9, max_tokens=1)
+        sim.step()
+        sim.now += 0.1
+    assert patient.first_scheduled is not None
+    assert 0.9 <= patient.first_scheduled - start <= 1.3
+
+
+def running(sim: Simulation) -> list[Request]:
+    return sim.scheduler.running
+
+
+def test_a_static_batch_takes_nobody_in() -> None:
+    sim = Simulation(Setup(policy="static", batch_size=2, max_num_seqs=4))
+    short = sim.add([0], max_tokens=1, stop_ids=NO_STOP)[0]
+    long = sim.add([1], max_tokens=5, stop_ids=NO_STOP)[0]
+    third = sim.add([2], max_tokens=1)[0]
+    sim.step()
+    assert short.finished and running(sim) == [long]
+    while not long.finished:
+        assert third.first_scheduled is None
+        sim.step()
+    sim.step()
+    assert third.first_scheduled is not None
+
+
+def test_a_static_batch_is_cut_by_its_token_cap() -> None:
+    sim = Simulation(Setup(policy="static", batch_size=4, budget=16))
+    for length in (8, 8, 1):
+        sim.add([0] * length)
+    sim.plan()
+    assert len(running(sim)) == 2
+    big = Simulation(Setup(policy="static", batch_size=4, budget=16))
+    big.add([0] * 40)  # at least one, in chunks
+    big.plan()
+    assert len(running(big)) == 1
+    big.deliver()
+    big.drain()
+
+
+def test_a_dynamic_batch_waits_for_company_exactly_so_long() -> None:
+    sim = Simulation(Setup(policy="dynamic", batch_size=3, max_wait=0.5))
+    sim.now = 1.0
+    sim.add([0])
+    sim.now = 1.2
+    sim.add([1])
+    assert sim.plan() is None
+    assert sim.scheduler.wakeup(sim.now) == 1.5
+    sim.now = 1.499
+    assert sim.plan() is None
+    sim.now = 1.5
+    assert sim.plan() is not None
+    assert len(running(sim)) == 2
+
+
+def test_a_full_dynamic_batch_starts_at_once() -> None:
+    sim = Simulation(Setup(policy="dynamic", batch_size=3, max_wait=100.0))
+    for _ in range(2):
+        sim.add([0])
+    assert sim.plan() is None
+    sim.add([0])
+    assert sim.plan() is not None
+    assert len(running(sim)) == 3
+
+
+def test_a_dynamic_batch_is_full_when_no_more_can_run() -> None:
+    sim = Simulation(Setup(policy="dynamic", batch_size=8, max_num_seqs=2, max_wait=100.0))
+    sim.add([0])
+    assert sim.plan() is None
+    sim.add([0])
+    assert sim.plan() is not None
+
+
+def test_a_dynamic_batch_is_full_when_its_token_cap_is_reached() -> None:
+    sim = Simulation(Setup(policy="dynamic", batch_size=8, budget=16, max_wait=100.0))
+    for _ in range(2):
+        sim.add([0] * 10)
+    assert sim.plan() is not None
+    assert len(running(sim)) == 1
+
+
+def test_continuous_batching_takes_everybody_in() -> None:
+    sim = Simulation(Setup(max_num_seqs=4))
+    sim.add([0], max_tokens=9, stop_ids=NO_STOP)
+    sim.step()
+    sim.add([1])
+    sim.plan()
+    assert len(running(sim)) == 2
+    assert sim.scheduler.wakeup(sim.now) is None

@@ -1,0 +1,183 @@
+"""Random service under every policy: each request gets its own tokens, whatever happens around it.
+
+The fake worker checks every key that every forward sees; the simulation audits the scheduler after
+each call. The second half breaks the core on purpose and expects to be told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core import kv_manager
+from kvik.core.block_pool import BlockPool
+from kvik.core.kv_manager import KVCacheManager
+from kvik.core.policy import POLICIES
+from kvik.core.prefix import block_hash, extend_hashes, root_hash
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import FinishReason, Request
+
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (5,), (None, 6), (16, None, 3)]
+
+
+def run(seed: int, policy: str, windows: tuple[int | None, ...], depth: int) -> Simulation:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 8])
+    budget = rng.choice([6, 16, 64])
+    longest = 52  # 30 prompt + 20 output + room
+    setup = Setup(
+        policy=policy,
+        block_size=block_size,
+        num_blocks=(longest // block_size + 2) * len(windows) + rng.randint(1, 12),
+        windows=windows,
+        budget=budget,
+        max_num_seqs=rng.choice([3, 6]),
+        depth=depth,
+        caching=rng.random() < 0.8,
+    )
+    sim = Simulation(setup)
+    heads = [[rng.randint(0, 2) for _ in range(20)] for _ in range(3)]
+    for _ in range(60):
+        sim.now += 0.1
+        sim.worker.num_drafts = rng.choice([0, 0, 2, 5])
+        if rng.random() < 0.4:
+            head = rng.choice(heads)[: rng.randint(1, 20)]
+            sim.add(
+                head + [rng.randint(0, 2) for _ in range(rng.choice([0, 1, 9]))],
+                max_tokens=rng.randint(1, 20),
+                n=rng.choice([1, 1, 3]),
+                priority=rng.randint(0, 2),
+                salt=rng.choice(["", "", "tenant"]),
+                deadline=sim.now + 1.0 if rng.random() < 0.2 else None,
+            )
+        if rng.random() < 0.06 and sim.requests:
+            sim.end(rng.choice(list(sim.requests.values())))
+        if rng.random() < 0.04:
+            sim.failing_row = rng.randint(0, 5)
+        if rng.random() < 0.04:
+            sim.step_fails = True
+        sim.step()
+    sim.failing_row, sim.step_fails = None, False
+    sim.drain()
+    return sim
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
+    reasons: set[FinishReason | None] = set()
+    preemptions = hits = 0
+    for seed, windows in product(range(5), WINDOWS):
+        sim = run(seed, policy, windows, depth)
+        reasons |= {delta.finish_reason for delta in sim.ended.values()}
+        preemptions += sim.scheduler.counters.preemptions
+        hits += sim.scheduler.counters.prefix_hits
+    assert reasons == set(FinishReason)  # the runs reach what they are meant to reach
+    assert preemptions > 0 and hits > 0
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def breaks_copy_on_write(patch: pytest.MonkeyPatch) -> None:
+    admit = KVCacheManager.admit
+
+    def without_copies(*args: Any) -> Any:
+        made = admit(*args)
+        return made and []
+
+    patch.setattr(KVCacheManager, "admit", without_copies)
+
+
+def breaks_the_hash_chain(patch: pytest.MonkeyPatch) -> None:
+    def unchained(
+        hashes: list[bytes], tokens: list[int], block_size: int, salt: str, num_blocks: int
+    ) -> None:
+        for i in range(len(hashes), num_blocks):
+            block = tokens[i * block_size : (i + 1) * block_size]
+            hashes.append(block_hash(root_hash(salt), block))
+
+    patch.setattr(kv_manager, "extend_hashes", unchained)
+    patch.setattr("kvik.core.invariants.extend_hashes", unchained)
+
+
+def breaks_salts(patch: pytest.MonkeyPatch) -> None:
+    def unsalted(
+        hashes: list[bytes], tokens: list[int], block_size: int, salt: str, num_blocks: int
+    ) -> None:
+        extend_hashes(hashes, tokens, block_size, "", num_blocks)
+
+    patch.setattr(kv_manager, "extend_hashes", unsalted)
+    patch.setattr("kvik.core.invariants.extend_hashes", unsalted)
+
+
+def breaks_windows(patch: pytest.MonkeyPatch) -> None:
+    first_visible = kv_manager.first_visible_block
+    patch.setattr(
+        kv_manager, "first_visible_block", lambda spec, p, size: first_visible(spec, p + 1, size)
+    )
+    patch.setattr("kvik.core.invariants.first_visible_block", kv_manager.first_visible_block)
+
+
+def publishes_promises(patch: pytest.MonkeyPatch) -> None:
+    """Publish blocks that a step in flight is to write: that step may fail."""
+    commit = KVCacheManager.commit
+
+    def too_early(self: KVCacheManager, request: Request) -> None:
+        written, request.num_written_tokens = (
+            request.num_written_tokens,
+            request.num_computed_tokens,
+        )
+        commit(self, request)
+        request.num_written_tokens = written
+
+    patch.setattr(KVCacheManager, "commit", too_early)
+
+
+def keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    deliver = Scheduler._deliver
+
+    def optimistic(self: Scheduler, request: Request, *args: Any) -> Any:
+        computed = request.num_computed_tokens
+        delta = deliver(self, request, *args)
+        if request.num_computed_tokens:
+            request.num_computed_tokens = computed
+        return delta
+
+    patch.setattr(Scheduler, "_deliver", optimistic)
+
+
+def keeps_what_blocks_cached(patch: pytest.MonkeyPatch) -> None:
+    allocate = BlockPool.allocate
+
+    def forgetful(self: BlockPool, count: int) -> list[int]:
+        index = dict(self._index)
+        blocks = allocate(self, count)
+        self._index = index
+        return blocks
+
+    patch.setattr(BlockPool, "allocate", forgetful)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        breaks_copy_on_write,
+        breaks_the_hash_chain,
+        breaks_salts,
+        breaks_windows,
+        publishes_promises,
+        keeps_rejected_drafts,
+        keeps_what_blocks_cached,
+    ],
+)
+def test_a_broken_core_is_found_out(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed, windows, depth in product(range(12), WINDOWS, (1, 2)):
+            run(seed, "fcfs", windows, depth)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+
+HUGE = 2**70
+
+BAD: list[tuple[str, Any]] = [
+    *[("n", v) for v in (0, -1, 129, 1.0, True, "1", None, HUGE, 10**5000, "x" * 10**6)],
+    *[("temperature", v) for v in (-0.1, 1e-9, 9e-4, 100.5, math.nan, math.inf, "1", None, False)],
+    *[("temperature", v) for v in (10**400, 10**5000, [0] * 10**5)],
+    *[("top_k", v) for v in (-2, 1.5, HUGE, True, None)],
+    *[("top_p", v) for v in (0, 0.0, -0.5, 1.01, math.nan, "x")],
+    *[("min_p", v) for v in (-0.01, 1.01, math.nan, None)],
+    *[("typical_p", v) for v in (0, 1.5, math.inf)],
+    *[("presence_penalty", v) for v in (-2.1, 2.1, math.nan)],
+    *[("frequency_penalty", v) for v in (-2.1, 2.1, None)],
+    *[("repetition_penalty", v) for v in (0, -1, 10.1, math.nan)],
+    *[("logit_bias", v) for v in ([1], "x", 3, {-1: 0.0}, {"1": 0.0}, {1: 101}, {1: math.nan}, {1: 10**400})],
+    *[("logit_bias", v) for v in ({1: None}, {True: 1.0}, dict.fromkeys(range(4097), 0.0))],
+    *[("allowed_token_ids", v) for v in ((), [], (-1,), (1.0,), "12", {1}, (HUGE,), 5)],
+    *[("bad_words", v) for v in (((),), [[]], ((-1,),), [1], "ab", [["a"]], 7)],
+    *[("min_tokens", v) for v in (-1, 0.5, None, HUGE)],
+    *[("max_tokens", v) for v in (0, -1, 1.5, True, HUGE)],
+    *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, ["x"] * 17, ["x" * 1025])],
+    ("stop", "é" * 513),
+    *[("stop_token_ids", v) for v in ([-1], [1.0], ["1"], 5, [True], [0] * 4097)],
+    *[("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "1", True)],
+    *[("logprobs", v) for v in (-1, 101, 1.0, True)],
+    *[("prompt_logprobs", v) for v in (-1, 101, "1")],
+    *[("ignore_eos", v) for v in (1, None, "yes" * 10**5)],
+    *[("skip_special_tokens", v) for v in (0, "no")],
+    *[("include_stop_str_in_output", v) for v in (1, None)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24])
+def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str, value: Any) -> None:
+    with pytest.raises(ParamError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+    assert str(caught.value).startswith(f"{name}: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", v) for v in (0, 0.0, 1e-3, 100)],
+        *[("top_k", v) for v in (-1, 0, 2**31 - 1)],
+        *[("top_p", v) for v in (1, 1e-9)],
+        ("min_p", 1),
+        ("repetition_penalty", 10),
+        ("logit_bias", MappingProxyType({0: -100, 2**31 - 1: 100})),
+        ("allowed_token_ids", (0,)),
+        ("max_tokens", None),
+        ("min_tokens", 16),
+        ("stop", ("x" * 1024,) * 16),
+        *[("seed", v) for v in (-(2**63), 2**63 - 1, 0)],
+        *[("logprobs", v) for v in (0, 100)],
+    ],
+)
+def test_the_edge_of_what_is_allowed(name: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "stored"),
+    [
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", None, ()),
+        ("stop_token_ids", [1, 2], (1, 2)),
+        ("stop_token_ids", None, ()),
+        ("allowed_token_ids", [1, 2], (1, 2)),
+        ("allowed_token_ids", None, None),
+        ("bad_words", [[1, 2], (3,)], ((1, 2), (3,))),
+        ("bad_words", None, ()),
+    ],
+)
+def test_what_callers_may_write_instead(name: str, given: Any, stored: Any) -> None:
+    assert getattr(SamplingParams(**{name: given}), name) == stored
+
+
+def test_limits_that_contradict_each_other() -> None:
+    with pytest.raises(ParamError, match=r"min_tokens: .*max_tokens \(3\)"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    assert SamplingParams(max_tokens=None, min_tokens=4).min_tokens == 4
+
+
+def test_greedy_means_temperature_zero() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams().greedy
+
+
+def test_a_changed_copy_is_checked_again() -> None:
+    params = SamplingParams(top_k=3)
+    assert params.with_changes(top_p=0.5) == SamplingParams(top_k=3, top_p=0.5)
+    with pytest.raises(ParamError) as caught:
+        params.with_changes(top_p=2)
+    assert caught.value.field == "top_p"
+    with pytest.raises(ParamError, match="is no sampling parameter") as caught:
+        params.with_changes(topp=0.5)
+    assert caught.value.field == "topp"
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (SamplingParams(logit_bias={10: 1.0}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=(3, 10)), "allowed_token_ids"),
+        (SamplingParams(stop_token_ids=(10,)), "stop_token_ids"),
+        (SamplingParams(bad_words=((1, 2), (1, 10))), "bad_words"),
+        (SamplingParams(max_tokens=None, min_tokens=21), "min_tokens"),
+    ],
+)
+def test_what_only_the_model_can_refuse(params: SamplingParams, field: str) -> None:
+    with pytest.raises(ParamError) as caught:
+        params.check_against(vocab_size=10, max_model_len=20)
+    assert caught.value.field == field
+    params.check_against(vocab_size=11, max_model_len=21)

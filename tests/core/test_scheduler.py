@@ -1,0 +1,362 @@
+"""What the scheduler promises, one promise at a time."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.fake_worker import EOS
+from helpers.simulation import Setup, Simulation
+
+from kvik.config.errors import CapacityError
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.policy import POLICIES
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import FinishReason, RequestDelta, RequestStatus, TokenLogprobs
+
+NO_STOP: frozenset[int] = frozenset()
+
+
+def answer(sim: Simulation, plan: SchedulerOutput, *rows: list[int]) -> list[RequestDelta]:
+    """Deliver hand-made tokens instead of the fake worker's."""
+    sim.in_flight.popleft()
+    deltas = sim.scheduler.update(ModelRunnerOutput(plan.step, list(rows)), sim.now)
+    sim.check()
+    return deltas
+
+
+def plan_of(sim: Simulation) -> SchedulerOutput:
+    plan = sim.plan()
+    assert plan is not None
+    return plan
+
+
+def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    sim = Simulation(Setup(budget=6))
+    sim.add([0] * 14, max_tokens=2)
+    sim.add([1] * 3, max_tokens=1)
+    plans = [sim.step() for _ in range(4)]
+    rows = [plan and (plan.num_scheduled_tokens, plan.samples) for plan in plans]
+    assert rows[:3] == [([6], [False]), ([6], [False]), ([2, 3], [True, True])]
+    assert rows[3] == ([1], [True])
+
+
+def test_decodes_go_before_prefill_chunks() -> None:
+    sim = Simulation(Setup(budget=5))
+    late = sim.add([1] * 12, max_tokens=3, priority=0)[0]
+    sim.step()
+    early = sim.add([0], max_tokens=30, stop_ids=NO_STOP)[0]
+    while early.first_token is None:
+        sim.step()
+    sim.add([2] * 12)
+    plan = plan_of(sim)
+    assert late.order < early.order
+    assert plan.num_scheduled_tokens == [1, 1, 3]
+    assert plan.samples == [True, True, False]
+    sim.deliver()
+    plan = plan_of(sim)
+    assert plan.num_scheduled_tokens == [1, 1, 3]
+
+
+def test_a_decode_row_costs_a_few_integers() -> None:
+    sim = Simulation(Setup(block_size=4, max_model_len=64))
+    request = sim.add([0] * 5, max_tokens=30, stop_ids=NO_STOP)[0]
+    sim.step()
+    new_blocks = []
+    for _ in range(12):
+        plan = plan_of(sim)
+        assert (plan.slots, plan.num_scheduled_tokens) == ([request.slot], [1])
+        assert not (plan.new_requests or plan.freed_slots or plan.block_copies)
+        new_blocks.append([len(ids) for _, _, ids in plan.new_blocks])
+        answer(sim, plan, [1])
+    # tokens 6.. are fed: a block is added exactly when a token crosses its border, at 8, 12, 16
+    assert new_blocks == [[1] if fed % 4 == 0 else [] for fed in range(5, 17)]
+
+
+def test_a_full_prefix_hit_computes_one_token() -> None:
+    sim = Simulation(Setup(block_size=4))
+    sim.add([0] * 8, max_tokens=1)
+    sim.drain()
+    again = sim.add([0] * 8, max_tokens=1)[0]
+    plan = plan_of(sim)
+    assert again.num_cached_tokens == 4
+    assert plan.num_scheduled_tokens == [4]
+    longer = sim.add([0] * 9, max_tokens=1)[0]
+    plan = plan_of(sim)
+    assert plan.num_scheduled_tokens == [1]
+    assert longer.num_cached_tokens == 8
+    sim.drain()
+    counters = sim.scheduler.counters
+    assert (counters.prefix_queries, counters.prefix_hits) == (8 + 8 + 9, 12)
+
+
+def test_outputs_are_cached_too() -> None:
+    sim = Simulation(Setup(block_size=2))
+    tokens = sim.add([0, 1, 1], max_tokens=6)[0].token_ids
+    sim.drain()
+    turn = sim.add([*tokens, 0], max_tokens=1)[0]
+    plan_of(sim)
+    assert len(tokens) == 9
+    assert turn.num_cached_tokens == 8  # the ninth token was sampled, its K/V never computed
+
+
+def test_max_tokens_cuts_inside_an_accepted_run() -> None:
+    sim = Simulation(Setup())
+    sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)
+    request = next(iter(sim.requests.values()))
+    answer(sim, plan_of(sim), [1])
+    request.num_draft_tokens = 5
+    sim.worker.rows[request.slot].drafts = [1] * 5
+    plan = plan_of(sim)
+    assert plan.num_draft_tokens == [2]  # 1 + 2 tokens are all that may follow
+    (delta,) = answer(sim, plan, [1, 1, 1])
+    assert (delta.token_ids, delta.finish_reason) == ([1, 1, 1], FinishReason.LENGTH)
+    assert len(request.token_ids) == request.max_length
+
+
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, [1, EOS]), (4, [1, EOS, 2, 1])])
+def test_eos_cuts_inside_an_accepted_run(min_tokens: int, kept: list[int]) -> None:
+    sim = Simulation(Setup())
+    params = SamplingParams(min_tokens=min_tokens)
+    request = sim.add([0, 0], max_tokens=20, params=params)[0]
+    answer(sim, plan_of(sim), [0])
+    request.num_draft_tokens = 3
+    sim.worker.rows[request.slot].drafts = [1] * 3
+    plan = plan_of(sim)
+    assert (plan.num_scheduled_tokens, plan.num_draft_tokens) == ([4], [3])
+    logprobs = {0: [TokenLogprobs(token, -1.0, 1) for token in (1, EOS, 2, 1)]}
+    sim.in_flight.popleft()
+    output = ModelRunnerOutput(plan.step, [[1, EOS, 2, 1]], logprobs=logprobs)
+    (delta,) = sim.scheduler.update(output, 0.0)
+    assert delta.token_ids == kept
+    assert [entry.token_id for entry in delta.logprobs or []] == kept
+    assert delta.finish_reason is (None if min_tokens else FinishReason.STOP)
+    sim.check()
+
+
+def test_rejected_drafts_are_computed_again() -> None:
+    sim = Simulation(Setup(block_size=2))
+    request = sim.add([0, 0], max_tokens=20)[0]
+    answer(sim, plan_of(sim), [1])
+    request.num_draft_tokens = 4
+    sim.worker.rows[request.slot].drafts = [1] * 4
+    plan = plan_of(sim)
+    assert request.num_computed_tokens == 7
+    answer(sim, plan, [1, 2])
+    assert (len(request.token_ids), request.num_computed_tokens) == (5, 4)
+    assert request.num_written_tokens == 4
+    assert request.num_committed_blocks == 2
+    assert request.num_draft_tokens == 0  # the result brought none
+
+
+def test_drafts_are_not_scheduled_behind_drafts_in_flight() -> None:
+    sim = Simulation(Setup(depth=2))
+    request = sim.add([0, 0], max_tokens=20)[0]
+    answer(sim, plan_of(sim), [1])
+    request.num_draft_tokens = 2
+    sim.worker.rows[request.slot].drafts = [1] * 2
+    plan = plan_of(sim)
+    assert sim.plan() is None
+    answer(sim, plan, [2])
+    assert sim.plan() is not None
+
+
+def test_a_token_in_flight_does_not_hold_up_the_next_step() -> None:
+    sim = Simulation(Setup(depth=2))
+    request = sim.add([0, 0], max_tokens=3, stop_ids=NO_STOP)[0]
+    plans = [plan_of(sim), plan_of(sim), plan_of(sim)]
+    assert request.num_pending_tokens == 3
+    assert sim.plan() is None  # all that it may sample is under way
+    for plan in plans:
+        answer(sim, plan, [1])
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_what_is_in_flight_of_an_ended_request_is_dropped() -> None:
+    sim = Simulation(Setup(depth=2))
+    request = sim.add([0, 0], max_tokens=9)[0]
+    plans = [plan_of(sim), plan_of(sim)]
+    sim.end(request)
+    assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks - 1
+    assert [answer(sim, plan, [1]) for plan in plans] == [[], []]
+    assert request.token_ids == [0, 0]
+
+
+def test_freed_slots_are_announced_before_they_are_used_again() -> None:
+    sim = Simulation(Setup(max_num_seqs=1))
+    first, second = sim.add([0])[0], sim.add([1])[0]
+    plan_of(sim)
+    sim.end(first)
+    sim.deliver()
+    plan = plan_of(sim)
+    assert plan.freed_slots == [0]
+    assert [new.slot for new in plan.new_requests] == [0] == [second.slot]
+    sim.deliver()
+    assert plan_of(sim).freed_slots == []
+
+
+def test_a_preempted_request_resumes_with_prefix_hits() -> None:
+    sim = Simulation(Setup(block_size=2, num_blocks=8))  # 7 blocks
+    first = sim.add([0] * 5, max_tokens=8, stop_ids=NO_STOP)[0]
+    second = sim.add([1] * 4, max_tokens=2, stop_ids=NO_STOP)[0]
+    third = sim.add([2] * 3, max_tokens=6, stop_ids=NO_STOP)[0]
+    while not third.num_preemptions:
+        plan = plan_of(sim)
+        answer(sim, plan, *[[1]] * len(plan.slots))
+    assert third.status is RequestStatus.PREEMPTED
+    assert not first.num_preemptions
+    known = len(third.token_ids)
+    while third.status is not RequestStatus.RUNNING:
+        plan = plan_of(sim)
+        if third.status is not RequestStatus.RUNNING:
+            answer(sim, plan, *[[1]] * len(plan.slots))
+    (new,) = plan.new_requests
+    assert new.token_ids == third.token_ids
+    assert new.num_prompt_tokens == 3
+    assert 0 < new.num_computed_tokens < known
+    assert third.num_cached_tokens == 0  # of its first scheduling; this is no hit of another's
+    assert second.finished
+
+
+def test_siblings_wait_for_their_leader_and_share_its_blocks() -> None:
+    sim = Simulation(Setup(block_size=4))
+    siblings = sim.add([0] * 7, max_tokens=6, n=3, stop_ids=NO_STOP)
+    answer(sim, plan_of(sim), [1])
+    plan = plan_of(sim)
+    assert plan.num_scheduled_tokens == [1, 1, 1]
+    source, full = siblings[0].block_ids[0][1], siblings[0].block_ids[0][0]
+    assert [copy[0] for copy in plan.block_copies] == [source, source]
+    assert len({r.block_ids[0][1] for r in siblings}) == 3
+    assert {r.block_ids[0][0] for r in siblings} == {full}
+    assert [r.num_cached_tokens for r in siblings] == [0, 6, 6]
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    sim = Simulation(Setup(max_num_seqs=1))
+    running = sim.add([0], max_tokens=60, deadline=1.0, stop_ids=NO_STOP)[0]
+    waiting = sim.add([1], deadline=2.0)[0]
+    sim.plan()
+    assert sim.scheduler.wakeup(0.0) == 1.0
+    sim.now = 1.0
+    sim.scheduler.schedule(sim.now)
+    assert running.finish_reason is FinishReason.DEADLINE
+    assert waiting.status is RequestStatus.RUNNING  # took the place
+    (delta,) = sim.scheduler.take_ended()
+    assert delta.report is not None
+    assert (delta.report.arrival, delta.report.finished) == (0.0, 1.0)
+    assert sim.scheduler.take_ended() == []
+
+
+def test_a_row_that_fails_ends_its_request_alone_and_leaves_nothing_cached() -> None:
+    sim = Simulation(Setup(block_size=2))
+    bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
+    plan_of(sim)
+    sim.deliver()
+    cached = sim.scheduler.kv.pool.num_cached
+    sim.failing_row = 0
+    plan = plan_of(sim)
+    assert plan.slots[0] == bad.slot
+    deltas = sim.deliver()
+    assert [(d.finish_reason, d.error) for d in deltas if d.finish_reason] == [
+        (FinishReason.ERROR, "sampling failed")
+    ]
+    assert sim.scheduler.kv.pool.num_cached < cached
+    assert good.status is RequestStatus.RUNNING
+    sim.drain()
+
+
+def test_code_that_raises_ends_its_request_alone() -> None:
+    sim = Simulation(Setup())
+    bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
+    plan = plan_of(sim)
+    sim.in_flight.popleft()
+    output = ModelRunnerOutput(plan.step, [[["not a token"]], [1]])  # type: ignore[list-item]
+    deltas = sim.scheduler.update(output, 0.0)
+    sim.check()
+    assert [d.finish_reason for d in deltas] == [FinishReason.ERROR, None]
+    assert deltas[0].error is not None and deltas[0].error.startswith("TypeError")
+    assert (bad.finished, good.finished) == (True, False)
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
+    sim = Simulation(Setup(max_num_seqs=2))
+    requests = [sim.add([i % 3] * 3)[0] for i in range(3)]
+    sim.step_fails = True
+    plan_of(sim)
+    deltas = sim.deliver()
+    assert [d.error for d in deltas] == ["the step failed"] * 2
+    assert [r.finished for r in requests] == [True, True, False]
+    sim.drain()
+    assert sim.ended[requests[2].key].error is None
+
+
+def test_prompt_logprobs_are_delivered_once() -> None:
+    sim = Simulation(Setup())
+    request = sim.add([0, 1], params=SamplingParams(prompt_logprobs=0))[0]
+    plan = plan_of(sim)
+    logprobs = [TokenLogprobs(1, -1.0, 1)]
+    sim.in_flight.popleft()
+    output = ModelRunnerOutput(plan.step, [[1]], prompt_logprobs={0: logprobs})
+    first, second = sim.scheduler.update(output, 0.0)
+    assert (first.prompt_logprobs, first.token_ids) == (logprobs, [])
+    assert second.token_ids == [1]
+    assert request.params.prompt_logprobs is None
+
+
+def test_results_must_come_in_order() -> None:
+    sim = Simulation(Setup(depth=2))
+    sim.add([0])
+    plan_of(sim)
+    late = plan_of(sim)
+    with pytest.raises(RuntimeError, match="result of step 1 while 0 is due"):
+        sim.scheduler.update(ModelRunnerOutput(late.step, [[1]]), 0.0)
+
+
+def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
+    sim = Simulation(Setup(max_queued_requests=2, max_queued_tokens=10))
+    queue = sim.scheduler.waiting
+    queue.check_room(1, 100)
+    sim.add([0] * 8)
+    with pytest.raises(CapacityError, match="max_queued_tokens"):
+        queue.check_room(1, 3)
+    sim.add([0])
+    with pytest.raises(CapacityError, match="max_queued_requests"):
+        queue.check_room(1, 1)
+    plan_of(sim)
+    queue.check_room(2, 10)
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+def test_what_fits_the_cache_alone_is_served_and_what_does_not_is_known(
+    windows: tuple[int | None, ...],
+) -> None:
+    setup = Setup(windows=windows, block_size=2, budget=4, num_blocks=16, max_model_len=100)
+    longest = max(n for n in range(1, 100) if Simulation(setup).fits(n))
+    assert longest == 30 if windows == (None,) else longest < 30 if None in windows else 99
+    for output in (1, longest - 1):
+        sim = Simulation(setup)
+        request = sim.add([0] * (longest - output), max_tokens=output, stop_ids=NO_STOP)[0]
+        while sim.scheduler.has_requests:
+            plan = plan_of(sim)
+            answer(sim, plan, [1] if plan.samples[0] else [])
+        assert len(request.token_ids) == longest
+        assert request.num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_queue_always_gets_empty(policy: str, depth: int) -> None:
+    """Each step brings somebody on, even if two requests hardly fit."""
+    setup = Setup(policy=policy, depth=depth, block_size=2, num_blocks=13, budget=4, windows=(None,))
+    sim = Simulation(setup)
+    for i in range(12):
+        sim.add([i % 3] * (1 + i % 9), max_tokens=12, n=1 + i % 2, priority=i % 3)
+    work = sum(r.max_length for r in sim.requests.values())
+    assert sim.drain() < 4 * work
+    assert sim.scheduler.counters.preemptions > 0 or policy in ("static", "dynamic")
+
+
+def test_a_scheduler_without_work_is_idle() -> None:
+    scheduler = Scheduler(Setup().scheduler, Setup().cache)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.wakeup(0.0) is None
+    assert not scheduler.has_requests

@@ -1,0 +1,143 @@
+"""Any order of adding, stepping, aborting and failing leaves the scheduler's books in order.
+
+After each rule the invariants are audited; the fake worker checks the contents of every block that
+a forward sees; at the end everything must come out and every block must be free again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from helpers.simulation import Setup, Simulation
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvik.core.policy import POLICIES
+from kvik.core.types import FinishReason
+
+LONGEST = 24  # tokens of a request at most
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        windows=st.sampled_from([(None,), (4,), (None, 3), (5, None, 8)]),
+        spare_blocks=st.integers(0, 12),
+        budget=st.sampled_from([4, 8, 32]),
+        max_num_seqs=st.integers(1, 5),
+        depth=st.integers(1, 3),
+        caching=st.booleans(),
+    )
+    def build(
+        self,
+        policy: str,
+        block_size: int,
+        windows: tuple[int | None, ...],
+        spare_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        depth: int,
+        caching: bool,
+    ) -> None:
+        setup = Setup(
+            policy=policy,
+            block_size=block_size,
+            num_blocks=2,
+            windows=windows,
+            budget=budget,
+            max_num_seqs=max_num_seqs,
+            depth=depth,
+            caching=caching,
+            max_wait=0.3,
+            ageing=0.5,
+        )
+        # just enough for the longest request, so that two of them fight for blocks
+        needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
+        self.sim = Simulation(replace(setup, num_blocks=needed + 1 + spare_blocks))
+
+    @rule(
+        head=st.integers(0, 1),
+        head_length=st.integers(0, 12),
+        tail=st.lists(st.integers(0, 1), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 9),
+        n=st.sampled_from([1, 1, 2, 3]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "tenant"]),
+        patience=st.sampled_from([None, None, 0.2, 1.0]),
+    )
+    def add(
+        self,
+        head: int,
+        head_length: int,
+        tail: list[int],
+        max_tokens: int,
+        n: int,
+        priority: int,
+        salt: str,
+        patience: float | None,
+    ) -> None:
+        deadline = None if patience is None else self.sim.now + patience
+        self.sim.add(
+            [head] * head_length + tail,
+            max_tokens,
+            n=n,
+            priority=priority,
+            salt=salt,
+            deadline=deadline,
+        )
+
+    @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
+    def step(self, count: int, drafts: int) -> None:
+        self.sim.worker.num_drafts = drafts
+        for _ in range(count):
+            self.sim.step()
+            self.sim.now += 0.05
+
+    @rule()
+    def plan_only(self) -> None:
+        if len(self.sim.in_flight) < self.sim.setup.depth:
+            self.sim.plan()
+
+    @precondition(lambda self: self.sim.in_flight)
+    @rule()
+    def deliver_early(self) -> None:
+        self.sim.deliver()
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0]))
+    def wait(self, seconds: float) -> None:
+        self.sim.now += seconds
+
+    @precondition(lambda self: self.sim.requests)
+    @rule(
+        which=st.integers(0, 20),
+        reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]),
+    )
+    def abort(self, which: int, reason: FinishReason) -> None:
+        requests = list(self.sim.requests.values())
+        self.sim.end(requests[-1 - which % len(requests)], reason)
+
+    @rule(row=st.integers(0, 4))
+    def let_a_row_fail(self, row: int) -> None:
+        self.sim.failing_row = row
+        self.sim.step()
+
+    @rule()
+    def let_a_step_fail(self) -> None:
+        self.sim.step_fails = True
+        self.sim.step()
+
+    def teardown(self) -> None:
+        self.sim.failing_row, self.sim.step_fails = None, False
+        self.sim.drain(max_steps=1000)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=300,
+    stateful_step_count=25,
+)
