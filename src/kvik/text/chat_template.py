@@ -1,0 +1,145 @@
+"""Chat templates: messages in, the prompt's text out.
+
+A template is a jinja2 program that comes with the model (`chat_template` in Hugging Face folders).
+It writes BOS and the other special tokens itself, so its text is encoded without adding any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvik.config.errors import ModelError, ParamError
+from kvik.text.sandbox import BoundedEnvironment
+
+MAX_TEMPLATE_CHARS = 256 << 10  # the largest public ones have about 20,000
+MAX_MESSAGES = 65_536
+MAX_REASON = 300  # characters of the template's own words in an error
+
+
+class ChatTemplate:
+    """The compiled chat template of one model; threads may share it.
+
+    Raises:
+        ModelError: the model has no template, or it is too long or not valid jinja2.
+    """
+
+    def __init__(self, source: str | None, bos_token: str | None, eos_token: str | None) -> None:
+        if source is None:
+            raise ModelError(
+                "chat_template",
+                "the model has none; give a plain prompt, or add chat_template.jinja to its folder",
+            )
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ModelError("chat_template", f"must have at most {MAX_TEMPLATE_CHARS} characters")
+        tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        self._environment = BoundedEnvironment()
+        try:
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # constants are folded while compiling, so anything may happen
+            raise ModelError("chat_template", f"is not a valid template: {_brief(error)}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            messages: each has a `role` and a `content`: a string or a list of text parts, or
+                nothing if it has `tool_calls`. Other fields reach the template as they are.
+            add_generation_prompt: end with the header of the assistant's answer.
+            tools: JSON schemas of functions the model may call.
+            variables: further names for the template, such as `enable_thinking`.
+
+        Raises:
+            ParamError: the messages are malformed, or the template refuses them or fails.
+        """
+        names: dict[str, Any] = {**self._tokens, **_plain_mapping("variables", variables or {})}
+        names["messages"] = _check_messages(messages)
+        names["tools"] = None if tools is None else _check_tools(tools)
+        names["documents"] = names.get("documents")
+        names["add_generation_prompt"] = add_generation_prompt
+        self._environment.start()
+        try:
+            return self._template.render(names)
+        except TemplateError as error:
+            reason = f"the chat template refuses them: {_brief(error)}"
+            raise ParamError("messages", reason) from None
+        except Exception as error:  # the template is somebody's program: it may fail in any way
+            reason = f"the chat template fails on them: {_brief(error)}"
+            raise ParamError("messages", reason) from None
+
+
+def _check_messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ParamError("messages", "must be a list of at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise ParamError("messages", f"at most {MAX_MESSAGES} messages, not {len(messages)}")
+    return [_check_message(f"message {i}", message) for i, message in enumerate(messages)]
+
+
+def _check_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ParamError("messages", f"{where} must be an object with role and content")
+    plain = _plain_mapping("messages", message)
+    if not isinstance(plain.get("role"), str) or not plain["role"]:
+        raise ParamError("messages", f"{where} needs a role, a string that is not empty")
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(_part_text(where, part) for part in content)
+    elif not isinstance(content, str) and not (content is None and plain.get("tool_calls")):
+        raise ParamError("messages", f"{where} needs a content, a string or a list of text parts")
+    return plain
+
+
+def _part_text(where: str, part: object) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise ParamError("messages", f'{where} may only have content parts of type "text"')
+    if not isinstance(part.get("text"), str):
+        raise ParamError("messages", f"{where} has a content part whose text is no string")
+    return str(part["text"])
+
+
+def _check_tools(tools: object) -> list[dict[str, Any]]:
+    if not isinstance(tools, (list, tuple)):
+        raise ParamError("tools", "must be a list of objects")
+    for tool in tools:
+        if not isinstance(tool, Mapping):
+            raise ParamError("tools", "must be a list of objects")
+    return [_plain_mapping("tools", tool) for tool in tools]
+
+
+def _plain_mapping(field: str, value: Mapping[Any, object]) -> dict[str, Any]:
+    try:
+        return {_plain_key(field, key): _plain(field, item) for key, item in value.items()}
+    except RecursionError:
+        raise ParamError(field, "are nested too deeply") from None
+
+
+def _plain(field: str, value: object) -> object:
+    """A copy of plain JSON data: a template must not get hold of objects with methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain_key(field, key): _plain(field, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(field, item) for item in value]
+    raise ParamError(field, f"must be made of JSON values, not {type(value).__name__}")
+
+
+def _plain_key(field: str, key: object) -> str:
+    if type(key) is not str:
+        raise ParamError(field, f"must have strings as names, not {type(key).__name__}")
+    return key
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -1,0 +1,166 @@
+"""Incremental detokenisation: tokens in, finished text out, never half a character.
+
+The decoder of a language model's tokenizer writes a token in the same way wherever it stands,
+except that a text loses its leading space. So the text of a sequence is a concatenation of pieces
+that are found once per token id, and a stream costs one dictionary lookup per token. A piece that
+is not whole characters is kept as bytes and joined with its neighbours by the UTF-8 decoder, so
+at most three bytes are ever held back.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from kvik.config.errors import ModelError
+
+REPLACEMENT = "\ufffd"
+MAX_LEADING = 8  # tokens without any text after which a text counts as begun all the same
+MAX_CHAR_BYTES = 4
+
+# Decoder steps that treat a token by itself, or by whether it is the first one.
+_LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+_JOINING_STEPS = {"ByteLevel", "Fuse"}  # the steps after these see the text as a whole
+_TEXT_STEPS = {"Fuse", "Strip"}  # of them, these change nothing but the start
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters in which byte-level BPE spells bytes (Radford et al. 2019, GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Pieces:
+    """The text of each token id, shared by all streams of a tokenizer.
+
+    Raises:
+        ModelError: the decoder rewrites a token because of its neighbours (CTC, "</w>" BPE).
+    """
+
+    def __init__(self, library: Library) -> None:
+        _check_decoder(library)
+        self._library = library
+        self._cache: dict[int, str | bytes] = {}
+
+    def of(self, token: int) -> str | bytes:
+        """Text of a token inside a sequence, or its bytes if they are not whole characters.
+
+        An id that the tokenizer does not know (models pad their vocabulary) has no text.
+        """
+        piece = self._cache.get(token)
+        if piece is None:
+            piece = self._cache[token] = self._find(token)
+        return piece
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens that begin a sequence, as the library sees it."""
+        return self._library.decode(ids, skip_special_tokens=False)
+
+    def _find(self, token: int) -> str | bytes:
+        name = self._library.id_to_token(token)
+        if name is None:
+            return ""
+        alone = self.decode([token])
+        if REPLACEMENT in alone:
+            match = _BYTE_TOKEN.fullmatch(name)
+            if match:
+                return bytes([int(match[1], 16)])
+            if all(char in _ALPHABET for char in name):
+                return bytes(_ALPHABET[char] for char in name)
+        return self.decode([token, token])[len(alone) :]  # the second one is not the first
+
+
+class Detokenizer:
+    """Text of one growing sequence of tokens.
+
+    The pushed texts and the flush add up to what the tokens add to the text of the prompt. A
+    character that the prompt leaves unfinished belongs to the output.
+    """
+
+    def __init__(self, pieces: Pieces, prompt_ids: Sequence[int], skipped: Collection[int]) -> None:
+        self._pieces = pieces
+        self._skipped = skipped
+        self._partial = b""  # start of a character, at most three bytes
+        last = list(self._last_shown(prompt_ids))
+        begun = len(last) == MAX_LEADING or pieces.decode(last) != ""
+        self._leading = None if begun else last  # tokens of a text that is empty so far
+        for token in last[-MAX_CHAR_BYTES:]:
+            piece = pieces.of(token)
+            self._partial = self._partial + piece if isinstance(piece, bytes) else b""
+        self._complete(b"")
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is final with these tokens."""
+        out: list[str] = []
+        for token in ids:
+            if token in self._skipped:
+                continue
+            piece = self._pieces.of(token)
+            if isinstance(piece, bytes):
+                self._leading = None
+                out.append(self._complete(piece))
+            elif self._leading is not None:
+                out.append(self._lead(self._leading, token))
+            elif piece:
+                out.append(self.flush() + piece)
+        return "".join(out)
+
+    def flush(self) -> str:
+        """The rest at the end: U+FFFD in place of an unfinished character."""
+        rest = self._partial.decode(errors="replace")
+        self._partial = b""
+        return rest
+
+    def _complete(self, data: bytes) -> str:
+        """Characters that end in these bytes. Invalid bytes become U+FFFD at once."""
+        data = self._partial + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._partial = data[used:]
+        return text
+
+    def _lead(self, leading: list[int], token: int) -> str:
+        """Text of a token before which there is none: here the decoder drops spaces."""
+        leading.append(token)
+        text = self._pieces.decode(leading)
+        if text or len(leading) == MAX_LEADING:
+            self._leading = None
+        return text
+
+    def _last_shown(self, ids: Sequence[int]) -> Iterator[int]:
+        """The last tokens of the prompt that are not skipped, in order."""
+        shown: list[int] = []
+        for token in reversed(ids):
+            if len(shown) == MAX_LEADING:
+                break
+            if token not in self._skipped:
+                shown.append(token)
+        return reversed(shown)
+
+
+def _check_decoder(library: Library) -> None:
+    if library.decoder is None:
+        return
+    state: dict[str, Any] = json.loads(library.decoder.__getstate__())
+    joined = False
+    for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+        kind = step["type"]
+        allowed = _TEXT_STEPS if joined else _LOCAL_STEPS
+        if kind not in allowed or step.get("stop", 0):
+            raise ModelError(
+                "tokenizer.json",
+                f"its decoder step {kind} needs to see the whole text; tokens can be streamed with "
+                f"{', '.join(sorted(_LOCAL_STEPS))}",
+            )
+        joined = joined or kind in _JOINING_STEPS

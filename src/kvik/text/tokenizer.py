@@ -1,0 +1,195 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+`tokenizer.json` is the authority on how text is split and which special tokens are added, as in
+`transformers` 5; the other files of the folder only name the BOS and EOS tokens and the chat
+template. Text is decoded as it was encoded: spaces before punctuation stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as Library
+
+from kvik.config.errors import ModelError, ParamError
+from kvik.text.detokenizer import REPLACEMENT, Detokenizer, Pieces
+
+MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_REASON = 200  # characters of the library's own words in an error
+
+
+class Tokenizer:
+    """One model's tokenizer; stateless, so any number of requests may share it."""
+
+    def __init__(
+        self,
+        library: Library,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        library.no_truncation()  # a file may carry the limits of some training run
+        library.no_padding()
+        self._library = library
+        self._pieces = Pieces(library)
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.chat_template = chat_template
+        added = library.get_added_tokens_decoder()
+        named = [library.token_to_id(name) for name in (bos_token, eos_token) if name is not None]
+        self.special_ids: frozenset[int] = frozenset(
+            [token for token, content in added.items() if content.special]
+            + [token for token in named if token is not None]
+        )
+        self.vocab_size: int = max([library.get_vocab_size() - 1, *added]) + 1
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model folder in Hugging Face format.
+
+        Raises:
+            ModelError: tokenizer.json is missing, too large or corrupt, or its neighbours are.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError("tokenizer.json", _why_missing(folder))
+        data = _read(path, MAX_TOKENIZER_BYTES)
+        try:
+            library = Library.from_buffer(data)
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError("tokenizer.json", f"is not a tokenizer: {_brief(error)}") from None
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _read_json(folder / "special_tokens_map.json")
+        return cls(
+            library,
+            bos_token=_token_name("bos_token", config, special),
+            eos_token=_token_name("eos_token", config, special),
+            chat_template=_find_template(folder, config),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, which may be empty.
+
+        A chat template writes BOS itself, so its output is encoded without special tokens.
+        Special tokens that are spelt out in the text are recognised either way.
+
+        Raises:
+            ParamError: `text` is not a string of Unicode characters.
+        """
+        if not isinstance(text, str):
+            raise ParamError("prompt", f"must be a string, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParamError(
+                "prompt", f"must be valid Unicode; character {error.start} is half a surrogate pair"
+            ) from None
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The whole text of a sequence; equal to what a stream of it yields."""
+        shown = [token for token in ids if 0 <= token < self.vocab_size]
+        if skip_special_tokens:
+            shown = [token for token in shown if token not in self.special_ids]
+        text = self._pieces.decode(shown)
+        if REPLACEMENT in text:  # the library gives up on all bytes of a run if one is wrong
+            stream = self.new_stream((), skip_special_tokens)
+            text = stream.push(shown) + stream.flush()
+        return text
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary entry of an id, as spelt in tokenizer.json; "" for an unknown id."""
+        known = 0 <= token_id < self.vocab_size
+        return (self._library.id_to_token(token_id) or "") if known else ""
+
+    def new_stream(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """Incremental decoding of what follows `prompt_ids`."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self._pieces, prompt_ids, skipped)
+
+
+def _why_missing(folder: Path) -> str:
+    if not folder.is_dir():
+        return "the model folder does not exist"
+    if (folder / "tokenizer.model").is_file():
+        return (
+            "is missing; tokenizer.model alone (sentencepiece) is not read: load the folder once "
+            "with transformers' AutoTokenizer and save_pretrained() to get a tokenizer.json"
+        )
+    if (folder / "vocab.json").is_file():
+        return (
+            "is missing; vocab.json and merges.txt alone are not read: load the folder once with "
+            "transformers' AutoTokenizer and save_pretrained() to get a tokenizer.json"
+        )
+    return "is missing from the model folder"
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be read: {error.strerror}") from None
+    if len(data) > limit:
+        raise ModelError(path.name, f"must have at most {limit >> 20} MiB")
+    return data
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
+    """A JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(path.name, f"is not JSON: {_brief(error)}") from None
+    if not isinstance(value, dict):
+        raise ModelError(path.name, "must be a JSON object")
+    return value
+
+
+def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
+    """A special token, given as a string or as an object with its content."""
+    for file in files:
+        value = file.get(field)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise ModelError(field, "must be a string or an object with a string `content`")
+        if value:
+            return value
+    return None
+
+
+def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
+    """The chat template: a file of its own, or a field of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return _read(path, MAX_TEMPLATE_BYTES).decode()
+        except UnicodeDecodeError:
+            raise ModelError(path.name, "must be UTF-8 text") from None
+    value = _read_json(folder / "chat_template.json").get("chat_template")
+    if value is None:
+        value = config.get("chat_template")
+    if isinstance(value, list):  # several named templates, for example for tool use
+        named = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelError("chat_template", "must be a string or a list of named templates")
+    return value
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_REASON]

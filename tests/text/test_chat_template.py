@@ -1,0 +1,290 @@
+"""Chat templates: the same text as transformers, clear errors, and no bombs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvik.config.errors import KvikError, ModelError, ParamError
+from kvik.text import sandbox
+from kvik.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+
+HERE = Path(__file__).parent / "templates"
+GOLDEN = json.loads((HERE / "golden.json").read_text("utf-8"))
+USER = [{"role": "user", "content": "hi"}]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, "<s>", "</s>")
+
+
+@pytest.mark.parametrize("conversation", ["simple", "system", "tool_use"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_real_templates(name: str, conversation: str, add_generation_prompt: bool) -> None:
+    context = json.loads((HERE / f"{conversation}.json").read_text("utf-8"))
+    source = (HERE / f"{name}.jinja").read_text("utf-8")
+    chat = ChatTemplate(source, context["bos_token"], context["eos_token"])
+    expected = GOLDEN[name][conversation + ("+prompt" if add_generation_prompt else "")]
+    if "error" in expected:
+        with pytest.raises(ParamError) as caught:
+            chat.render(context["messages"], add_generation_prompt, context.get("tools"))
+        assert expected["error"] in str(caught.value)
+    else:
+        text = chat.render(context["messages"], add_generation_prompt, context.get("tools"))
+        assert text == expected["text"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<s>hi</s>"),
+        ("{% if true %}\n  x\n{% endif %}\ny", "  x\ny"),  # trim_blocks
+        ("a\n  {% if true %}b{% endif %}", "a\nb"),  # lstrip_blocks
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% for i in 'abc' %}{% if i == 'b' %}{% continue %}{% endif %}{{ i }}{% endfor %}", "ac"),
+        ("{% generation %}answer{% endgeneration %}!", "answer!"),
+        ("{{ {'b': '<é>&', 'a': 1} | tojson }}", '{"b": "<é>&", "a": 1}'),
+        ("{{ {'a': [1]} | tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ '<b>' }}", "<b>"),  # nothing is escaped
+        ("{{ nothing }}|{{ tools is none }}|{{ documents is none }}", "|True|True"),
+        ("{% for m in messages %}{{ loop.last }}{{ loop.length }}{% endfor %}", "True1"),
+        ("{% for x in [] %}a{% else %}b{% endfor %}", "b"),
+        ("{% for x in [1, 2, 3] if x > 1 %}{{ loop.index }}{{ x }}{% endfor %}", "1223"),
+        ("{{ 'a' ~ 1 ~ none ~ ['b'] }}", "a1None['b']"),
+        ("{{ 'x' * 3 + 'y' }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s-%d' % ('a', 2) }}", "xxxy323a-2"),
+        ("{{ ['a', 'b'] | join(', ') }}{{ 'aba' | replace('a', 'c') }}", "a, bcbc"),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+        ("{% macro m(x) %}[{{ x }}]{% endmacro %}{{ m(1234567890123) }}", "[1234567890123]"),
+        ("{% set ns = namespace(n=0) %}{% for i in 'abc' %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+         "{{ ns.n }}", "3"),
+        ("{{ '{}/{x}'.format(1, x='a') }}{{ '{a}'.format_map({'a': 2}) }}", "1/a2"),
+        ("{{ '{{\"y\": {0}}} 2024'.format(5) }}{{ 'in %s 20240101' % 'a' }}",
+         '{"y": 5} 2024in a 20240101'),
+        ("{{ '{:>4}|{:.1f}'.format('a', 1.25) }}{{ '%3d' % 1 }}", "   a|1.2  1"),
+        ("{{ 'a,b'.split(',')[1] }}{{ '-'.join(['a', 'b']) }}", "ba-b"),
+        ("{{ 'a'.ljust(3) }}{{ 'a\tb'.expandtabs() }}", "a  a       b"),
+        ("{{ messages[0].get('x', 1000000000) }}", "1000000000"),
+        ("{% if add_generation_prompt %}>{% endif %}", ">"),
+    ],
+)  # fmt: skip
+def test_language(source: str, expected: str) -> None:
+    assert template(source).render(USER) == expected
+
+
+def test_missing_special_tokens_are_undefined() -> None:
+    chat = ChatTemplate("{{ bos_token }}{{ bos_token is defined }}", None, None)
+    assert chat.render(USER) == "False"
+
+
+def test_variables_and_tools() -> None:
+    chat = template("{{ enable_thinking }}{{ tools[0].function.name }}{{ add_generation_prompt }}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat.render(USER, False, tools, {"enable_thinking": False}) == "FalsefFalse"
+    with pytest.raises(ParamError, match="tools: must be a list of objects"):
+        chat.render(USER, tools=["f"])  # type: ignore[list-item]
+    with pytest.raises(ParamError, match="variables: must be made of JSON values, not object"):
+        chat.render(USER, variables={"x": [object()]})
+
+
+def test_tool_messages_pass_through() -> None:
+    chat = template("{{ messages | tojson }}")
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"n": 1}}]},
+        {"role": "assistant", "tool_calls": [{"id": "2"}]},
+        {"role": "tool", "content": "", "tool_call_id": "1", "name": "f", "extra": [1.5, None]},
+    ]
+    assert json.loads(chat.render(messages)) == messages
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}]
+    assert template("{{ messages[0].content }}").render(messages) == "a\nb"
+    assert messages[0]["content"] is parts
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "must be a list of at least one message"),
+        ("hi", "must be a list of at least one message"),
+        (None, "must be a list of at least one message"),
+        (["hi"], "message 0 must be an object"),
+        ([*USER, {"content": "x"}], "message 1 needs a role"),
+        ([{"role": "", "content": "x"}], "message 0 needs a role"),
+        ([{"role": 5, "content": "x"}], "message 0 needs a role"),
+        ([{"role": "user"}], "message 0 needs a content"),
+        ([{"role": "user", "content": None}], "message 0 needs a content"),
+        ([{"role": "user", "content": 5}], "message 0 needs a content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 may only have content"),
+        ([{"role": "user", "content": ["x"]}], "message 0 may only have content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "whose text is no string"),
+        ([{"role": "user", "content": "x", "y": object()}], "JSON values, not object"),
+        ([{"role": "user", "content": "x", 5: 5}], "strings as names, not int"),
+    ],
+)
+def test_malformed_messages(messages: object, message: str) -> None:
+    with pytest.raises(ParamError, match="^messages: .*" + message):
+        template("{{ messages }}").render(messages)  # type: ignore[arg-type]
+
+
+def test_nesting_is_bounded() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ParamError, match="messages: are nested too deeply"):
+        template("x").render([{"role": "user", "content": "x", "deep": deep}])
+
+
+def test_errors_of_the_template_are_one_short_line() -> None:
+    chat = template("{{ raise_exception('roles must\n alternate' + 'x' * 1000) }}")
+    with pytest.raises(ParamError) as caught:
+        chat.render(USER)
+    text = str(caught.value)
+    assert text.startswith("messages: the chat template refuses them: roles must alternatexxx")
+    assert len(text) < 400 and "\n" not in text
+    with pytest.raises(ParamError, match="messages: the chat template fails on them: "):
+        template("{{ 1 // 0 }}{{ messages[0].nothing() }}").render(USER)
+
+
+def test_model_without_a_template() -> None:
+    with pytest.raises(ModelError, match="chat_template: the model has none"):
+        ChatTemplate(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if %}", "{{ x | no_such_filter }}", "{% for x in y %}", "{{ " + "(" * 5000, "{{ 'a' }"],
+)
+def test_invalid_templates(source: str) -> None:
+    with pytest.raises(ModelError, match="^chat_template: is not a valid template: "):
+        template(source)
+
+
+def test_template_size_is_bounded() -> None:
+    with pytest.raises(ModelError, match="chat_template: must have at most"):
+        template("x" * (MAX_TEMPLATE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include 'x' %}",
+        "{% import '/etc/passwd' as x %}",
+    ],
+)
+def test_nothing_leaves_the_sandbox(source: str) -> None:
+    try:
+        text = template(source).render(USER)
+    except KvikError:
+        return
+    assert "class" not in text and text.strip() in ("", "{}")
+
+
+NESTED = "".join("{% for a" + str(i) + " in x %}" for i in range(6)) + "{% endfor %}" * 6
+
+BOMBS = {
+    "product": "{{ 'a' * 10**9 }}",
+    "list product": "{{ ([1] * 10**9) | length }}",
+    "reversed product": "{% set n = 1000000000 %}{{ n * 'a' }}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "loops": "{% set x = range(99999) %}" + NESTED,
+    "loops over lists": "{% set x = range(99999) | list %}" + NESTED,
+    "output": "{% for i in range(99999) %}{% for j in range(999) %}aaaaaaa{% endfor %}{% endfor %}",
+    "output of a macro": "{% macro m() %}{% for i in range(99999) %}" + "a" * 9999
+    + "{% endfor %}{% endmacro %}{% set x = m() %}",
+    "output of a block": "{% set x %}{% for i in range(99999) %}" + "a" * 9999
+    + "{% endfor %}{% endset %}",
+    "doubling": "{% set n = namespace(s='aaaa') %}{% for i in range(99) %}"
+    "{% set n.s = n.s + n.s %}{% endfor %}",
+    "doubling with ~": "{% set n = namespace(s='aaaa') %}{% for i in range(99) %}"
+    "{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "doubling lists": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}"
+    "{% set n.s = n.s + n.s %}{% endfor %}",
+    "power": "{{ 9 ** 99999999 }}",
+    "squares": "{% set n = namespace(s=9) %}{% for i in range(99) %}"
+    "{% set n.s = n.s * n.s %}{% endfor %}",
+    "padding": "{{ 'a'.center(1000000000) }}",
+    "padding with zeros": "{{ 'a'.zfill(1000000000) }}",
+    "tabs": "{{ ('\t' * 9999).expandtabs(4000).expandtabs(4000) }}",
+    "center filter": "{{ 'a' | center(1000000000) }}",
+    "indent filter": "{{ ('a\n' * 99) | indent(1000000000) }}",
+    "indent filter with text": "{{ ('a\n' * 99999) | indent('a' * 99999) }}",
+    "replace": "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
+    "replace filter": "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}",
+    "join": "{{ ('a' * 99999).join('b' * 99999) }}",
+    "join filter": "{{ ('b' * 99999) | join('a' * 99999) }}",
+    "json indent": "{{ [1] | tojson(indent=1000000000) }}",
+    "format width": "{{ '{:1000000000}'.format(1) }}",
+    "nested format width": "{{ '{:{}}'.format(1, 1000000000) }}",
+    "repeated format": "{{ ('{0}' * 99999).format('a' * 99999) }}",
+    "repeated format of lists": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ '{}'.format(n.s) }}",
+    "join of a map": "{{ (['a' * 9999] * 99999) | map('upper') | join }}",
+    "percent width": "{{ '%1000000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (1000000000, 1) }}",
+    "lipsum": "{{ lipsum(n=1000000000) }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "double recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ m(60) }}",
+    "lists of lists": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "lists of lists as json": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | tojson }}",
+    "lists of lists as text": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | string | length }}",
+    "filters": "{% set s = 'a' * 999999 %}{% for i in range(99999) %}"
+    "{% set x = s | upper | lower %}{% endfor %}",
+    "methods": "{% set s = 'a' * 999999 %}{% for i in range(99999) %}"
+    "{% set x = s.upper() %}{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_WORK", 4 << 20)  # an eighth: the time of the test
+    with pytest.raises(KvikError):
+        template(BOMBS[name]).render(USER)
+
+
+def test_budget_is_fresh_for_every_render(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_WORK", 1 << 20)
+    chat = template("{% for i in range(60000) %}a{% endfor %}")
+    assert [len(chat.render(USER)) for _ in range(4)] == [60_000] * 4
+
+
+def test_long_conversations_are_in_budget() -> None:
+    source = (HERE / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text("utf-8")
+    messages = [{"role": role, "content": "word " * 200} for role in ("user", "assistant")] * 500
+    text = template(source).render(messages)
+    assert text.count("<|im_start|>") == 1002  # system and the answer to come
+
+
+def test_threads_share_a_template() -> None:
+    chat = template("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
+    results: list[str] = []
+
+    def run(word: str) -> None:
+        results.extend(chat.render([{"role": "user", "content": word}]) for _ in range(5))
+
+    threads = [threading.Thread(target=run, args=(word,)) for word in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == sorted(word * 2000 for word in "abcd" for _ in range(5))

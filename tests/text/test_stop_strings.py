@@ -1,0 +1,112 @@
+"""Streamed matching must agree with a plain scan over the whole text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvik.text.stop_strings import StopStrings
+
+seeded = settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+letters = st.text(alphabet="abé🦊", max_size=40)
+stops = st.lists(st.text(alphabet="abé🦊", min_size=1, max_size=6), max_size=5)
+
+
+def naive(stop: list[str], text: str) -> tuple[int, str] | None:
+    """End and name of the first match: smallest end, then longest."""
+    ends = [(end, s) for end in range(len(text) + 1) for s in stop if text[:end].endswith(s)]
+    return min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
+
+
+def possible_start(stop: list[str], text: str) -> str:
+    """The longest end of the text that a stop string begins with."""
+    ends = (text[i:] for i in range(len(text) + 1))
+    return next(end for end in ends if any(s.startswith(end) for s in [*stop, ""]))
+
+
+@seeded
+@given(
+    stop=stops,
+    text=letters,
+    include=st.booleans(),
+    steps=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+)
+def test_agrees_with_a_scan_of_the_whole_text(
+    stop: list[str], text: str, include: bool, steps: list[int]
+) -> None:
+    watcher = StopStrings(stop, include)
+    expected = naive(stop, text)
+    shown, done, found = "", 0, None
+    for step in [*steps, len(text)]:
+        released, found = watcher.push(text[done : done + step])
+        done = min(done + step, len(text))
+        shown += released
+        if found is None:  # all is shown but what may become a match, not a character more
+            assert shown + possible_start(stop, text[:done]) == text[:done]
+        else:
+            break
+    if expected is None:
+        assert found is None
+        assert shown + watcher.flush() == text
+    else:
+        end, match = expected
+        assert found == match
+        assert shown == text[: end if include else end - len(match)]
+        assert watcher.push(text) == ("", match)
+        assert watcher.flush() == ""
+
+
+@seeded
+@given(stop=stops, text=letters)
+@example(stop=["aab"], text="aaab")
+@example(stop=["abab", "ba"], text="aabab")
+@example(stop=["b", "ab"], text="ab")
+@example(stop=["abc", "b"], text="ab")
+def test_character_by_character(stop: list[str], text: str) -> None:
+    watcher = StopStrings(stop, include=True)
+    found = [watcher.push(char)[1] for char in text]
+    expected = naive(stop, text)
+    if expected is None:
+        assert found == [None] * len(text)
+    else:
+        assert found.index(expected[1]) == expected[0] - 1
+
+
+@pytest.mark.parametrize(("include", "shown"), [(False, "so "), (True, "so END")])
+def test_across_pushes(include: bool, shown: str) -> None:
+    watcher = StopStrings(("END",), include)
+    assert watcher.push("so E") == ("so ", None)
+    assert watcher.push("N") == ("", None)
+    released, found = watcher.push("D and more")
+    assert ("so " + released, found) == (shown, "END")
+
+
+def test_failed_match_is_released() -> None:
+    watcher = StopStrings(("\n\nUser:",), include=False)
+    assert watcher.push("a\n") == ("a", None)
+    assert watcher.push("\nUse") == ("", None)
+    assert watcher.push("d\n") == ("\n\nUsed", None)
+    assert watcher.flush() == "\n"
+    assert watcher.push("\nUser") == ("\nUser", None)  # the flush forgot the first line break
+
+
+def test_memory_does_not_grow_with_the_text() -> None:
+    watcher = StopStrings(("a" * 50 + "b",), include=False)
+    held = 0
+    for _ in range(2000):
+        released, _ = watcher.push("a")
+        held += 1 - len(released)
+    assert held == 50
+    assert watcher.flush() == "a" * 50
+
+
+def test_without_stop_strings_everything_passes() -> None:
+    watcher = StopStrings((), include=False)
+    assert watcher.push("anything") == ("anything", None)
+    assert watcher.flush() == ""

@@ -1,0 +1,197 @@
+"""Model folders as they are found in the world, good and bad."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
+
+from kvik.config.errors import ModelError, ParamError
+from kvik.text import tokenizer as module
+from kvik.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, build: Callable[[str], Library]) -> Path:
+    """A model folder whose tokenizer adds BOS by itself, with leftovers of a training run."""
+    library = build("byte-level")
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+    )
+    library.enable_truncation(4)
+    library.enable_padding(length=64)
+    library.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: object) -> None:
+    (folder / name).write_text(value if isinstance(value, str) else json.dumps(value), "utf-8")
+
+
+def test_round_trip(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    bos = tokenizer.special_ids & set(tokenizer.encode("", add_special_tokens=True))
+    text = "Once upon a time, café 日本語 👩‍🚀 \x00 and more"
+    ids = tokenizer.encode(text)
+    assert [ids[0]] == list(bos) and tokenizer.token(ids[0]) == "<s>"
+    assert tokenizer.encode(text, add_special_tokens=False) == ids[1:]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>" + text
+    assert len(ids) > 4  # neither truncated nor padded
+    assert tokenizer.bos_token == "<s>" and tokenizer.eos_token == "</s>"
+    assert tokenizer.chat_template is None
+
+
+def test_rendered_chat_keeps_its_own_bos(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    names = [tokenizer.token(i) for i in tokenizer.encode("<s>a</s>", add_special_tokens=False)]
+    assert names == ["<s>", "a", "</s>"]
+
+
+def test_ids_outside_the_vocabulary_have_no_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    beyond = [-1, tokenizer.vocab_size, 2**40]
+    assert tokenizer.decode([a, *beyond, a]) == "aa"
+    assert [tokenizer.token(i) for i in beyond] == ["", "", ""]
+    assert tokenizer.token(tokenizer.vocab_size - 1) != ""
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "good \udc00 bad"])
+def test_half_surrogates_are_refused(folder: Path, text: str) -> None:
+    with pytest.raises(ParamError, match=r"^prompt: must be valid Unicode; character \d"):
+        Tokenizer.load(folder).encode(text)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"bytes", ["a"]])
+def test_only_strings_are_encoded(folder: Path, text: str) -> None:
+    with pytest.raises(ParamError, match="prompt: must be a string"):
+        Tokenizer.load(folder).encode(text)
+
+
+def test_huge_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "the sea and the river " * 20_000 + "x" * 50_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("config", "special", "expected"),
+    [
+        ({"bos_token": "<s>", "eos_token": "</s>"}, None, ("<s>", "</s>")),
+        ({"bos_token": {"content": "<s>"}, "eos_token": {"content": "a"}}, None, ("<s>", "a")),
+        ({"bos_token": None, "eos_token": "</s>"}, None, (None, "</s>")),
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, ("<s>", "</s>")),
+        (None, None, (None, None)),
+    ],
+)
+def test_bos_and_eos(
+    folder: Path, config: object, special: object, expected: tuple[str | None, str | None]
+) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    if config is not None:
+        write(folder, "tokenizer_config.json", config)
+    if special is not None:
+        write(folder, "special_tokens_map.json", special)
+    tokenizer = Tokenizer.load(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == expected
+    assert {tokenizer.token(i) for i in tokenizer.special_ids} >= {"<s>", "</s>", *expected} - {
+        None
+    }
+
+
+def test_chat_template_files(folder: Path) -> None:
+    write(folder, "tokenizer_config.json", {"chat_template": "of config"})
+    assert Tokenizer.load(folder).chat_template == "of config"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    write(folder, "tokenizer_config.json", {"chat_template": named})
+    assert Tokenizer.load(folder).chat_template == "d"
+    write(folder, "tokenizer_config.json", {"chat_template": named[:1]})
+    assert Tokenizer.load(folder).chat_template is None
+    write(folder, "chat_template.json", {"chat_template": "of json"})
+    assert Tokenizer.load(folder).chat_template == "of json"
+    write(folder, "chat_template.jinja", "of jinja é")
+    assert Tokenizer.load(folder).chat_template == "of jinja é"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "", "tokenizer.json: is not a tokenizer: "),
+        ("tokenizer.json", "{}", "tokenizer.json: is not a tokenizer: "),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json: is not a tokenizer: "),
+        ("tokenizer.json", '{"model": {"type": "BPE"}}', "tokenizer.json: is not a tokenizer: "),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: is not JSON: "),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: is not JSON: "),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: must be a JSON object"),
+        ("tokenizer_config.json", '{"bos_token": 5}', "bos_token: must be a string or an object"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template: must be a string or"),
+        ("chat_template.json", "nonsense", "chat_template.json: is not JSON: "),
+    ],
+)
+def test_corrupt_files(folder: Path, name: str, content: str, message: str) -> None:
+    write(folder, name, content)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.load(folder)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert str(folder) not in str(caught.value)
+
+
+def test_binary_files(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template.jinja: must be UTF-8"):
+        Tokenizer.load(folder)
+    (folder / "special_tokens_map.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match=r"special_tokens_map.json: is not JSON"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        ("tokenizer.model", "tokenizer.model alone \\(sentencepiece\\) is not read"),
+        ("vocab.json", "vocab.json and merges.txt alone are not read"),
+        ("config.json", "is missing from the model folder"),
+    ],
+)
+def test_missing_tokenizer(tmp_path: Path, present: str, message: str) -> None:
+    write(tmp_path, present, "")
+    with pytest.raises(ModelError, match=f"^tokenizer.json: .*{message}"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ModelError, match="the model folder does not exist"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+def test_size_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 1 << 20)
+    (folder / "tokenizer.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ModelError, match=r"^tokenizer.json: must have at most 1 MiB$"):
+        Tokenizer.load(folder)
+
+
+def test_mutated_files_never_crash(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    good = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = bytes(rng.choices(b'09{}[]",:ae\\\xff', k=2))
+        path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        try:
+            tokenizer = Tokenizer.load(folder)
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error)
+        else:
+            tokenizer.decode(tokenizer.encode("naïve text 日本"))
+    assert refused > 50
