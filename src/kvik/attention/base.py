@@ -1,0 +1,91 @@
+"""The attention seam: a backend plans a step once, then runs each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the tokens of one step belong. Integer tensors; sizes as plain ints.
+
+    Attributes:
+        query_start_loc: [num_seqs + 1] int32, first token of each sequence in the flat batch.
+        seq_lens: [num_seqs] int32, keys of each sequence once this step's tokens are written.
+        block_table: [num_seqs, max_blocks] int32 for one KV group, padded with 0.
+        slot_mapping: [tokens] int64, KV position of each token: block_id * block_size + offset.
+        num_scheduled: query length of each sequence, on the host.
+        contexts: seq_lens on the host.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_scheduled: tuple[int, ...]
+    contexts: tuple[int, ...]
+    block_size: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.num_scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """K and V of one layer: each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Arrays of one step for one KV group. A backend may subclass it with its own plan."""
+
+    layout: StepLayout
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCaps:
+    """What a backend can do, as data, so that choosing one needs no trial run."""
+
+    name: str
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    block_sizes: frozenset[int] | None = None  # None: any
+    head_dim_multiple: int = 1
+
+
+class AttentionBackend(Protocol):
+    """A family of attention kernels over the paged cache."""
+
+    caps: BackendCaps
+
+    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+        """Everything of a step that does not depend on the layer. `window` counts visible keys."""
+        ...
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """Write this step's k and v into the cache, then attend.
+
+        Args:
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        ...

@@ -1,0 +1,197 @@
+"""Attention by torch's fused scaled_dot_product_attention over gathered keys and values.
+
+Decoding rows are batched: the keys each row sees are gathered into [rows, keys, ...], and the query
+heads that share a KV head become the query length, so K and V are read once per group. Shorter
+rows are padded with their own last key, masked, so nothing unwritten or foreign is ever read. Rows
+of very different lengths are split into batches (`decode_batches.py`). Prefilling sequences run
+one by one.
+
+All index tensors and masks depend on the step alone and are made in `plan`, not per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.decode_batches import DecodeRow, split
+from kvik.attention.workspace import Workspace
+from kvik.kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Sequences with one query each.
+
+    Attributes:
+        tokens: [rows] int64, flat index of each query; None: the step's tokens in order.
+        keys: [rows * width] int64, KV positions.
+        mask: [rows, 1, 1, width], or None if every key is visible.
+    """
+
+    rows: int
+    width: int
+    tokens: Tensor | None
+    keys: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A sequence with several queries.
+
+    Attributes:
+        start, end: its tokens in the flat batch.
+        keys: [width] int64, KV positions; None if this step's own tokens are all there is.
+        mask: [1, 1, end - start, width], or None for a plain causal square.
+    """
+
+    start: int
+    end: int
+    keys: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaMetadata(AttentionMetadata):
+    decode: tuple[DecodeBatch, ...]
+    prefill: tuple[PrefillRow, ...]
+
+
+class SdpaAttention:
+    caps = BackendCaps(
+        name="sdpa",
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    )
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._workspace = Workspace()
+
+    def plan(self, layout: StepLayout, window: int | None) -> SdpaMetadata:
+        decoding: list[DecodeRow] = []
+        prefill: list[PrefillRow] = []
+        start = 0
+        for i, (length, context) in enumerate(
+            zip(layout.num_scheduled, layout.contexts, strict=True)
+        ):
+            if length == 1:
+                visible = context if window is None else min(context, window)
+                decoding.append(DecodeRow(i, start, context - visible, visible))
+            else:
+                prefill.append(_plan_prefill(layout, i, start, window))
+            start += length
+        decode = tuple(_plan_decode(layout, batch, start) for batch in split(decoding))
+        return SdpaMetadata(layout, window, decode, tuple(prefill))
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        assert isinstance(metadata, SdpaMetadata)
+        self._ops.store_kv(k, v, kv.k, kv.v, metadata.layout.slot_mapping)
+        if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
+            return self._decode(q, kv, metadata.decode[0], scale)
+        out = torch.empty_like(q)
+        for batch in metadata.decode:
+            assert batch.tokens is not None
+            rows = self._decode(q.index_select(0, batch.tokens), kv, batch, scale)
+            out.index_copy_(0, batch.tokens, rows)
+        for row in metadata.prefill:
+            part = slice(row.start, row.end)
+            out[part] = self._prefill(q[part], k[part], v[part], kv, row, scale)
+        return out
+
+    def _decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+        """q: [rows, heads, head_dim] -> the same shape."""
+        rows, heads, dim = q.shape
+        kv_heads = kv.k.shape[2]
+        k, v = self._workspace.gather(kv, batch.keys)
+        out = F.scaled_dot_product_attention(
+            q.view(rows, kv_heads, heads // kv_heads, dim),
+            k.view(rows, batch.width, kv_heads, dim).transpose(1, 2),
+            v.view(rows, batch.width, kv_heads, dim).transpose(1, 2),
+            attn_mask=batch.mask,
+            scale=scale,
+        )  # [rows, kv_heads, group, head_dim]
+        return out.reshape(rows, heads, dim)
+
+    def _prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, row: PrefillRow, scale: float
+    ) -> Tensor:
+        """q: [length, heads, head_dim] -> the same shape."""
+        length, heads, dim = q.shape
+        if row.keys is not None:
+            k, v = self._workspace.gather(kv, row.keys)
+        kv_heads = k.shape[1]
+        group = heads // kv_heads
+        # KV heads are the batch dimension; expanding K and V over the group copies nothing.
+        out = F.scaled_dot_product_attention(
+            q.view(length, kv_heads, group, dim).permute(1, 2, 0, 3),
+            k.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
+            v.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
+            attn_mask=row.mask,
+            is_causal=row.mask is None,
+            scale=scale,
+        )  # [kv_heads, group, length, head_dim]
+        return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
+
+
+def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> DecodeBatch:
+    table, block_size = layout.block_table, layout.block_size
+    device = table.device
+    width = max(row.padded_width for row in rows)
+    first = torch.tensor([row.first for row in rows], device=device)[:, None]
+    visible = torch.tensor([row.visible for row in rows], device=device)[:, None]
+    column = torch.arange(width, device=device)
+    position = first + torch.minimum(column, visible - 1)  # [rows, width]
+    everything = len(rows) == num_tokens
+    if everything:
+        rows_table, tokens = table, None
+    else:
+        seqs = torch.tensor([row.seq for row in rows], device=device)
+        rows_table = table.index_select(0, seqs)
+        tokens = torch.tensor([row.token for row in rows], device=device)
+    block = rows_table.gather(1, position // block_size).long()
+    keys = block * block_size + position % block_size
+    mask = None
+    if any(row.visible < width for row in rows):
+        mask = _mask(column < visible)[:, None, None, :]
+    return DecodeBatch(len(rows), width, tokens, keys.view(-1), mask)
+
+
+def _plan_prefill(layout: StepLayout, seq: int, start: int, window: int | None) -> PrefillRow:
+    length, context, block_size = layout.num_scheduled[seq], layout.contexts[seq], layout.block_size
+    device = layout.block_table.device
+    end = start + length
+    if length == context and (window is None or window >= length):
+        return PrefillRow(start, end, None, None)
+    cached = context - length
+    first = 0 if window is None else max(0, cached - window + 1)
+    key = torch.arange(first, context, device=device)
+    query = torch.arange(cached, context, device=device)[:, None]
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    keys = None
+    if cached:
+        block = layout.block_table[seq].index_select(0, key // block_size).long()
+        keys = block * block_size + key % block_size
+    return PrefillRow(start, end, keys, _mask(visible)[None, None])
+
+
+def _mask(visible: Tensor) -> Tensor:
+    """What SDPA takes: on a CPU it would turn a boolean mask into this one in every layer."""
+    if visible.device.type != "cpu":
+        return visible
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -1,0 +1,1 @@
+"""Operations of a forward pass: one contract (`ops.py`), several implementations."""

@@ -1,0 +1,20 @@
+"""The reference table: what every other implementation is tested against."""
+
+from __future__ import annotations
+
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.activation import gelu_tanh, silu_and_mul
+from kvik.kernels.reference.kv_cache import copy_blocks, store_kv
+from kvik.kernels.reference.norm import add_rms_norm, layer_norm, rms_norm
+from kvik.kernels.reference.rotary import rotary
+
+REFERENCE = Ops(
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    layer_norm=layer_norm,
+    rotary=rotary,
+    silu_and_mul=silu_and_mul,
+    gelu_tanh=gelu_tanh,
+    store_kv=store_kv,
+    copy_blocks=copy_blocks,
+)

@@ -1,0 +1,125 @@
+"""One step over a paged cache, and what attention must give for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
+
+
+@dataclass
+class Step:
+    """Sequences of (cached, new) tokens, their blocks scattered over a cache full of NaN.
+
+    `keys[i]`, `values[i]` are the whole context of sequence i; only the cached part of it stands in
+    the cache. Entries of the block table behind a sequence's own blocks name other blocks.
+    """
+
+    layout: StepLayout
+    kv: LayerKV
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    scale = 0.3
+
+    def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
+        """On a copy of the cache, so that a step can be run many times."""
+        kv = LayerKV(self.kv.k.clone(), self.kv.v.clone())
+        metadata = backend.plan(self.layout, window)
+        return backend.run(self.q, self.k, self.v, kv, metadata, self.scale)
+
+    def expected(self, window: int | None = None) -> Tensor:
+        """The definition, as one dense matrix per sequence and head, in float64."""
+        heads, kv_heads = self.q.shape[1], self.k.shape[1]
+        out, start = [], 0
+        for new, keys, values in zip(
+            self.layout.num_scheduled, self.keys, self.values, strict=True
+        ):
+            context = len(keys)
+            visible = torch.tensor(
+                [
+                    [j <= p and (window is None or p - window < j) for j in range(context)]
+                    for p in range(context - new, context)
+                ]
+            )
+            rows = torch.empty(new, heads, keys.shape[2], dtype=torch.float64)
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                scores = self.q[start : start + new, head].double() @ keys[:, shared].double().T
+                scores = scores * self.scale
+                weights = torch.where(visible, scores, -torch.inf).softmax(-1)
+                rows[:, head] = weights @ values[:, shared].double()
+            out.append(rows)
+            start += new
+        return torch.cat(out)
+
+
+MakeStep = Callable[..., Step]
+
+
+def _make_step(
+    sequences: list[tuple[int, int]],
+    block_size: int = 16,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Step:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    contexts = [cached + new for cached, new in sequences]
+    lengths = [-(-context // block_size) for context in contexts]
+    num_blocks = sum(lengths) + 3
+    free = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
+    table = torch.randint(num_blocks, (len(sequences), max(lengths) + 2), generator=g)
+    shape = (num_blocks, block_size, kv_heads, dim)
+    kv = LayerKV(
+        torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    )
+    keys, values, slots, q = [], [], [], []
+    for i, (cached, new) in enumerate(sequences):
+        blocks = torch.tensor([free.pop() for _ in range(lengths[i])])
+        table[i, : lengths[i]] = blocks
+        # of its own, so that a sequence is the same in any company
+        g.manual_seed(1000 * seed + contexts[i])
+        keys.append(normal(contexts[i], kv_heads, dim))
+        values.append(normal(contexts[i], kv_heads, dim))
+        q.append(normal(new, heads, dim))
+        positions = torch.arange(contexts[i])
+        where = blocks[positions // block_size] * block_size + positions % block_size
+        kv.k.view(-1, kv_heads, dim)[where[:cached]] = keys[i][:cached]
+        kv.v.view(-1, kv_heads, dim)[where[:cached]] = values[i][:cached]
+        slots.append(where[cached:])
+    starts = torch.tensor([0] + [new for _, new in sequences]).cumsum(0)
+    layout = StepLayout(
+        query_start_loc=starts.int(),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_table=table.int(),
+        slot_mapping=torch.cat(slots),
+        num_scheduled=tuple(new for _, new in sequences),
+        contexts=tuple(contexts),
+        block_size=block_size,
+    )
+    new_keys = [k[cached:] for k, (cached, _) in zip(keys, sequences, strict=True)]
+    new_values = [v[cached:] for v, (cached, _) in zip(values, sequences, strict=True)]
+    # strided views, as a fused projection gives them
+    qkv = torch.cat((torch.cat(q), torch.cat(new_keys), torch.cat(new_values)), dim=1)
+    parts = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    return Step(layout, kv, *parts, keys, values)
+
+
+@pytest.fixture
+def make_step() -> MakeStep:
+    return _make_step

@@ -1,0 +1,212 @@
+"""Every backend against the definition of attention, and the traps on the way to it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.attention.reference import ReferenceAttention
+from kvik.attention.sdpa import SdpaAttention
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.torch_ops import TORCH
+
+BACKENDS = {"reference": ReferenceAttention(REFERENCE), "sdpa": SdpaAttention(TORCH)}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return BACKENDS[request.param]
+
+
+# (cached, new) tokens of each sequence of a step
+STEPS = {
+    "one token": [(0, 1)],
+    "decode": [(40, 1)],
+    "decode batch": [(5, 1), (64, 1), (17, 1), (0, 1)],
+    "decode, very different lengths": [(2, 1)] * 9 + [(700, 1), (300, 1), (650, 1)],
+    "prefill": [(0, 37)],
+    "prefill batch": [(0, 3), (0, 70), (0, 16)],
+    "chunk behind a prefix": [(30, 20)],
+    "mixed": [(12, 1), (0, 9), (33, 1), (16, 16), (50, 2)],
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 60])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("name", STEPS)
+def test_matches_the_definition(backend, make_step, name, block_size, window):
+    step = make_step(STEPS[name], block_size)
+    torch.testing.assert_close(
+        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 3), (6, 2), (5, 1)])
+def test_query_heads_of_a_group_share_their_kv_head(backend, make_step, heads, kv_heads):
+    step = make_step(STEPS["mixed"], 8, heads, kv_heads)
+    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 64, 128])
+def test_head_dims(backend, make_step, dim):
+    step = make_step(STEPS["mixed"], dim=dim)
+    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 20])
+def test_half_precision_is_off_by_rounding_alone(backend, make_step, dtype, window):
+    step = make_step(STEPS["mixed"], dtype=dtype)
+    found = step.run(backend, window)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), step.expected(window), rtol=2 * eps, atol=2 * eps)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 24, 100])
+@pytest.mark.parametrize(("cached", "new"), [(29, 1), (0, 30), (18, 12)])
+def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window):
+    """With equal scores and one-hot values a query's output spells out which keys it saw."""
+    context = cached + new
+    step = make_step([(cached, new)], 8, heads=1, kv_heads=1, dim=context)
+    step.q.zero_()
+    one_hot = torch.eye(context)[:, None]
+    table = step.layout.block_table[0].long()
+    for position in range(cached):
+        step.kv.v[table[position // 8], position % 8] = one_hot[position]
+    step.v.copy_(one_hot[cached:])
+    for row, position in zip(step.run(backend, window)[:, 0], range(cached, context), strict=True):
+        seen = row.nonzero()[:, 0].tolist()
+        first = 0 if window is None else max(0, position - window + 1)
+        assert seen == list(range(first, position + 1))
+        assert row[seen].tolist() == pytest.approx([1 / len(seen)] * len(seen))
+
+
+def test_garbage_outside_the_window_is_never_read(backend, make_step):
+    """Blocks that slid out of the window may belong to others by now, or be block 0."""
+    step = make_step([(60, 1), (50, 12)], block_size=8)
+    clean = step.run(backend, 5)
+    table = step.layout.block_table.clone()
+    table[0, :7] = 0  # positions 0..55; the window begins at 56
+    table[1, :5] = 0  # positions 0..39; the first query's window begins at 46
+    dirty = replace(step, layout=replace(step.layout, block_table=table))
+    assert torch.equal(dirty.run(backend, 5), clean)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
+def test_unwritten_slots_never_leak(backend, make_step, garbage):
+    step = make_step(STEPS["mixed"])
+    clean = step.run(backend)
+    kv = LayerKV(*(t.where(t.isfinite(), garbage) for t in (step.kv.k, step.kv.v)))
+    assert torch.equal(replace(step, kv=kv).run(backend), clean)
+
+
+def test_padding_of_the_block_table_never_leaks(backend, make_step):
+    step = make_step(STEPS["mixed"])
+    clean = step.run(backend)
+    for entry in range(len(step.kv.k)):
+        table = step.layout.block_table.clone()
+        for row, context in zip(table, step.layout.contexts, strict=True):
+            row[-(-context // 16) :] = entry
+        padded = replace(step, layout=replace(step.layout, block_table=table))
+        assert torch.equal(padded.run(backend), clean)
+
+
+def test_writes_this_steps_keys_and_values_and_nothing_else(backend, make_step):
+    step = make_step(STEPS["mixed"])
+    kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    backend.run(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.scale)
+    pairs = ((kv.k, step.kv.k, step.k), (kv.v, step.kv.v, step.v))
+    for found, before, new in pairs:
+        expected = before.clone().flatten(0, 1)
+        expected[step.layout.slot_mapping] = new
+        torch.testing.assert_close(found.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 30])
+def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
+    total = 40
+    whole = make_step([(0, total)])
+    expected = whole.run(backend, window)
+    kv = LayerKV(whole.kv.k.clone(), whole.kv.v.clone())
+    for start in range(0, total, chunk):
+        end = min(start + chunk, total)
+        layout = replace(
+            whole.layout,
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            slot_mapping=whole.layout.slot_mapping[start:end],
+            num_scheduled=(end - start,),
+            contexts=(end,),
+        )
+        part = slice(start, end)
+        found = backend.run(
+            whole.q[part],
+            whole.k[part],
+            whole.v[part],
+            kv,
+            backend.plan(layout, window),
+            whole.scale,
+        )
+        torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_sequence_does_not_notice_its_companions(backend, make_step, dtype, window):
+    """To the bit: a decoding row is padded further in longer company, and must not care."""
+    companions = [(0, 1), (900, 1), (14, 1), (0, 25), (300, 1), (40, 7), (77, 1)]
+    for cached, new in [(0, 1), (6, 1), (37, 1), (150, 1), (511, 1), (20, 13)]:
+        alone = make_step([(cached, new)], dtype=dtype).run(backend, window)
+        crowd = make_step([*companions, (cached, new)], dtype=dtype)
+        assert torch.equal(crowd.run(backend, window)[-new:], alone)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_block_size_does_not_matter(backend, make_step, window):
+    first, *others = (
+        make_step(STEPS["mixed"], block_size).run(backend, window) for block_size in (1, 8, 16, 64)
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_one_plan_serves_layers_of_any_content(backend, make_step):
+    """Layers share a plan; nothing of the first layer may stay in it."""
+    step = make_step(STEPS["mixed"])
+    metadata = backend.plan(step.layout, None)
+    for seed in (1, 2):
+        layer = make_step(STEPS["mixed"], seed=seed)
+        layer = replace(layer, layout=step.layout, kv=_moved(layer, step))
+        kv = LayerKV(layer.kv.k.clone(), layer.kv.v.clone())
+        found = backend.run(layer.q, layer.k, layer.v, kv, metadata, step.scale)
+        torch.testing.assert_close(found.double(), layer.expected(), rtol=1e-4, atol=2e-6)
+
+
+def _moved(step, target):
+    """The cache of `step` with the block tables of `target`."""
+    moved = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    for i, context in enumerate(step.layout.contexts):
+        blocks = -(-context // step.layout.block_size)
+        source = step.layout.block_table[i, :blocks].long()
+        to = target.layout.block_table[i, :blocks].long()
+        moved.k[to], moved.v[to] = step.kv.k[source], step.kv.v[source]
+    return moved
+
+
+def test_random_steps(backend, make_step):
+    rng = random.Random(0)
+    for seed in range(60):
+        sequences = [
+            (rng.choice([0, rng.randint(0, 90)]), rng.choice([1, 1, rng.randint(2, 40)]))
+            for _ in range(rng.randint(1, 6))
+        ]
+        window = rng.choice([None, rng.randint(1, 50)])
+        step = make_step(sequences, rng.choice([1, 8, 16, 64]), seed=seed)
+        torch.testing.assert_close(
+            step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+        )
