@@ -1,0 +1,76 @@
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, a plain MLP.
+
+Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matrix.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvik.config.model_spec import ModelSpec
+from kvik.nn.builder import Builder
+from kvik.nn.context import ForwardContext
+
+
+class GPT2Attention:
+    """Multi-head attention; positions are already in the hidden state."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+        hidden = spec.hidden_size
+        self.heads = (3, spec.num_heads, spec.head_dim)
+        self.qkv = builder.linear(
+            "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, shard="column", transposed=True
+        )
+        self.attend = builder.attention(layer, spec.head_dim)
+        self.o = builder.linear(
+            "c_proj", hidden, hidden, bias=spec.o_bias, shard="row", transposed=True
+        )
+        builder.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        q, k, v = self.qkv(x).view(-1, *self.heads).unbind(1)  # [tokens, heads, head_dim] each
+        return self.o(self.attend(q, k, v, ctx))
+
+
+class GPT2Layer:
+    """Attention and MLP; each reads the residual stream normalised and adds to it."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+        hidden, eps = spec.hidden_size, spec.norm_eps
+        self.attention_norm = builder.layer_norm("ln_1", hidden, eps)
+        self.attention = GPT2Attention(spec, builder.at("attn"), layer)
+        self.mlp_norm = builder.layer_norm("ln_2", hidden, eps)
+        self.mlp = builder.at("mlp").mlp(
+            "c_fc", "c_proj", hidden, spec.intermediate_size, bias=spec.mlp_bias, transposed=True
+        )
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = x + self.attention(self.attention_norm(x), ctx)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT2:
+    """The language model."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder) -> None:
+        trunk = builder.at("transformer", optional=True)
+        self.embed = trunk.embedding("wte", spec.vocab_size, spec.hidden_size, shard="column")
+        self.embed_position = trunk.embedding("wpe", spec.max_position_embeddings, spec.hidden_size)
+        self.layers = [
+            GPT2Layer(spec, trunk.at("h").at(layer), layer) for layer in range(spec.num_layers)
+        ]
+        self.norm = trunk.layer_norm("ln_f", spec.hidden_size, spec.norm_eps)
+        self.lm_head = builder.lm_head("lm_head", self.embed, tied=spec.tie_word_embeddings)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        x = self.embed(ids) + self.embed_position(ctx.positions)
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab]."""
+        return self.lm_head(hidden)

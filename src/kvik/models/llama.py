@@ -1,0 +1,98 @@
+"""Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
+
+The same network is Mistral (Jiang et al. 2023), whose layers attend to a sliding window, and Qwen2
+and 2.5 (Yang et al. 2024), which have biases on q, k and v: both are facts of the `ModelSpec`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvik.config.model_spec import ModelSpec
+from kvik.nn.builder import Builder
+from kvik.nn.context import ForwardContext
+from kvik.nn.rope import Rope, Rotation
+
+
+class LlamaAttention:
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.split = (heads, kv_heads, kv_heads)
+        self.heads = (heads + 2 * kv_heads, dim)
+        self.qkv = builder.linear(
+            ("q_proj", "k_proj", "v_proj"),
+            spec.hidden_size,
+            (heads * dim, kv_heads * dim, kv_heads * dim),
+            bias=spec.qkv_bias,
+            shard="column",
+        )
+        self.rope = rope
+        self.attend = builder.attention(layer, dim)
+        self.o = builder.linear(
+            "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
+        )
+        builder.ignore("rotary_emb.inv_freq")
+
+    def __call__(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        qkv = self.qkv(x).view(-1, *self.heads)  # [tokens, heads + 2 kv_heads, head_dim]
+        q, k, v = qkv.split_with_sizes(self.split, 1)
+        q, k = self.rope.rotate(q, k, rotation)
+        return self.o(self.attend(q, k, v, ctx))
+
+
+class LlamaLayer:
+    """Attention and MLP; each reads the residual stream normalised and adds to it."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
+        hidden, eps = spec.hidden_size, spec.norm_eps
+        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps)
+        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer, rope)
+        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> tuple[Tensor, Tensor]:
+        """x, not yet added to the residual stream -> the same, one layer later."""
+        x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, rotation, ctx)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Llama:
+    """The language model."""
+
+    def __init__(self, spec: ModelSpec, builder: Builder) -> None:
+        assert spec.rope is not None
+        trunk = builder.at("model", optional=True)
+        self.embed = trunk.embedding(
+            "embed_tokens", spec.vocab_size, spec.hidden_size, shard="column"
+        )
+        self.rope = builder.rope(spec.rope, spec.head_dim)
+        self.layers = [
+            LlamaLayer(spec, trunk.at("layers").at(layer), layer, self.rope)
+            for layer in range(spec.num_layers)
+        ]
+        self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)
+        self.lm_head = builder.lm_head("lm_head", self.embed, tied=spec.tie_word_embeddings)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        rotation = self.rope.at(ctx.positions)
+        x: Tensor = self.embed(ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, ctx)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab]."""
+        return self.lm_head(hidden)

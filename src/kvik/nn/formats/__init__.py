@@ -1,0 +1,1 @@
+"""Weight formats: how a linear layer is stored and multiplied."""

@@ -1,0 +1,109 @@
+"""Contents of config.json files: of public models, and of a small valid one to spoil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def config(
+    architecture: str,
+    *,
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    positions: int = 4096,
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "Llama-2-7B": config(
+        "LlamaForCausalLM",
+        vocab=32000, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
+    ),
+    "Llama-2-70B": config(
+        "LlamaForCausalLM",
+        vocab=32000, hidden=8192, inner=28672, layers=80, heads=64, kv_heads=8,
+    ),
+    "Llama-3-8B": config(
+        "LlamaForCausalLM",
+        vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8,
+        rope_theta=500000.0,
+    ),
+    "Llama-3-70B": config(
+        "LlamaForCausalLM",
+        vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, kv_heads=8,
+        rope_theta=500000.0,
+    ),
+    "Llama-3.2-1B": config(
+        "LlamaForCausalLM",
+        vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, head_dim=64,
+        positions=131072, rope_theta=500000.0, rope_scaling=LLAMA3_SCALING,
+        tie_word_embeddings=True,
+    ),
+    "Mistral-7B-v0.1": config(
+        "MistralForCausalLM",
+        vocab=32000, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8,
+        positions=32768, sliding_window=4096,
+    ),
+    "Qwen2.5-0.5B": config(
+        "Qwen2ForCausalLM",
+        vocab=151936, hidden=896, inner=4864, layers=24, heads=14, kv_heads=2,
+        positions=32768, tie_word_embeddings=True, sliding_window=32768,
+        max_window_layers=24, use_sliding_window=False,
+    ),
+    "Qwen2.5-7B": config(
+        "Qwen2ForCausalLM",
+        vocab=152064, hidden=3584, inner=18944, layers=28, heads=28, kv_heads=4,
+        positions=131072, use_sliding_window=False,
+    ),
+    "Qwen3-0.6B": config(
+        "Qwen3ForCausalLM",
+        vocab=151936, hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, head_dim=128,
+        positions=40960, tie_word_embeddings=True,
+    ),
+    "GPT-2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+    },
+}  # fmt: skip
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """A valid Llama config with changes; a value of `...` takes the key away."""
+    base = config("LlamaForCausalLM", vocab=100, hidden=32, inner=48, layers=4, heads=4, kv_heads=2)
+    merged = {**base, **changes}
+    return {key: value for key, value in merged.items() if value is not ...}
+
+
+def small_qwen(**changes: Any) -> dict[str, Any]:
+    return small(architectures=["Qwen2ForCausalLM"], **changes)

@@ -1,0 +1,196 @@
+"""A worker without a model that knows what every cell of the KV cache holds.
+
+It applies plans exactly as `core/plan.py` documents them. Instead of computing K and V it writes
+into each cell an identity of everything K and V depend on: the KV group, the tenant and all tokens
+up to this one. Before it samples it reads every key that its queries can see and demands that each
+is the right one, so a block that is shared, freed, copied or kept wrongly is found at the first
+forward that would have gone wrong. What it samples is a function of the sequence alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvik.config.config import CacheConfig
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+
+EOS = 7
+Cell = tuple[int, int]  # KV group, identity of the sequence up to the token
+
+
+class ContentError(AssertionError):
+    """A forward would have read or written the wrong K/V."""
+
+
+def start_state(salt: str) -> int:
+    return zlib.crc32(salt.encode())
+
+
+def extend_state(state: int, token: int) -> int:
+    """Identity of a sequence that goes on with `token`."""
+    return hash((state, token))
+
+
+def next_token(state: int) -> int:
+    """What the "model" says after a sequence: 0, 1 or 2, sometimes EOS."""
+    number = (state >> 9) % 1009
+    return EOS if number < 40 else number % 3
+
+
+def expected_output(prompt: list[int], salt: str, max_tokens: int) -> list[int]:
+    """What a request must get, however it is scheduled."""
+    state = start_state(salt)
+    for token in prompt:
+        state = extend_state(state, token)
+    output: list[int] = []
+    while len(output) < max_tokens and output[-1:] != [EOS]:
+        output.append(next_token(state))
+        state = extend_state(state, output[-1])
+    return output
+
+
+@dataclass
+class Row:
+    """What the worker keeps of a slot."""
+
+    tokens: list[int]
+    num_computed: int
+    tables: list[list[int]]
+    salt: str
+    drafts: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)  # after each token
+    broken: bool = False  # a step of it failed: what it writes is garbage, nobody may read it
+
+    def state(self, count: int) -> int:
+        """Identity of the first `count` tokens."""
+        while len(self.states) < count:
+            before = self.states[-1] if self.states else start_state(self.salt)
+            self.states.append(extend_state(before, self.tokens[len(self.states)]))
+        return self.states[count - 1] if count else start_state(self.salt)
+
+
+class FakeWorker:
+    def __init__(self, cache: CacheConfig, salt_of: Callable[[NewRequest], str]) -> None:
+        self.block_size = cache.block_size
+        self.windows = [group.spec.window for group in cache.groups]
+        self.cells: list[list[Cell | None]] = [
+            [None] * cache.block_size for _ in range(cache.num_blocks)
+        ]
+        self.rows: dict[int, Row] = {}
+        self.salt_of = salt_of
+        self.num_drafts = 0  # proposed after each step
+
+    def execute(
+        self, plan: SchedulerOutput, *, failing_row: int | None = None, fails: bool = False
+    ) -> ModelRunnerOutput | None:
+        """Run a step; None if it fails as a whole."""
+        self._apply(plan)
+        if fails:
+            for slot in plan.slots:
+                self.rows[slot].broken = True
+            return None
+        for source, target in plan.block_copies:
+            self.cells[target] = self.cells[source][:]
+        written: set[tuple[int, int]] = set()
+        states = [self._write(plan, i, written) for i in range(len(plan.slots))]
+        for i in range(len(plan.slots)):
+            self._read(plan, i, states[i])
+        errors = {}
+        if failing_row is not None:
+            row = failing_row % len(plan.slots)
+            errors[row] = "sampling failed"
+            self.rows[plan.slots[row]].broken = True
+        tokens = [self._sample(plan, i) for i in range(len(plan.slots))]
+        drafts = [len(self.rows[slot].drafts) for slot in plan.slots]
+        return ModelRunnerOutput(plan.step, tokens, drafts, errors=errors)
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        for slot in plan.freed_slots:
+            del self.rows[slot]
+        for new in plan.new_requests:
+            if new.slot in self.rows:
+                raise ContentError(f"slot {new.slot} is given away while in use")
+            self.rows[new.slot] = Row(
+                new.token_ids[:],
+                new.num_computed_tokens,
+                [ids[:] for ids in new.block_ids],
+                self.salt_of(new),
+            )
+        for slot, group, ids in plan.new_blocks:
+            self.rows[slot].tables[group] += ids
+
+    def _span(self, plan: SchedulerOutput, i: int) -> tuple[Row, int, int, list[int]]:
+        """Row i, its first and last + 1 position in this step, and its drafts."""
+        row = self.rows[plan.slots[i]]
+        drafts = row.drafts[: plan.num_draft_tokens[i]]
+        return row, row.num_computed, row.num_computed + plan.num_scheduled_tokens[i], drafts
+
+    def _write(self, plan: SchedulerOutput, i: int, written: set[tuple[int, int]]) -> list[int]:
+        """Write the step's cells of row i; returns the identities of all prefixes up to its end."""
+        row, start, end, drafts = self._span(plan, i)
+        if not row.broken:
+            known = len(row.tokens)
+            if len(drafts) != plan.num_draft_tokens[i]:
+                raise ContentError("more drafts are planned than were proposed")
+            if (end - len(drafts) == known) != plan.samples[i] or end - len(drafts) > known:
+                raise ContentError(f"tokens {start}..{end} of {known} with {plan.samples[i]=}")
+        states = [] if row.broken else [row.state(p + 1) for p in range(end - len(drafts))]
+        for draft in drafts:
+            if not row.broken:
+                states.append(extend_state(states[-1], draft))
+        for group, table in enumerate(row.tables):
+            for p in range(start, end):
+                block, offset = table[p // self.block_size], p % self.block_size
+                if block == 0:
+                    raise ContentError("a write goes into the null block")
+                if (block, offset) in written:
+                    raise ContentError(f"two rows write into block {block}")
+                written.add((block, offset))
+                self.cells[block][offset] = None if row.broken else (group, states[p])
+        return states
+
+    def _read(self, plan: SchedulerOutput, i: int, states: list[int]) -> None:
+        row, start, end, _ = self._span(plan, i)
+        if row.broken:
+            return
+        for group, table in enumerate(row.tables):
+            window = self.windows[group]
+            first = 0 if window is None else max(0, start - window + 1)
+            for p in range(first, end):
+                cell = self.cells[table[p // self.block_size]][p % self.block_size]
+                if cell != (group, states[p]):
+                    raise ContentError(
+                        f"slot {plan.slots[i]}, group {group}: position {p} holds {cell}"
+                    )
+
+    def _sample(self, plan: SchedulerOutput, i: int) -> list[int]:
+        row, _, end, drafts = self._span(plan, i)
+        row.num_computed = end
+        row.drafts = []
+        if row.broken or not plan.samples[i]:
+            return []
+        state = row.state(len(row.tokens))
+        sampled = []
+        for draft in drafts:
+            sampled.append(next_token(state))
+            if sampled[-1] != draft:
+                break
+            state = extend_state(state, draft)
+        else:
+            sampled.append(next_token(state))
+        row.num_computed -= len(drafts) + 1 - len(sampled)
+        row.tokens += sampled
+        row.drafts = self._propose(row.state(len(row.tokens)))
+        return sampled
+
+    def _propose(self, state: int) -> list[int]:
+        """Drafts of which the first few are right, sometimes all, sometimes none."""
+        right = (state >> 5) % (self.num_drafts + 1)
+        drafts = []
+        for i in range(self.num_drafts):
+            token = next_token(state)
+            drafts.append(token if i < right else (token + 1) % 3)
+            state = extend_state(state, token)
+        return drafts

@@ -1,0 +1,131 @@
+"""A model with a paged cache and no engine: it is fed chosen tokens of chosen sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.reference import ReferenceAttention
+from kvik.config.kv_spec import group_layers
+from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.models.registry import load_model
+from kvik.nn.builder import Builder
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.nn.context import ForwardContext
+from kvik.nn.kv_formats import DenseKV, allocate_kv
+
+
+class PagedModel:
+    """Each sequence is named by an int; its blocks are handed out in an order that is not tidy."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        spec: ModelSpec | None = None,
+        dtype: torch.dtype = torch.float32,
+        backend: AttentionBackend | None = None,
+        block_size: int = 4,
+        num_blocks: int = 256,
+        max_model_len: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """A model from a folder, or of `spec` with random weights when folder is None."""
+        self.spec = spec or read_model_spec(folder)
+        self.groups = group_layers(self.spec.kv_specs(dtype.itemsize))
+        self.backend = backend or ReferenceAttention(REFERENCE)
+        device = torch.device("cpu")
+        self.builder = Builder(
+            REFERENCE,
+            self.backend,
+            self.groups,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len or self.spec.max_position_embeddings,
+            checkpoint=open_checkpoint(folder) if folder else None,
+            quantization=self.spec.quantization,
+        )
+        self.model = load_model(self.spec, self.builder, seed=seed)
+        self.kv = allocate_kv(self.groups, num_blocks, block_size, DenseKV(dtype), device)
+        self.block_size = block_size
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
+        self._free: list[int] = order.tolist()
+        self._tables: dict[int, list[list[int]]] = {}  # sequence -> blocks of each group
+        self._lengths: dict[int, int] = {}
+
+    def step(self, chunks: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Run the next tokens of some sequences together.
+
+        Returns:
+            Logits [tokens, vocab] of each sequence's tokens.
+        """
+        lengths = [len(ids) for ids in chunks.values()]
+        contexts, positions = [], []
+        for sequence, ids in chunks.items():
+            tables = self._tables.setdefault(sequence, [[] for _ in self.groups])
+            start = self._lengths.get(sequence, 0)
+            positions.append(torch.arange(start, start + len(ids)))
+            contexts.append(start + len(ids))
+            for table in tables:
+                while len(table) * self.block_size < contexts[-1]:
+                    table.append(self._free.pop())
+            self._lengths[sequence] = contexts[-1]
+        with torch.inference_mode():
+            ctx = ForwardContext(
+                positions=torch.cat(positions),
+                metadata=tuple(
+                    self.backend.plan(
+                        self._layout(list(chunks), i, lengths, contexts, positions),
+                        group.spec.window,
+                    )
+                    for i, group in enumerate(self.groups)
+                ),
+                kv=self.kv,
+            )
+            ids = torch.tensor([token for part in chunks.values() for token in part])
+            logits = self.model.logits(self.model.forward(ids, ctx))
+        return dict(zip(chunks, logits.split(lengths), strict=True))
+
+    def logits(self, ids: list[int], chunk: int = 0, sequence: int = 0) -> Tensor:
+        """Logits [tokens, vocab] of a whole prompt, fed `chunk` tokens at a time (0: at once)."""
+        size = chunk or len(ids)
+        parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+        return torch.cat([self.step({sequence: part})[sequence] for part in parts])
+
+    def greedy(self, prompt: list[int], steps: int, chunk: int = 0, sequence: int = 0) -> list[int]:
+        """The most likely continuation; each new token is fed alone, over the cache."""
+        logits = self.logits(prompt, chunk, sequence)
+        output = [int(logits[-1].argmax())]
+        while len(output) < steps:
+            output.append(int(self.step({sequence: output[-1:]})[sequence][-1].argmax()))
+        return output
+
+    def _layout(
+        self,
+        sequences: list[int],
+        group: int,
+        lengths: list[int],
+        contexts: list[int],
+        positions: list[Tensor],
+    ) -> StepLayout:
+        tables = [self._tables[sequence][group] for sequence in sequences]
+        width = max(len(table) for table in tables)
+        padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
+        slots = [
+            padded[i][where // self.block_size] * self.block_size + where % self.block_size
+            for i, where in enumerate(positions)
+        ]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        return StepLayout(
+            query_start_loc=starts.to(torch.int32),
+            seq_lens=torch.tensor(contexts, dtype=torch.int32),
+            block_table=padded.to(torch.int32),
+            slot_mapping=torch.cat(slots),
+            num_scheduled=tuple(lengths),
+            contexts=tuple(contexts),
+            block_size=self.block_size,
+        )

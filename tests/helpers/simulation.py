@@ -1,0 +1,199 @@
+"""A scheduler and a fake worker, stepped by hand, with everything that must hold checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from helpers.fake_worker import EOS, FakeWorker, expected_output
+
+from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
+from kvik.core import invariants
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import FinishReason, Request, RequestDelta
+
+
+def kv_spec(window: int | None = None) -> KVCacheSpec:
+    kind = KVKind.FULL if window is None else KVKind.SLIDING_WINDOW
+    return KVCacheSpec(kind, num_kv_heads=1, head_dim=4, bytes_per_token=16, window=window)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A scheduler's configuration, small by default so that everything runs short."""
+
+    policy: str = "fcfs"
+    block_size: int = 4
+    num_blocks: int = 65
+    windows: tuple[int | None, ...] = (None,)  # one KV group each
+    budget: int = 16
+    max_num_seqs: int = 4
+    max_model_len: int = 64
+    depth: int = 1  # steps in flight
+    caching: bool = True
+    batch_size: int = 3
+    max_wait: float = 0.5
+    ageing: float = 10.0
+    max_queued_requests: int = 1000
+    max_queued_tokens: int = 100_000
+
+    @property
+    def cache(self) -> CacheConfig:
+        groups = group_layers([kv_spec(window) for window in self.windows])
+        return CacheConfig(self.block_size, self.num_blocks, groups, self.caching)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.max_model_len,
+            policy=self.policy,
+            batch_size=self.batch_size,
+            max_wait=self.max_wait,
+            ageing=self.ageing,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+        )
+
+
+class Simulation:
+    """`step` plans and executes; results are delivered when `depth` steps are in flight."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.scheduler = Scheduler(setup.scheduler, setup.cache)
+        self.worker = FakeWorker(setup.cache, self._salt_of)
+        self.now = 0.0
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], RequestDelta] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
+        self.failing_row: int | None = None  # in the next step
+        self.step_fails = False  # the next step
+
+    def fits(self, num_tokens: int) -> bool:
+        """What the engine core asks before it takes a request in."""
+        kv = self.scheduler.kv
+        return kv.max_blocks(num_tokens, self.setup.budget) < kv.pool.num_blocks
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        salt: str = "",
+        deadline: float | None = None,
+        params: SamplingParams | None = None,
+        stop_ids: frozenset[int] = frozenset([EOS]),
+    ) -> list[Request]:
+        name = f"r{len(self.requests)}"
+        siblings: list[Request] = []
+        for index in range(n):
+            request = Request(
+                request_id=name,
+                index=index,
+                params=params or SamplingParams(),
+                token_ids=prompt[:],
+                num_prompt_tokens=len(prompt),
+                max_length=min(len(prompt) + max_tokens, self.setup.max_model_len),
+                stop_ids=stop_ids,
+                seed=0,
+                arrival=self.now,
+                priority=priority,
+                cache_salt=salt,
+                deadline=deadline,
+                leader=siblings[0] if siblings else None,
+            )
+            siblings.append(request)
+            self.requests[request.key] = request
+            self.outputs[request.key] = []
+            self.scheduler.add(request, self.now)
+        self.check()
+        return siblings
+
+    def plan(self) -> SchedulerOutput | None:
+        """Plan a step and execute it; its result waits to be delivered."""
+        plan = self.scheduler.schedule(self.now)
+        self.check()
+        if plan is None:
+            if self.scheduler.has_requests and not self.in_flight:
+                at = self.scheduler.wakeup(self.now)
+                assert at is not None and at > self.now, "nothing to do, but requests wait"
+            return None
+        assert plan.num_tokens <= self.setup.budget
+        assert len(set(plan.slots)) == len(plan.slots)
+        assert min(plan.num_scheduled_tokens) > 0
+        output = self.worker.execute(plan, failing_row=self.failing_row, fails=self.step_fails)
+        self.failing_row, self.step_fails = None, False
+        self.in_flight.append((plan, output))
+        return plan
+
+    def deliver(self) -> list[RequestDelta]:
+        """Hand the oldest result to the scheduler."""
+        _, output = self.in_flight.popleft()
+        if output is None:
+            deltas = self.scheduler.fail("the step failed", self.now)
+        else:
+            deltas = self.scheduler.update(output, self.now)
+        self.check()
+        self._note(deltas)
+        return deltas
+
+    def step(self) -> SchedulerOutput | None:
+        plan = self.plan()
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.setup.depth):
+            self.deliver()
+        self._note(self.scheduler.take_ended())
+        return plan
+
+    def end(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.scheduler.end(request, reason, self.now)
+        assert not request.block_ids
+        self.check()
+        self._note(self.scheduler.take_ended())
+
+    def drain(self, max_steps: int = 3000) -> int:
+        """Step until nothing is left; everything must be given back. Returns the steps taken."""
+        steps = 0
+        self._note(self.scheduler.take_ended())
+        while self.scheduler.has_requests or self.in_flight:
+            steps += 1
+            assert steps <= max_steps, "no progress"
+            self.step()
+            self.now += 0.1
+        pool = self.scheduler.kv.pool
+        assert pool.num_free == pool.num_blocks - 1
+        assert self.ended.keys() == self.requests.keys()
+        return steps
+
+    def check(self) -> None:
+        invariants.check(self.scheduler)
+
+    def _salt_of(self, new: NewRequest) -> str:
+        return next(r.cache_salt for r in self.scheduler.running if r.slot == new.slot)
+
+    def _note(self, deltas: list[RequestDelta]) -> None:
+        """Gather outputs and compare them with what the "model" says."""
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            request = self.requests[key]
+            assert key not in self.ended, "tokens after the end"
+            self.outputs[key] += delta.token_ids
+            if delta.finish_reason is None:
+                continue
+            self.ended[key] = delta
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            right = expected_output(
+                prompt, request.cache_salt, request.max_length - request.num_prompt_tokens
+            )
+            if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert self.outputs[key] == right
+                assert (delta.finish_reason is FinishReason.STOP) == (right[-1] == EOS)
+            else:
+                assert self.outputs[key] == right[: len(self.outputs[key])]

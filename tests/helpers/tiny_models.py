@@ -1,0 +1,81 @@
+"""Tiny random checkpoints made by transformers, which is what kvik is compared with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import Tensor
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    },
+    "GPT2": {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+
+
+def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
+    """A transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
+
+    Every parameter is random, biases and gains too, and large enough that attention is not flat;
+    as transformers initialises them, half of the options could be ignored unseen.
+    """
+    sizes = SIZES.get(family, SIZES["Llama"])
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **special, **options})
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if gain else 0.0, 0.2, generator=generator)
+    return model
+
+
+def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> Any:
+    """Make a tiny model and save it to a folder; the transformers model is returned."""
+    model = tiny_model(family, seed=seed, **options)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def reference_logits(model: Any, ids: list[int]) -> Tensor:
+    """Logits [tokens, vocab] of transformers, fp32."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def reference_greedy(model: Any, ids: list[int], steps: int) -> list[int]:
+    """The greedy continuation by transformers, over its own cache."""
+    with torch.no_grad():
+        whole = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+    return whole[0, len(ids) :].tolist()

@@ -1,0 +1,189 @@
+"""Logits and greedy tokens of every architecture and option equal those of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import (
+    reference_greedy,
+    reference_logits,
+    save_tiny,
+    tiny_model,
+    tokens,
+)
+
+PROMPT = 40
+STEPS = 20
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-attention-bias": ("Llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 12}),
+    "llama-eps": ("Llama", {"rms_norm_eps": 0.1}),
+    "llama-theta": ("Llama", rope(rope_type="default", rope_theta=500000.0)),
+    "llama-linear": ("Llama", rope(rope_type="linear", factor=4.0)),
+    "llama-dynamic-short": ("Llama", rope(rope_type="dynamic", factor=2.0)),
+    "llama-yarn": ("Llama", rope(**YARN, factor=4.0)),
+    "llama-yarn-options": (
+        "Llama",
+        rope(**YARN, factor=3.0, beta_fast=8.0, beta_slow=2.0, attention_factor=0.7),
+    ),
+    "llama-yarn-mscale": (
+        "Llama",
+        rope(**YARN, factor=4.0, mscale=0.8, mscale_all_dim=0.3),
+    ),
+    "llama-yarn-fractional-range": (
+        "Llama",
+        {"head_dim": 64, **rope(**YARN, factor=4.0, beta_fast=3.0, truncate=False)},
+    ),
+    "llama-llama3": ("Llama", rope(**LLAMA3)),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 9}),
+    "mistral-window-default": ("Mistral", {}),
+    "mistral-head-dim": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window-unused": ("Qwen2", {"sliding_window": 5, "max_window_layers": 0}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2-layer-types": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen2-yarn": ("Qwen2", rope(**YARN, factor=4.0)),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-bias-tied": (
+        "Qwen3",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3-window": (
+        "Qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
+    "gpt2-one-head": ("GPT2", {"n_head": 1, "layer_norm_epsilon": 0.1}),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in both engines."""
+
+    reference: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return Pair(save_tiny(folder, family, **options), folder)
+
+
+def test_logits_of_every_position(pair: Pair) -> None:
+    ids = tokens(PROMPT)
+    expected = reference_logits(pair.reference, ids)
+    model = PagedModel(pair.folder)
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
+    chunked = model.logits(ids, chunk=7, sequence=1)
+    torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_over_the_cache(pair: Pair) -> None:
+    ids = tokens(PROMPT, seed=1)
+    model = PagedModel(pair.folder, block_size=8)
+    expected = reference_greedy(pair.reference, ids, STEPS)
+    assert model.greedy(ids, STEPS) == expected
+    assert model.greedy(ids, STEPS, chunk=11, sequence=1) == expected
+
+
+def test_sequences_of_one_step_do_not_touch(pair: Pair) -> None:
+    """Three sequences of different lengths share each step, one decoding while others prefill."""
+    prompts = [tokens(length, seed) for seed, length in enumerate((5, 17, 30))]
+    model = PagedModel(pair.folder, block_size=4)
+    seen: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    done = [0, 0, 0]
+    for sizes in ((4, 9, 0), (1, 0, 30), (0, 8, 0)):
+        chunks = {s: prompts[s][done[s] : done[s] + n] for s, n in enumerate(sizes) if n}
+        for sequence, logits in model.step(chunks).items():
+            seen[sequence].append(logits)
+            done[sequence] += len(logits)
+    for prompt, logits in zip(prompts, seen.values(), strict=True):
+        expected = reference_logits(pair.reference, prompt)
+        torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "llama-yarn"]
+)
+def test_bf16_is_as_close_to_fp32_as_transformers_is(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    exact = tiny_model(family, **options)
+    exact.to(torch.bfloat16).save_pretrained(tmp_path)
+    ids = tokens(PROMPT)
+    rounded = reference_logits(exact, ids)
+    expected = reference_logits(exact.float(), ids)  # the same rounded weights, exact arithmetic
+    ours = PagedModel(tmp_path, dtype=torch.bfloat16).logits(ids)
+    assert ours.dtype == torch.bfloat16
+    distance = (ours.float() - expected).norm() / expected.norm()
+    assert distance < 1.2 * (rounded - expected).norm() / expected.norm()
+    assert distance < 0.03
+
+
+def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
+    """The base is that of a sequence of max_model_len, whatever is computed in one step."""
+    reference = save_tiny(
+        tmp_path,
+        "Llama",
+        max_position_embeddings=32,
+        **rope(rope_type="dynamic", factor=3.0),
+    )
+    ids = tokens(80)
+    expected = reference_logits(reference, ids)
+    model = PagedModel(tmp_path, max_model_len=80)
+    torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
+    chunked = model.logits(ids, chunk=13, sequence=1)
+    torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
+    unscaled = PagedModel(tmp_path, max_model_len=32).logits(ids)
+    assert (unscaled - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path / "one", family)
+    reference.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    ids = tokens(PROMPT)
+    one = PagedModel(tmp_path / "one").logits(ids)
+    many = PagedModel(tmp_path / "many").logits(ids)
+    assert torch.equal(one, many)

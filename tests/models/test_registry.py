@@ -1,0 +1,68 @@
+"""Which architectures exist, and the shapes their checkpoints come in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import reference_logits, save_tiny, tokens
+from safetensors.torch import load_file, save_file
+
+from kvik.config.architectures import ARCHITECTURES
+from kvik.models.registry import MODELS
+from kvik.nn.checkpoint import SINGLE
+
+
+def test_what_config_knows_is_what_models_run() -> None:
+    assert set(MODELS) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("GPT2", "transformer."), ("Llama", "model.")])
+def test_checkpoints_of_the_bare_trunk(family: str, prefix: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, family, tie_word_embeddings=True)
+    stored = load_file(tmp_path / SINGLE)
+    assert all(name.startswith(prefix) for name in stored)
+    save_file({n.removeprefix(prefix): t for n, t in stored.items()}, tmp_path / SINGLE)
+    ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_masks_in_old_gpt2_checkpoints_are_left_out(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "GPT2")
+    stored = load_file(tmp_path / SINGLE)
+    for layer in range(3):
+        scope = f"transformer.h.{layer}.attn"
+        stored[f"{scope}.bias"] = torch.ones(1, 1, 128, 128)
+        stored[f"{scope}.masked_bias"] = torch.tensor(-1e4)
+    save_file(stored, tmp_path / SINGLE)
+    ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", tie_word_embeddings=True)
+    ids = tokens(12)
+    expected = PagedModel(tmp_path).logits(ids)
+    stored = load_file(tmp_path / SINGLE)
+    save_file({**stored, "lm_head.weight": torch.zeros(96, 32)}, tmp_path / SINGLE)
+    assert torch.equal(PagedModel(tmp_path).logits(ids), expected)
+
+
+def test_files_of_older_transformers(tmp_path: Path) -> None:
+    """`torch_dtype`, `rope_theta` and `rope_scaling` in place of the newer keys."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    parameters = {**scaling, "rope_theta": 500.0}
+    reference = save_tiny(tmp_path, "Llama", rope_parameters=parameters)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in config and "dtype" in config
+    del config["rope_parameters"], config["dtype"]
+    old = {"rope_theta": 500.0, "rope_scaling": scaling, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config | old))
+    ids = tokens(30)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)

@@ -1,0 +1,103 @@
+"""Frequencies of rotary positions against their definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvik.config.rope_spec import RopeSpec
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.nn.rope import Rope, attention_factor, frequencies
+
+DIM = 64
+CPU = torch.device("cpu")
+
+
+def plain(theta: float = 10000.0) -> torch.Tensor:
+    return torch.tensor([theta ** (-2 * i / DIM) for i in range(DIM // 2)])
+
+
+def test_default_is_the_papers() -> None:
+    torch.testing.assert_close(frequencies(RopeSpec(theta=5e5), DIM, 4096), plain(5e5))
+
+
+def test_linear_slows_every_pair() -> None:
+    spec = RopeSpec("linear", factor=4.0, original_max_position=2048)
+    torch.testing.assert_close(frequencies(spec, DIM, 8192), plain() / 4)
+
+
+def test_dynamic_is_unscaled_up_to_its_original_context() -> None:
+    spec = RopeSpec("dynamic", factor=2.0, original_max_position=2048)
+    for length in (1, 100, 2048):
+        torch.testing.assert_close(frequencies(spec, DIM, length), plain())
+
+
+def test_dynamic_keeps_the_fastest_pair_and_stretches_the_slowest() -> None:
+    spec = RopeSpec("dynamic", factor=2.0, original_max_position=2048)
+    found = frequencies(spec, DIM, 8192)
+    stretch = 2.0 * 8192 / 2048 - 1.0
+    assert float(found[0]) == 1.0
+    assert float(plain()[-1] / found[-1]) == pytest.approx(stretch, rel=1e-4)
+    assert frequencies(spec, 2, 8192).tolist() == [1.0]
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+    spec = RopeSpec(
+        "llama3",
+        theta=5e5,
+        factor=8.0,
+        original_max_position=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    found, before = frequencies(spec, DIM, 131072), plain(5e5)
+    wavelength = 2 * math.pi / before
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert short.any() and long.any() and (~short & ~long).any()
+    torch.testing.assert_close(found[short], before[short])
+    torch.testing.assert_close(found[long], before[long] / 8)
+    between = found[~short & ~long] / before[~short & ~long]
+    assert ((between > 1 / 8) & (between < 1)).all()
+
+
+def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_cools() -> None:
+    spec = RopeSpec("yarn", factor=4.0, original_max_position=2048)
+    found, before = frequencies(spec, DIM, 8192), plain()
+    turns = 2048 * before / (2 * math.pi)
+    torch.testing.assert_close(found[turns > 64], before[turns > 64])
+    torch.testing.assert_close(found[turns < 0.5], before[turns < 0.5] / 4)
+    assert attention_factor(spec) == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    rope = Rope(REFERENCE, spec, DIM, 8192, CPU)
+    cos, sin = rope.at(torch.tensor([0, 5]))
+    assert cos.dtype == torch.float32 and cos.shape == (2, DIM // 2)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_factor(spec) ** 2))
+
+
+def test_yarn_rounds_its_range_outwards_unless_told_not_to() -> None:
+    spec = RopeSpec("yarn", factor=4.0, original_max_position=2048)
+    rounded = frequencies(spec, DIM, 8192)
+    exact = frequencies(replace(spec, truncate=False), DIM, 8192)
+    wavelength = 2048 / (2 * math.pi)
+    fast, slow = (DIM * math.log(wavelength / t) / (2 * math.log(1e4)) for t in (32, 1))
+    for found, low, high in (
+        (rounded, math.floor(fast), math.ceil(slow)),
+        (exact, fast, slow),
+    ):
+        share = torch.tensor([min(max((i - low) / (high - low), 0), 1) for i in range(DIM // 2)])
+        torch.testing.assert_close(found, plain() * (1 - share) + plain() / 4 * share)
+
+
+def test_rotation_depends_on_the_distance_alone() -> None:
+    rope = Rope(REFERENCE, RopeSpec(), DIM, 4096, CPU)
+    q, k = torch.randn(2, 1, 1, DIM, generator=torch.Generator().manual_seed(0))
+
+    def product(i: int, j: int) -> float:
+        turned_q, _ = rope.rotate(q, k, rope.at(torch.tensor([i])))
+        _, turned_k = rope.rotate(q, k, rope.at(torch.tensor([j])))
+        return float((turned_q * turned_k).sum())
+
+    assert product(7, 3) == pytest.approx(product(1007, 1003), abs=1e-2)
+    assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
