@@ -1,0 +1,1 @@
+"""The `kvik` command: `main.py` and one file per verb."""

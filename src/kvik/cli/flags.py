@@ -1,0 +1,98 @@
+"""Command-line flags made from the options of a dataclass, and back."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from kvik.config.config import EngineConfig
+from kvik.config.errors import KvikError
+from kvik.config.options import Option, options_of
+from kvik.core.sampling_params import SamplingParams
+
+# The model is an argument of its own; the engine's seed only serves requests without one.
+NOT_ENGINE_FLAGS = ("model", "seed")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports what is wrong like every other error of a user, in one line."""
+
+    def __init__(self, verb: str, arguments: str, description: str) -> None:
+        super().__init__(
+            prog=f"kvik {verb}",
+            usage=f"kvik {verb} [options] {arguments}",
+            description=description,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        # "argument --top-k: must be ..." names the field; other complaints are about all of them.
+        named = re.fullmatch(r"argument (?:--no-\S+/|--)?(\S+?)(?:/\S+)?: (.*)", message, re.DOTALL)
+        if named:
+            raise KvikError(named[1].replace("-", "_"), named[2])
+        raise KvikError("arguments", message)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine options")
+    for option in options_of(EngineConfig):
+        if option.name not in NOT_ENGINE_FLAGS:
+            _add(group, option)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling options (default: what the model's authors advise)")
+    for option in options_of(SamplingParams):
+        _add(group, option)
+
+
+def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The fields of EngineConfig that were given as flags."""
+    return _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+
+
+def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The fields of SamplingParams that were given as flags."""
+    return _given(SamplingParams, arguments, ())
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    # argparse formats help with %, and shows defaults only of what is set.
+    flag, note = f"--{option.name.replace('_', '-')}", option.help.replace("%", "%%")
+    if option.is_flag:
+        group.add_argument(
+            flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note
+        )
+    else:
+        group.add_argument(
+            flag,
+            action="append" if option.repeats else "store",
+            type=_reader(option),
+            metavar=option.metavar,
+            default=argparse.SUPPRESS,
+            help=note,
+        )
+
+
+def _reader(option: Option) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        try:
+            return option.parse(text)
+        except ValueError:
+            message = f"must be {option.expects}, not {text[:60]!r}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
+
+
+def _given(
+    options: type, arguments: argparse.Namespace, left_out: tuple[str, ...]
+) -> dict[str, object]:
+    values: Mapping[str, object] = vars(arguments)
+    return {
+        option.name: values[option.name]
+        for option in options_of(options)
+        if option.name in values and option.name not in left_out
+    }

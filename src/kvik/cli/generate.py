@@ -1,0 +1,127 @@
+"""`kvik generate [MODEL] PROMPT`: complete one prompt, streaming."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_sampling_flags,
+    given_engine_options,
+    given_sampling_options,
+)
+from kvik.cli.report import as_json, stats_line
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvik.engine.output import RequestOutput
+    from kvik.llm import LLM
+
+MAX_TOKENS = 256  # where neither the caller nor the model says how much
+MAX_PROMPT_BYTES = 64 << 20
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "generate",
+        "[MODEL] PROMPT",
+        "Complete a prompt. The text goes to standard output as it comes.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="[MODEL] PROMPT",
+        help="a folder or hub id (left out: the bundled model), and the prompt; - reads it from "
+        "standard input",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
+    parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model, prompt = _model_and_prompt(arguments.words)
+    given = given_sampling_options(arguments)
+    SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
+    if not arguments.json:
+        for name in ("logprobs", "prompt_logprobs"):
+            if given.get(name) is not None:
+                raise ParamError(name, "is shown with --json only")
+
+    from kvik.llm import LLM  # brings in torch
+
+    with LLM(model, **given_engine_options(arguments)) as llm:
+        if arguments.verbose:
+            for decision in llm.resolved.decisions:
+                print(f"{decision.name} = {decision.value}: {decision.reason}", file=sys.stderr)
+        params = llm.default_params.with_changes(**{"max_tokens": MAX_TOKENS, **given})
+        if arguments.json:
+            (output,) = llm.generate([prompt], params)
+            print(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))
+        else:
+            if arguments.echo:
+                print(prompt, end="", flush=True)
+            output = _stream(llm, prompt, params) if params.n == 1 else _all(llm, prompt, params)
+            print(stats_line(output), file=sys.stderr)
+    return _exit_code(output)
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    last = ""
+    with llm.stream(prompt, params) as stream:
+        for delta in stream:
+            if delta.text:
+                print(delta.text, end="", flush=True)
+                last = delta.text
+    if not last.endswith("\n"):
+        print(flush=True)
+    assert stream.output is not None
+    return stream.output
+
+
+def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Siblings finish together: they are printed one after another."""
+    (output,) = llm.generate([prompt], params)
+    for completion in output.completions:
+        print(f"[{completion.index}]{completion.text}", flush=True)
+    return output
+
+
+def _exit_code(output: RequestOutput) -> int:
+    errors = [c.error or "failed" for c in output.completions if c.finish_reason == "error"]
+    for error in errors:
+        print(f"kvik: error: request: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _model_and_prompt(words: list[str]) -> tuple[str, str]:
+    if len(words) > 2:
+        raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
+    model, prompt = words if len(words) == 2 else ("", words[0])
+    if not model and (Path(prompt) / "config.json").is_file():
+        raise ParamError("prompt", f"is missing: {prompt[:60]!r} is a model")
+    if prompt == "-":
+        prompt = _read_standard_input()
+    if not prompt:
+        raise ParamError("prompt", "must not be empty")
+    return model, prompt
+
+
+def _read_standard_input() -> str:
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise ParamError("prompt", f"must be at most {MAX_PROMPT_BYTES >> 20} MiB")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ParamError("prompt", "must be UTF-8 text") from None
+    return text.removesuffix("\n")  # of `echo`, which nobody means

@@ -1,0 +1,107 @@
+"""`kvik info [MODEL]`: what a model is, what was decided for it, and what fits. Loads nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from kvik.cli.flags import Parser, add_engine_flags, given_engine_options
+from kvik.config.capacity import show_bytes
+from kvik.config.config import ResolvedConfig
+from kvik.config.env import engine_config
+from kvik.config.errors import CapacityError
+from kvik.config.gpus import find_gpus
+from kvik.config.hardware import detect
+from kvik.config.model_source import find_model
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec, read_model_spec
+from kvik.config.resolve import resolve
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "info", "[MODEL]", "Describe a model and what of it fits this machine, without loading it."
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    add_engine_flags(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = given_engine_options(arguments)
+    if arguments.model:
+        options["model"] = arguments.model
+    config = engine_config(options)
+    folder = find_model(config.model)
+    spec = read_model_spec(folder)
+    gpus = () if config.device == "cpu" else find_gpus()
+    resolved, refusal = None, ""
+    try:
+        resolved = resolve(config, spec, detect(gpus), str(folder))
+    except CapacityError as error:
+        refusal = str(error)
+    if arguments.json:
+        print(json.dumps(_as_json(str(folder), spec, resolved, refusal)))
+    else:
+        print(_as_text(str(folder), spec, resolved, refusal))
+    return 0
+
+
+def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refusal: str) -> str:
+    dtype = resolved.runner.dtype if resolved else spec.dtype
+    kv_bytes = spec.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    rows = [
+        ("model", folder),
+        ("architecture", spec.architecture),
+        (
+            "layers",
+            f"{spec.num_layers} of width {spec.hidden_size}, inner {spec.intermediate_size}",
+        ),
+        ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"),
+        ("vocabulary", f"{spec.vocab_size:,} tokens"),
+        ("context", f"{spec.max_context:,} tokens"),
+        ("parameters", f"{spec.parameters.total:,}"),
+        ("checkpoint", spec.dtype),
+        ("weights", f"{show_bytes(spec.weight_bytes(dtype))} in {dtype}"),
+        ("KV cache", f"{kv_bytes:,} bytes per token in {dtype}"),
+    ]
+    lines = [f"{name:14}{value}" for name, value in rows]
+    if resolved is None:
+        return "\n".join([*lines, "", f"does not fit: {refusal}"])
+    lines += ["", "decided"]
+    lines += [f"  {d.name:24}{d.value:12}{d.reason}" for d in resolved.decisions]
+    memory = resolved.memory
+    lines += ["", f"memory, of {show_bytes(memory.limit)} allowed"]
+    for part in ("weights", "activations", "kv_cache", "overhead", "total"):
+        lines.append(f"  {part:24}{show_bytes(getattr(memory, part))}")
+    return "\n".join(lines)
+
+
+def _as_json(
+    folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refusal: str
+) -> dict[str, object]:
+    dtype = resolved.runner.dtype if resolved else spec.dtype
+    facts: dict[str, object] = {
+        "model": folder,
+        "architecture": spec.architecture,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "context": spec.max_context,
+        "parameters": spec.parameters.total,
+        "dtype": dtype,
+        "weight_bytes": spec.weight_bytes(dtype),
+        "kv_bytes_per_token": spec.kv_bytes_per_token(DTYPE_BYTES[dtype]),
+        "fits": resolved is not None,
+    }
+    if resolved is None:
+        return {**facts, "refusal": refusal}
+    memory = asdict(resolved.memory)
+    return {
+        **facts,
+        "decisions": [asdict(decision) for decision in resolved.decisions],
+        "memory": {**memory, "total": resolved.memory.total},
+    }

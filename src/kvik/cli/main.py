@@ -1,0 +1,74 @@
+"""`kvik`: picks the verb. Verbs are imported when they are used, so `kvik --help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from io import TextIOWrapper
+
+from kvik import __version__
+from kvik.config.errors import KvikError
+
+# verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does
+VERBS: Mapping[str, tuple[str, str]] = {
+    "generate": ("kvik.cli.generate", "complete a prompt"),
+    "chat": ("kvik.cli.chat", "talk to a model"),
+    "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
+}
+
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 2 for what the caller can fix, 1 for a failure."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that lacks a letter shows "?"
+            stream.reconfigure(errors="replace")
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except KvikError as error:
+        print(f"kvik: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone; keep the interpreter from flushing to it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if argv else USAGE_ERROR
+    if argv[0] in ("-V", "--version"):
+        print(f"kvik {__version__}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        known = ", ".join(VERBS)
+        raise KvikError("command", f"must be one of {known}, not {verb[:60]!r}")
+    module = import_module(VERBS[verb][0])
+    code: int = module.run(module.build_parser().parse_args(rest))
+    return code
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:10} {what}" for verb, (_, what) in VERBS.items())
+    return (
+        "usage: kvik COMMAND [options]\n\n"
+        f"{verbs}\n\n"
+        "kvik COMMAND --help lists the options of a command. Without a model, a small story\n"
+        "writer that ships with kvik is used. In the environment, KVIK_MAX_MODEL_LEN=4096 is\n"
+        "--max-model-len 4096, and so on."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Sampling defaults that a model's authors recommend, from its generation_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvik.config.errors import ModelError, ParamError
+from kvik.config.fields import read_json
+from kvik.core.sampling_params import SamplingParams
+
+FILE = "generation_config.json"
+# Our name -> theirs.
+_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
+
+
+def read_default_params(folder: Path) -> SamplingParams:
+    """What a request gets that asks for nothing: the file's values where it has them.
+
+    Raises:
+        ModelError: the file holds an impossible value.
+    """
+    if not (folder / FILE).exists():
+        return SamplingParams()
+    stored = read_json(folder / FILE)
+    given = {ours: stored[key] for ours, key in _KEYS.items() if stored.get(key) is not None}
+    if stored.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams().with_changes(**given)
+    except ParamError as error:
+        raise ModelError(FILE, f"{_KEYS[error.field]} {error.message}") from None

@@ -1,0 +1,58 @@
+"""The step loop: plan, submit, take in results. The only place where core and executor meet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvik.core.types import RequestDelta
+from kvik.engine.core import EngineCore
+from kvik.engine.executor import Executor
+
+
+class EngineLoop:
+    """Keeps up to `executor.depth` steps in flight. `step` is total: whatever fails in a step ends
+    the requests of that step, and the loop goes on."""
+
+    def __init__(self, core: EngineCore, executor: Executor, clock: Callable[[], float]) -> None:
+        self.core = core
+        self.executor = executor
+        self.clock = clock
+        self._in_flight: deque[object] = deque()
+
+    def step(self) -> list[RequestDelta]:
+        """Start a step if there is one, finish the oldest if enough are in flight."""
+        plan = self.core.plan(self.clock())
+        deltas: list[RequestDelta] = []
+        if plan is not None:
+            try:
+                self._in_flight.append(self.executor.submit(plan))
+            except Exception as error:
+                self._in_flight.append(error)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.executor.depth):
+            deltas = self._finish(self._in_flight.popleft())
+        return deltas + self.core.take_ended()
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_requests or bool(self._in_flight)
+
+    def idle_seconds(self) -> float | None:
+        """How long `step` will have nothing to do; None if until a request comes."""
+        scheduler = self.core.scheduler
+        if self._in_flight or scheduler.running:
+            return 0.0
+        if not scheduler.has_requests:
+            return 0.0 if self.core.has_requests else None
+        now = self.clock()
+        at = self.core.wakeup(now)
+        return 0.0 if at is None else max(0.0, at - now)
+
+    def _finish(self, handle: object) -> list[RequestDelta]:
+        try:
+            if isinstance(handle, Exception):
+                raise handle
+            output = self.executor.result(handle)
+        except Exception as error:
+            return self.core.fail_step(f"{type(error).__name__}: {error}", self.clock())
+        return self.core.finish_step(output, self.clock())

@@ -1,0 +1,279 @@
+"""From deltas of token ids to text: detokenise, look for stop strings, gather the result.
+
+This runs on the frontend's side of the engine. Whatever goes wrong in one request's text ends that
+request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvik.core.types import (
+    EngineRequest,
+    FinishReason,
+    RequestDelta,
+    RequestReport,
+    TokenLogprobs,
+)
+from kvik.text.detokenizer import Detokenizer
+from kvik.text.stop_strings import StopStrings
+from kvik.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one step added to one completion."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished completion. `token_ids` hold the token that ended it, `text` does not."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None  # the stop string or stop id that ended it
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times in seconds of one clock, from the first of n siblings to the last."""
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: arrival to the first sampled token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float:
+        return self.finished - self.arrival
+
+    def tpot(self, num_output_tokens: int) -> float | None:
+        """Time per output token after the first: (E2E - TTFT) / (n - 1)."""
+        if self.first_token is None or num_output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request: its completions in order of index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    completions: list[CompletionOutput]
+    num_cached_tokens: int
+    num_preemptions: int
+    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
+    metrics: RequestMetrics
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+
+@dataclass(slots=True)
+class _Completion:
+    """A completion as it grows."""
+
+    detokenizer: Detokenizer | None
+    stops: StopStrings | None
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    matched: str | None = None  # the stop string; whatever the engine still sends is dropped
+    result: CompletionOutput | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: EngineRequest
+    prompt: str | None
+    streaming: bool
+    completions: list[_Completion]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    reports: list[RequestReport] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Processed:
+    """The frontend's view of some deltas, and what it asks of the engine in return."""
+
+    deltas: list[TextDelta] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
+    to_end: list[tuple[str, int, FinishReason, str | None]] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Turns the engine's deltas into text and finished outputs."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._entries: dict[str, _Entry] = {}
+
+    def add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
+        """Expect deltas of `request`. Text is made at the end if nobody needs it earlier."""
+        params = request.params
+        completions = []
+        for _ in range(params.n):
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = self.tokenizer.new_stream(
+                    request.prompt_token_ids, params.skip_special_tokens
+                )
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            completions.append(_Completion(detokenizer, stops if params.stop else None))
+        self._entries[request.request_id] = _Entry(request, prompt, streaming, completions)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request that the engine refused, or whose reader went away."""
+        self._entries.pop(request_id, None)
+
+    def process(self, deltas: Iterable[RequestDelta]) -> Processed:
+        out = Processed()
+        for delta in deltas:
+            entry = self._entries.get(delta.request_id)
+            if entry is None:
+                continue  # its reader is gone
+            if delta.prompt_logprobs is not None:
+                entry.prompt_logprobs = delta.prompt_logprobs
+            completion = entry.completions[delta.index]
+            text, tokens = "", []
+            if completion.matched is None and completion.error is None:
+                tokens = delta.token_ids
+                try:
+                    text = self._grow(entry, completion, delta)
+                except Exception as error:
+                    completion.error = f"{type(error).__name__}: {error}"
+                if delta.finish_reason is None:
+                    self._ask_to_end(entry, completion, delta.index, out)
+            if delta.finish_reason is not None:
+                self._finish(entry, completion, delta, out)
+            if entry.streaming and (text or tokens or delta.finish_reason):
+                result = completion.result
+                out.deltas.append(
+                    TextDelta(
+                        delta.request_id,
+                        delta.index,
+                        text,
+                        tokens,
+                        finish_reason=result.finish_reason if result else None,
+                        error=completion.error,
+                        logprobs=delta.logprobs,
+                    )
+                )
+        return out
+
+    @staticmethod
+    def _grow(entry: _Entry, completion: _Completion, delta: RequestDelta) -> str:
+        """Append the delta's tokens; returns the text that may be shown now."""
+        completion.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            completion.logprobs += delta.logprobs
+        last = delta.finish_reason is not None
+        if completion.detokenizer is None:
+            return ""
+        if not (entry.streaming or completion.stops or last):
+            return ""
+        late = not (entry.streaming or completion.stops)  # all at once, at the end
+        ids = completion.token_ids if late else delta.token_ids
+        if delta.finish_reason is FinishReason.STOP and ids:
+            hidden = not entry.request.params.include_stop_str_in_output
+            ids = ids[:-1] if hidden else ids
+        text = completion.detokenizer.push(ids)
+        if last:
+            text += completion.detokenizer.flush()
+        if completion.stops is not None and len(completion.token_ids) > _before_min(entry):
+            text, completion.matched = completion.stops.push(text)
+            if last and completion.matched is None:
+                text += completion.stops.flush()
+        completion.text.append(text)
+        return text
+
+    @staticmethod
+    def _ask_to_end(entry: _Entry, completion: _Completion, index: int, out: Processed) -> None:
+        request_id = entry.request.request_id
+        if completion.error is not None:
+            out.to_end.append((request_id, index, FinishReason.ERROR, completion.error))
+        elif completion.matched is not None:
+            out.to_end.append((request_id, index, FinishReason.STOP, None))
+
+    def _finish(
+        self, entry: _Entry, completion: _Completion, delta: RequestDelta, out: Processed
+    ) -> None:
+        assert delta.finish_reason is not None
+        completion.error = completion.error or delta.error
+        reason, stop_reason = delta.finish_reason, delta.stop_reason
+        if completion.error is not None:
+            reason, stop_reason = FinishReason.ERROR, None
+        elif completion.matched is not None:
+            reason, stop_reason = FinishReason.STOP, completion.matched
+        completion.result = CompletionOutput(
+            index=delta.index,
+            text="".join(completion.text),
+            token_ids=completion.token_ids,
+            finish_reason=reason.value,
+            stop_reason=stop_reason,
+            logprobs=completion.logprobs if entry.request.params.logprobs is not None else None,
+            error=completion.error,
+        )
+        if delta.report is not None:
+            entry.reports.append(delta.report)
+        if all(c.result is not None for c in entry.completions):
+            del self._entries[delta.request_id]
+            out.finished.append(_output(entry))
+
+
+def _before_min(entry: _Entry) -> int:
+    """Up to this many output tokens no stop string ends the text."""
+    return entry.request.params.min_tokens - 1
+
+
+def _output(entry: _Entry) -> RequestOutput:
+    reports = entry.reports
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    if entry.prompt_logprobs is not None:
+        prompt_logprobs = [None, *entry.prompt_logprobs]
+    return RequestOutput(
+        request_id=entry.request.request_id,
+        prompt=entry.prompt,
+        prompt_token_ids=entry.request.prompt_token_ids,
+        completions=[c.result for c in entry.completions if c.result is not None],
+        num_cached_tokens=reports[0].num_cached_tokens,
+        num_preemptions=sum(r.num_preemptions for r in reports),
+        prompt_logprobs=prompt_logprobs,
+        metrics=RequestMetrics(
+            arrival=min(r.arrival for r in reports),
+            first_scheduled=min(
+                (r.first_scheduled for r in reports if r.first_scheduled is not None), default=None
+            ),
+            first_token=min(
+                (r.first_token for r in reports if r.first_token is not None), default=None
+            ),
+            finished=max(r.finished for r in reports),
+        ),
+    )

@@ -1,0 +1,72 @@
+"""The composition root: from a config to a running engine. The only place that joins the trunks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.hardware import Gpu, detect
+from kvik.config.model_source import find_model
+from kvik.config.model_spec import read_model_spec
+from kvik.config.resolve import resolve
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.client import EngineClient, InprocClient
+from kvik.engine.core import EngineCore
+from kvik.engine.defaults import read_default_params
+from kvik.engine.loop import EngineLoop
+from kvik.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine and what a frontend needs to know of its model."""
+
+    resolved: ResolvedConfig
+    client: EngineClient
+    tokenizer: Tokenizer | None  # None: the folder has none; prompts are token ids
+    default_params: SamplingParams
+
+
+def launch(config: EngineConfig) -> Engine:
+    """Decide, plan the memory, load, and hand over a client.
+
+    Raises:
+        KvikError: the model or an option cannot be used; nothing was loaded.
+    """
+    resolved = resolve_config(config)
+    folder = Path(resolved.runner.model_path)
+    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
+    default_params = read_default_params(folder)
+
+    from kvik.executors.inproc import InprocExecutor
+    from kvik.worker.worker import Worker
+
+    executor = InprocExecutor(lambda: Worker(resolved))
+    executor.start()
+    loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
+    return Engine(resolved, InprocClient(loop, time.sleep), tokenizer, default_params)
+
+
+def resolve_config(config: EngineConfig) -> ResolvedConfig:
+    """Every decision with its reason, before anything is loaded."""
+    folder = find_model(config.model)
+    spec = read_model_spec(folder)
+    return resolve(config, spec, detect(find_gpus(config.device)), str(folder))
+
+
+def find_gpus(device: str) -> tuple[Gpu, ...]:
+    """CUDA devices, asked of torch; none when the CPU is wanted, which needs no torch."""
+    if device == "cpu":
+        return ()
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        gpus.append(Gpu(i, properties.name, total, free, (properties.major, properties.minor)))
+    return tuple(gpus)

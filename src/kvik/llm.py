@@ -1,0 +1,299 @@
+"""The offline API: a model in this process, for scripts, notebooks and batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import ConfigError, ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.output import OutputProcessor, Processed, RequestOutput, TextDelta
+from kvik.engine.stats import EngineStats
+from kvik.interrupts import deferred_interrupt
+from kvik.launch import launch
+from kvik.progress import BatchProgress
+from kvik.text.chat_template import ChatTemplate
+from kvik.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A loaded model. Use it as a context manager, or `close` it, to free everything.
+
+    Args:
+        model: folder in Hugging Face format, hub id, or "" for the bundled story model.
+        config: any field of `EngineConfig`.
+
+    Raises:
+        KvikError: the model or an option cannot be used; the message says what is allowed.
+    """
+
+    def __init__(self, model: str = "", **config: Any) -> None:
+        known = {f.name for f in fields(EngineConfig)} - {"model"}
+        for name in config:
+            if name not in known:
+                raise ConfigError(name, f"is no engine option (known: {', '.join(sorted(known))})")
+        engine = launch(EngineConfig(model=model, **config))
+        self.resolved: ResolvedConfig = engine.resolved
+        self.default_params: SamplingParams = engine.default_params
+        self._client = engine.client
+        self._tokenizer = engine.tokenizer
+        self._chat_template: ChatTemplate | None = None
+        self._processor = OutputProcessor(engine.tokenizer)
+        self._streams: dict[str, Stream] = {}
+        self._serial = 0
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ParamError("prompt", "this model has no tokenizer: give token ids")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids), one or many, in the order given.
+
+        Args:
+            params: for all prompts, or one for each; None takes the model's own defaults.
+            progress: show a bar; None shows it for more than one prompt on a terminal.
+
+        Raises:
+            ParamError: a prompt or parameter is impossible; nothing was generated.
+        """
+        return self._run(_as_prompts(prompts), params, progress, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single or not messages else list(messages)
+        prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, params, progress, add_special_tokens=False)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, progress: bool | None = None
+    ) -> list[RequestOutput]:
+        """Log probabilities of the prompts' own tokens, in `prompt_logprobs` (None for the first).
+
+        Args:
+            top: how many of the likeliest alternatives to report at each position.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=top)
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt and iterate over the text as it comes."""
+        if not isinstance(prompt, str) and any(not isinstance(t, int) for t in prompt):
+            raise ParamError("prompt", "must be one text or one list of token ids")
+        return self._stream(prompt, params, add_special_tokens=True)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Stream:
+        """Answer one conversation and iterate over the text as it comes."""
+        return self._stream(self.render_chat(messages), params, add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt that the model's chat template makes of a conversation."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(
+                self.tokenizer.chat_template, self.tokenizer.bos_token, self.tokenizer.eos_token
+            )
+        return self._chat_template.render(messages)
+
+    def stats(self) -> EngineStats:
+        return self._client.stats()
+
+    def close(self) -> None:
+        """Free the model and its cache; a closed LLM cannot be used again."""
+        for stream in list(self._streams.values()):
+            stream.close()
+        self._client.close()
+        self._closed = True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+    ) -> EngineRequest:
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
+        if params.stop and self._tokenizer is None:
+            raise ParamError("stop", "needs a tokenizer, and this model has none")
+        if isinstance(prompt, str):
+            ids: Sequence[int] = self.tokenizer.encode(prompt, add_special_tokens)
+            if not ids:
+                raise ParamError("prompt", "must not be empty")
+        else:
+            ids = prompt
+        self._serial += 1
+        return EngineRequest(f"llm-{self._serial}", ids, params)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        each = self._params_for(len(prompts), params)
+        requests = [
+            self._request(prompt, p, add_special_tokens=add_special_tokens)
+            for prompt, p in zip(prompts, each, strict=True)
+        ]
+        for request in requests:
+            self._client.check(request)
+        texts = {
+            r.request_id: p if isinstance(p, str) else None
+            for r, p in zip(requests, prompts, strict=True)
+        }
+        outputs: dict[str, RequestOutput] = {}
+        unsent = deque(requests)
+        # A batch of any length keeps the engine's queue short of its limits.
+        lookahead = min(_LOOKAHEAD, self.resolved.scheduler.max_queued_requests)
+        with BatchProgress(len(requests), progress) as bar:
+            try:
+                while len(outputs) < len(requests):
+                    room = lookahead - self._client.stats().num_waiting
+                    while unsent and room >= unsent[0].params.n:
+                        request = unsent.popleft()
+                        room -= request.params.n
+                        self._processor.add(request, texts[request.request_id], streaming=False)
+                        self._client.add(request)
+                    for output in self._step().finished:
+                        if output.request_id in texts:
+                            outputs[output.request_id] = output
+                            bar.finished(output)
+            finally:
+                for request in requests:
+                    if request.request_id not in outputs:
+                        self._abort(request.request_id)
+        return [outputs[r.request_id] for r in requests]
+
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
+    ) -> Stream:
+        request = self._request(
+            prompt, params or self.default_params, add_special_tokens=add_special_tokens
+        )
+        self._client.check(request)
+        self._processor.add(request, prompt if isinstance(prompt, str) else None, streaming=True)
+        try:
+            self._client.add(request)
+        except ValueError:
+            self._processor.discard(request.request_id)
+            raise
+        stream = Stream(self, request.request_id)
+        self._streams[request.request_id] = stream
+        return stream
+
+    def _step(self) -> Processed:
+        """One step of the engine; streams get what is theirs."""
+        with deferred_interrupt():
+            processed = self._processor.process(self._client.poll())
+            for request_id, index, reason, error in processed.to_end:
+                self._client.end(request_id, index, reason, error)
+            for delta in processed.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].pending.append(delta)
+            for output in processed.finished:
+                stream = self._streams.pop(output.request_id, None)
+                if stream is not None:
+                    stream.output = output
+        return processed
+
+    def _abort(self, request_id: str) -> None:
+        self._processor.discard(request_id)
+        self._streams.pop(request_id, None)
+        self._client.end(request_id, None, FinishReason.ABORT)
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params] * count
+        if len(params) != count:
+            raise ParamError("params", f"{len(params)} given for {count} prompts: one for each")
+        return list(params)
+
+
+_LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
+
+
+class Stream(Iterator[TextDelta]):
+    """The deltas of one request. After the last one, `output` holds the whole result."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self.request_id = request_id
+        self.pending: deque[TextDelta] = deque()
+        self.output: RequestOutput | None = None
+        self._closed = False
+
+    def __next__(self) -> TextDelta:
+        while not self.pending:
+            if self._closed or self.output is not None:
+                raise StopIteration
+            self._llm._step()
+        return self.pending.popleft()
+
+    def close(self) -> None:
+        """Stop generating; what came so far has been delivered."""
+        if not self._closed and self.output is None:
+            self._llm._abort(self.request_id)
+        self._closed = True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
+        raise ParamError("prompt", "must be a text, a list of token ids, or a list of those")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for p in prompts:
+        if isinstance(p, (int, bytes)) or not isinstance(p, Sequence):
+            raise ParamError("prompt", "must be a text, a list of token ids, or a list of those")
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What computes a plan: request table, input batch, model runner, sampler."""

@@ -1,0 +1,208 @@
+"""Runs a plan: apply the diff, build the batch, forward, sample, remember."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.config.kv_spec import KVGroup
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.types import TokenLogprobs
+from kvik.kernels.ops import Ops
+from kvik.nn.context import ForwardContext
+from kvik.worker.input_batch import InputBatch, build_input_batch
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Sampler, token_logprobs
+from kvik.worker.sampling_table import SamplingTable
+
+_LOGPROB_ROWS = 256  # prompt positions whose logits are held at once
+
+
+class Model(Protocol):
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab]."""
+        ...
+
+
+@dataclass(slots=True)
+class _PromptLogprobs:
+    """Gathered chunk by chunk, handed over once the prompt is through."""
+
+    top: int
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+
+class ModelRunner:
+    """One model and its cache on one device."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: tuple[LayerKV, ...],
+        groups: tuple[KVGroup, ...],
+        backend: AttentionBackend,
+        ops: Ops,
+        table: RequestTable,
+        sampling: SamplingTable,
+        device: torch.device,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.groups = groups
+        self.backend = backend
+        self.ops = ops
+        self.table = table
+        self.sampling = sampling
+        self.sampler = Sampler()
+        self.device = device
+        self.clock = clock
+        self._prompt_logprobs: dict[int, _PromptLogprobs] = {}  # by slot
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step.
+
+        Raises:
+            Exception: the forward as a whole failed. What concerns one request alone is reported
+                in the output's `errors` instead.
+        """
+        started = self.clock()
+        refused = self._apply(plan)
+        batch = build_input_batch(plan, self.table, self.device)
+        hidden = self._forward(batch)
+        self.table.num_computed[batch.slots] += np.array(plan.num_scheduled_tokens, np.int32)
+        errors = {
+            row: refused[slot] for row, slot in enumerate(plan.slots) if refused and slot in refused
+        }
+        prompt_logprobs = self._read_prompt_logprobs(batch, hidden, errors)
+        token_ids: list[list[int]] = [[] for _ in plan.slots]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if len(batch.sampling_rows):
+            logits = self.model.logits(hidden[batch.logits_indices])  # [sampling rows, vocab]
+            self._sample(batch, logits, token_ids, logprobs, errors)
+        return ModelRunnerOutput(
+            step=plan.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+            seconds=self.clock() - started,
+        )
+
+    def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
+        """Bring the tables up to date. Returns slots whose request could not be set up, and why."""
+        refused: dict[int, str] = {}
+        for slot in plan.freed_slots:
+            self.sampling.clear(slot)
+            self._prompt_logprobs.pop(slot, None)
+        for new in plan.new_requests:
+            self.table.add(new)
+            try:
+                self._set_up(new)
+            except Exception as error:  # its parameters alone are at fault
+                self.sampling.clear(new.slot)
+                refused[new.slot] = describe(error)
+        for slot, group, ids in plan.new_blocks:
+            self.table.add_blocks(slot, group, ids)
+        if plan.block_copies:
+            source, target = torch.tensor(plan.block_copies, device=self.device).unbind(1)
+            for cache in {id(layer): layer for layer in self.kv}.values():
+                self.ops.copy_blocks(cache.k, source, target)
+                self.ops.copy_blocks(cache.v, source, target)
+        return refused
+
+    def _set_up(self, new: NewRequest) -> None:
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        output = new.token_ids[new.num_prompt_tokens :]
+        self.sampling.set(new.slot, new.params, new.seed, prompt, output, new.stop_ids)
+        if new.params.prompt_logprobs is not None:
+            self._prompt_logprobs[new.slot] = _PromptLogprobs(new.params.prompt_logprobs)
+
+    def _forward(self, batch: InputBatch) -> Tensor:
+        metadata = tuple(
+            self.backend.plan(layout, group.spec.window)
+            for layout, group in zip(batch.layouts, self.groups, strict=True)
+        )
+        ctx = ForwardContext(batch.positions, metadata, self.kv)
+        return self.model.forward(batch.input_ids, ctx)
+
+    def _sample(
+        self,
+        batch: InputBatch,
+        logits: Tensor,
+        token_ids: list[list[int]],
+        logprobs: dict[int, list[TokenLogprobs]],
+        errors: dict[int, str],
+    ) -> None:
+        """One token for each sampling row, all at once; row by row if one of them breaks that."""
+        rows = batch.sampling_rows
+        slots = batch.slots[rows]
+        positions = self.table.num_tokens[slots]  # of the token to be sampled
+        try:
+            parts = [(0, self.sampler.sample(logits, self.sampling.batch(slots, positions)))]
+        except Exception:
+            parts = []
+            for i, row in enumerate(rows.tolist()):
+                one = slice(i, i + 1)
+                try:
+                    plan = self.sampling.batch(slots[one], positions[one])
+                    parts.append((i, self.sampler.sample(logits[one], plan)))
+                except Exception as error:
+                    errors[row] = describe(error)
+        for first, result in parts:
+            tokens = result.token_ids.cpu().numpy()
+            part = slice(first, first + len(tokens))
+            self.table.append_tokens(slots[part], tokens)
+            self.sampling.append(slots[part], tokens)
+            for row, token in zip(rows[part].tolist(), tokens.tolist(), strict=True):
+                token_ids[row] = [token]
+            for i, found in result.logprobs.items():
+                logprobs[int(rows[first + i])] = [found]
+            for i, why in result.bad_rows.items():
+                errors[int(rows[first + i])] = why
+
+    def _read_prompt_logprobs(
+        self, batch: InputBatch, hidden: Tensor, errors: dict[int, str]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of the prompt tokens that this step's positions predict, where asked for."""
+        done: dict[int, list[TokenLogprobs]] = {}
+        if not self._prompt_logprobs:
+            return done
+        for row, slot in enumerate(batch.slots.tolist()):
+            wanted = self._prompt_logprobs.get(slot)
+            if wanted is None or row in errors:
+                continue
+            num_prompt = int(self.table.num_prompt[slot])
+            start, end = int(batch.starts[row]), int(batch.starts[row + 1])
+            first = int(self.table.num_computed[slot]) - (end - start)  # position of `start`
+            last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
+            try:
+                for begin in range(first, last, _LOGPROB_ROWS):
+                    stop = min(begin + _LOGPROB_ROWS, last)
+                    at = start - first
+                    logits = self.model.logits(hidden[at + begin : at + stop])
+                    targets = self.table.token_ids[slot, begin + 1 : stop + 1]
+                    wanted.found += self._logprobs_of(logits, targets.tolist(), wanted.top)
+            except Exception as error:
+                errors[row] = describe(error)
+                continue
+            if first + end - start >= num_prompt:
+                done[row] = self._prompt_logprobs.pop(slot).found
+        return done
+
+    def _logprobs_of(self, logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
+        return token_logprobs(logits, torch.tensor(targets, device=self.device), top)
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,51 @@
+"""The worker's memory of running requests, one slot each: a plan need only say what changed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvik.core.plan import NewRequest
+
+
+class RequestTable:
+    """Tokens and block tables by slot, on the host.
+
+    Attributes:
+        token_ids: [slots, max_model_len] int32, prompt and output so far.
+        num_tokens, num_computed: [slots] int32, known tokens and those with K/V.
+        num_prompt: [slots] int32.
+        block_tables: per KV group [slots, max_blocks] int32.
+        num_blocks: [groups, slots] int32, filled entries of each block table.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int):
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.block_tables = [
+            np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
+        ]
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+
+    def add(self, new: NewRequest) -> None:
+        slot, count = new.slot, len(new.token_ids)
+        self.token_ids[slot, :count] = new.token_ids
+        self.num_tokens[slot] = count
+        self.num_computed[slot] = new.num_computed_tokens
+        self.num_prompt[slot] = new.num_prompt_tokens
+        self.num_blocks[:, slot] = 0
+        for group, ids in enumerate(new.block_ids):
+            self.add_blocks(slot, group, ids)
+
+    def add_blocks(self, slot: int, group: int, ids: list[int]) -> None:
+        first = self.num_blocks[group, slot]
+        self.block_tables[group][slot, first : first + len(ids)] = ids
+        self.num_blocks[group, slot] = first + len(ids)
+
+    def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """One sampled token for each of some slots."""
+        self.token_ids[slots, self.num_tokens[slots]] = tokens
+        self.num_tokens[slots] += 1

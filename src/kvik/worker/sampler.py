@@ -1,0 +1,122 @@
+"""From logits to one token per row.
+
+Order of the rules: single-token edits, penalties, temperature, truncation, then one draw by
+inverse CDF with one uniform number per row. All of it is row by row in effect: a row's token does
+not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvik.core.types import TokenLogprobs
+from kvik.worker.sampling_batch import RandomRows, SamplingBatch
+from kvik.worker.truncation import truncate
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """Attributes:
+    token_ids: [rows] int64; meaningless in bad rows.
+    bad_rows: rows that cannot be sampled, and why.
+    logprobs: by row, where asked for.
+    """
+
+    token_ids: Tensor
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Sampler:
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampleResult:
+        """Sample each row. Works on any subset of a step's rows and changes nothing outside, so a
+        caller may try again row by row after an exception.
+
+        Args:
+            logits: [rows, vocab], any float dtype. -inf marks an impossible token; NaN or +inf
+                makes the row bad.
+        """
+        bad_rows: dict[int, str] = {}
+        top, token_ids = logits.max(dim=-1)
+        logits = _discard(logits, top, bad_rows, "the model's logits are not finite")
+        shaped = logits
+        if batch.edits is not None or batch.penalties is not None:
+            shaped = logits.to(torch.float32, copy=True)
+            if batch.edits is not None:
+                batch.edits.apply(shaped)
+            if batch.penalties is not None:
+                batch.penalties.apply(shaped)
+            top, token_ids = shaped.max(dim=-1)
+            shaped = _discard(shaped, top, bad_rows, "the request's rules allow no token")
+        random = batch.random
+        if random is not None and random.rows is None:
+            token_ids = _draw(shaped, random)
+        elif random is not None and random.rows is not None:
+            drawn = _draw(shaped.index_select(0, random.rows), random)
+            token_ids = token_ids.index_copy(0, random.rows, drawn)
+        return SampleResult(token_ids, bad_rows, _report(logits, token_ids, batch, bad_rows))
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprobs]:
+    """Log probabilities of given tokens and of the `top` most likely ones.
+
+    Args:
+        logits: [rows, vocab]. token_ids: [rows] int64.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
+    ranks = (logprobs > own).sum(-1) + 1
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    columns = (token_ids, own[:, 0], ranks, ids, values)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(top_ids, top_values, strict=True)))
+        for token, logprob, rank, top_ids, top_values in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+def _draw(logits: Tensor, random: RandomRows) -> Tensor:
+    """One token per row: the first whose cumulative weight exceeds u times the total.
+
+    Args:
+        logits: [n, vocab]. random: of the same n rows.
+    """
+    weights = logits.float() / random.temperature
+    weights.sub_(weights.amax(dim=-1, keepdim=True)).exp_()
+    if random.truncation is not None:
+        weights = truncate(weights, random.truncation)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # u < 1, but the product may round up to the total, which no token exceeds
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(random.uniforms * total, below_total)
+    return torch.searchsorted(cumulative, point, right=True)[:, 0]
+
+
+def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:
+    """Note the rows whose largest logit is NaN or infinite, and make them harmless."""
+    bad = ~top.isfinite()
+    if not bool(bad.any()):
+        return logits
+    for row in bad.nonzero()[:, 0].tolist():
+        bad_rows.setdefault(row, why)
+    return logits.masked_fill(bad[:, None], 0.0)
+
+
+def _report(
+    logits: Tensor, token_ids: Tensor, batch: SamplingBatch, bad_rows: dict[int, str]
+) -> dict[int, TokenLogprobs]:
+    """Of the model's own distribution, before any rule."""
+    wanted = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
+    if not wanted:
+        return {}
+    rows = torch.tensor(list(wanted), device=logits.device)
+    found = token_logprobs(logits[rows], token_ids[rows], max(wanted.values()))
+    return {
+        row: TokenLogprobs(all_.token_id, all_.logprob, all_.rank, all_.top[:top])
+        for (row, top), all_ in zip(wanted.items(), found, strict=True)
+    }

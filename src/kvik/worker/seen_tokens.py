@@ -1,0 +1,30 @@
+"""Which tokens each request has seen: what its penalties count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class SeenTokens:
+    """Attributes:
+    in_prompt: [slots, vocab] bool.
+    counts: [slots, vocab] int32, occurrences in the output.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+
+    def set(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        device, vocab_size = self.counts.device, self.counts.shape[1]
+        self.in_prompt[slot] = False
+        self.in_prompt[slot, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        ids = torch.tensor(output, dtype=torch.int64, device=device)
+        self.counts[slot] = torch.bincount(ids, minlength=vocab_size)
+
+    def append(self, slots: Tensor, tokens: Tensor) -> None:
+        """slots, tokens: [n] int64, no slot twice."""
+        self.counts[slots, tokens] += 1

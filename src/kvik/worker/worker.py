@@ -1,0 +1,77 @@
+"""One rank: loads the model as resolved, allocates the cache as planned, computes plans."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from kvik.attention.select import select as select_backend
+from kvik.config.config import ResolvedConfig
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.kernels.select import select as select_ops
+from kvik.models.registry import load_model
+from kvik.nn.builder import Builder
+from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.kv_formats import DenseKV, allocate_kv
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampling_table import SamplingTable
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Worker:
+    """Raises `ModelError` while it is built if the weights do not fit the spec."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        runner, cache, scheduler = config.runner, config.cache, config.scheduler
+        device, dtype = torch.device(runner.device), _DTYPES[runner.dtype]
+        if device.type == "cpu":
+            torch.set_num_threads(runner.threads)
+        ops = select_ops(device)
+        backend = select_backend(runner.attention_backend, device, dtype)
+        checkpoint: Checkpoint | None = None
+        if runner.load_format == "safetensors":
+            checkpoint = open_checkpoint(runner.model_path)
+        builder = Builder(
+            ops,
+            backend,
+            cache.groups,
+            dtype=dtype,
+            device=device,
+            max_model_len=scheduler.max_model_len,
+            checkpoint=checkpoint,
+            quantization=config.model.quantization,
+        )
+        with torch.inference_mode():
+            model = load_model(config.model, builder, seed=runner.seed)
+            kv = allocate_kv(
+                cache.groups, cache.num_blocks, cache.block_size, DenseKV(dtype), device
+            )
+        self._runner: ModelRunner | None = ModelRunner(
+            model=model,
+            kv=kv,
+            groups=cache.groups,
+            backend=backend,
+            ops=ops,
+            table=RequestTable(
+                scheduler.max_num_seqs,
+                scheduler.max_model_len,
+                len(cache.groups),
+                cache.block_size,
+            ),
+            sampling=SamplingTable(scheduler.max_num_seqs, config.model.vocab_size, device),
+            device=device,
+            clock=time.monotonic,
+        )
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if self._runner is None:
+            raise RuntimeError("the worker is closed")
+        with torch.inference_mode():
+            return self._runner.run(plan)
+
+    def close(self) -> None:
+        """Drop weights and cache; safe to call twice."""
+        self._runner = None

@@ -1,0 +1,154 @@
+"""Imports run one way: who may import whom, lazy imports counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
+
+# Facts that pass between the trunks; workers may import nothing else of core.
+BRIDGE = {"core.plan", "core.types", "core.sampling_params"}
+
+# A row for each part of kvik: what it may import beside itself. "config" allows all of config.
+ALLOWED: dict[str, set[str]] = {
+    # control: decides, never imports torch
+    "config": set(),
+    "core": {"config"},
+    "text": {"config", "core"},
+    "engine": {"config", "core", "text"},
+    # compute
+    "kernels": set(),
+    "attention": {"config", "kernels"},
+    "nn": {"config", "kernels", "attention"},
+    "models": {"config.model_spec", "nn"},
+    "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
+    "executors": {"config", "worker", "nn", "engine.executor", *BRIDGE},
+    # top: only launch joins the trunks
+    "launch": {"config", "core", "text", "engine", "executors", "worker", "attention", "nn"},
+    "llm": {"config", "core", "text", "engine", "launch", "progress", "interrupts"},
+    "progress": {"engine.output"},
+    "interrupts": set(),
+    "cli": {"config", "core", "text", "engine", "launch", "llm", ""},
+    # `import kvik` itself, and `python -m kvik`
+    "": {"config", "core", "engine", "llm"},
+    "__main__": {"cli"},
+}
+
+CONTROL = ("config", "core", "text", "engine")
+
+
+def inside(module: str) -> str:
+    """ "kvik.core.plan" -> "core.plan"; "kvik" -> ""."""
+    return module.removeprefix("kvik").removeprefix(".")
+
+
+def part(module: str) -> str:
+    return inside(module).partition(".")[0]
+
+
+def is_kvik(module: str) -> bool:
+    return module == "kvik" or module.startswith("kvik.")
+
+
+def permitted(target: str, allowed: set[str]) -> bool:
+    name = inside(target)
+    return any(name == a or (a and name.startswith(a + ".")) for a in allowed)
+
+
+def test_every_part_has_a_row(sources: dict[str, object]) -> None:
+    assert {part(name) for name in sources} <= set(ALLOWED)
+
+
+def test_imports_run_along_the_arrows(imports: dict[str, dict[str, int]]) -> None:
+    bad = [
+        f"{module}:{line} imports {target}"
+        for module, targets in imports.items()
+        for target, line in targets.items()
+        if is_kvik(target)
+        and part(target) != part(module)
+        and not permitted(target, ALLOWED[part(module)])
+    ]
+    assert not bad
+
+
+def test_the_table_itself_has_no_cycle() -> None:
+    # The root package only exports, and cli asks it for the version.
+    graph = {
+        name: {entry.partition(".")[0] for entry in row if entry} for name, row in ALLOWED.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def test_no_cycles_between_modules(imports: dict[str, dict[str, int]]) -> None:
+    graph = {m: {t for t in targets if is_kvik(t) and t != m} for m, targets in imports.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError("import cycle: " + " <- ".join(error.args[1])) from None
+
+
+def test_core_is_the_pure_standard_library(imports: dict[str, dict[str, int]]) -> None:
+    impure = {"asyncio", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess"}
+    impure |= {"datetime", "threading", "time", "uuid"}
+    bad = [
+        f"{module}:{line} imports {target}"
+        for module, targets in imports.items()
+        if part(module) == "core"
+        for target, line in targets.items()
+        if not is_kvik(target)
+        and (target.partition(".")[0] not in sys.stdlib_module_names - impure)
+    ]
+    assert not bad
+
+
+def test_nothing_imports_what_must_stay_out(imports: dict[str, dict[str, int]]) -> None:
+    banned = {"transformers", "pickle", "scipy", "pytest", "hypothesis"}
+    bad = [
+        f"{module}:{line} imports {target}"
+        for module, targets in imports.items()
+        for target, line in targets.items()
+        if target.partition(".")[0] in banned
+    ]
+    assert not bad
+
+
+def test_the_control_trunk_imports_with_torch_blocked(sources: dict[str, object]) -> None:
+    names = [name for name in sources if part(name) in CONTROL]
+    names += ["kvik", "kvik.cli.main", "kvik.cli.info"]
+    script = f"""
+import importlib, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Block())
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_lazy_guarded_relative_and_named_imports_are_counted(
+    imports_of: Callable[[str, str, set[str]], dict[str, int]],
+) -> None:
+    known = {"kvik", "kvik.a", "kvik.b", "kvik.c", "kvik.d.e", "kvik.d.f"}
+    text = """
+import json
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from kvik.a import Thing
+def later():
+    from kvik import b
+    from . import f
+    from ..c import y
+REGISTRY = {"x": "kvik.d.f", "y": "not.a.module"}
+"""
+    found = imports_of("kvik.d.e", text, known)
+    assert {name for name in found if is_kvik(name)} == {"kvik.a", "kvik.b", "kvik.c", "kvik.d.f"}
+    assert "json" in found

@@ -1,0 +1,215 @@
+"""House rules that syntax can show: each collects what breaks it and names the line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_LINES = 500
+
+# Functions that may take **options and hand them on; each checks every name it is given.
+HANDS_ON_KEYWORDS = {
+    "kvik.llm:LLM.__init__",
+    # hooks whose signatures jinja2 prescribes
+    "kvik.text.sandbox:BoundedEnvironment.call",
+    "kvik.text.sandbox:BoundedEnvironment._charged.run",
+    "kvik.text.sandbox:BoundedEnvironment.wrap_str_format.charged",
+    "kvik.core.sampling_params:SamplingParams.with_changes",
+}
+
+MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"}
+MUTATORS |= {"setdefault", "sort", "update", "appendleft", "popleft"}
+CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+ITERATORS = {"count", "cycle", "iter"}
+
+
+def environment_reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+            yield node.lineno, f"os.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            for alias in node.names:
+                if alias.name in ("environ", "getenv", "environb"):
+                    yield node.lineno, f"from os import {alias.name}"
+
+
+def feature_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "hasattr":
+            yield node.lineno, "hasattr"
+
+
+def callee(node: ast.expr) -> str:
+    if isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Containers and iterators at module level that anything in the file changes, or that are not
+    named or annotated as constants."""
+    constants: dict[str, int] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            value, annotation = node.value, ""
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            names, value = [node.target.id], node.value
+            annotation = ast.unparse(node.annotation)
+        else:
+            continue
+        if any(isinstance(n, ast.Call) and callee(n) in ITERATORS for n in ast.walk(value)):
+            yield node.lineno, f"{names} is an iterator shared by the whole process"
+        displays = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+        call = isinstance(value, ast.Call) and callee(value) in CONTAINERS
+        if not isinstance(value, displays) and not call:
+            continue
+        for name in names:
+            constants[name] = node.lineno
+            dunder = name.startswith("__")
+            final = annotation.startswith(("Final", "Mapping", "Sequence", "tuple"))
+            if not (dunder or final or name.isupper()):
+                yield node.lineno, f"{name} is mutable and not declared constant"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+        changed = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in MUTATORS:
+                changed = node.func.value
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = node.value
+        elif isinstance(node, ast.AugAssign):
+            changed = node.target
+        if isinstance(changed, ast.Name) and changed.id in constants:
+            yield node.lineno, f"{changed.id}, a constant of line {constants[changed.id]}, changes"
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    stack: list[tuple[str, ast.AST]] = [("", tree)]
+    while stack:
+        prefix, parent = stack.pop()
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield prefix + node.name, node
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                stack.append((f"{prefix}{node.name}.", node))
+            else:
+                stack.append((prefix, node))
+
+
+def keyword_pass_through(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for name, function in functions(tree):
+        if function.args.kwarg is None:
+            continue
+        own = function.args.kwarg.arg
+        for node in ast.walk(function):
+            if isinstance(node, ast.keyword) and node.arg is None and callee(node.value) == own:
+                yield function.lineno, name
+
+
+Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
+
+
+def violations(sources: dict[str, Any], rule: Rule) -> list[str]:
+    return [
+        f"{source.path}:{line}: {what}"
+        for source in sources.values()
+        for line, what in rule(source.tree)
+    ]
+
+
+def test_the_environment_is_read_in_one_place(sources: dict[str, Any]) -> None:
+    others = {name: s for name, s in sources.items() if name != "kvik.config.env"}
+    assert not violations(others, environment_reads)
+
+
+def test_no_feature_is_found_by_hasattr(sources: dict[str, Any]) -> None:
+    assert not violations(sources, feature_tests)
+
+
+def test_no_mutable_state_at_module_level(sources: dict[str, Any]) -> None:
+    assert not violations(sources, mutable_state)
+
+
+def test_keywords_are_not_handed_on(sources: dict[str, Any]) -> None:
+    found = {
+        f"{name}:{function}"
+        for name, source in sources.items()
+        for _, function in keyword_pass_through(source.tree)
+    }
+    assert found <= HANDS_ON_KEYWORDS
+
+
+def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
+    parents = {
+        node.name: [callee(base) for base in node.bases]
+        for source in sources.values()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    bad = []
+    for name, bases in parents.items():
+        ours = [base for base in bases if base in parents]
+        if len(ours) > 1 or any(b in parents for base in ours for b in parents[base]):
+            bad.append(f"{name}({', '.join(bases)})")
+    assert not bad
+
+
+def test_files_stay_short(sources: dict[str, Any]) -> None:
+    tests = Path(__file__).parents[1]
+    files = [source.path for source in sources.values()] + sorted(tests.rglob("*.py"))
+    long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_folders_explain_themselves_and_export_nothing(sources: dict[str, Any]) -> None:
+    bad = [
+        str(source.path)
+        for name, source in sources.items()
+        if source.is_package and name != "kvik"
+        if len(source.tree.body) != 1 or not ast.get_docstring(source.tree)
+    ]
+    assert not bad
+
+
+def test_every_module_has_a_docstring(sources: dict[str, Any]) -> None:
+    assert not [str(s.path) for s in sources.values() if not ast.get_docstring(s.tree)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (environment_reads, "import os\ndef f(): return os.environ.get('A')"),
+        (environment_reads, "from os import getenv"),
+        (feature_tests, "def f(x): return hasattr(x, 'y')"),
+        (mutable_state, "cache = {}"),
+        (mutable_state, "CACHE = {}\ndef f(k): CACHE[k] = 1"),
+        (mutable_state, "SEEN = set()\ndef f(k): SEEN.add(k)"),
+        (mutable_state, "def f():\n    global x\n    x = 1"),
+        (mutable_state, "serial = itertools.count().__next__"),
+        (keyword_pass_through, "class A:\n    def f(self, **kw): return g(1, **kw)"),
+    ],
+)
+def test_a_rule_sees_what_breaks_it(rule: Rule, text: str) -> None:
+    assert list(rule(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (environment_reads, "import os\nos.cpu_count()"),
+        (
+            mutable_state,
+            "NAMES = {'a': 1}\nnames: Final = ['a']\ndef f():\n    x = []\n    x.append(1)",
+        ),
+        (mutable_state, "__all__ = ['a']\nx = 1\ny = (1, 2)\nT = Callable[[int], str]"),
+        (keyword_pass_through, "def f(**kw): return sorted(kw)"),
+    ],
+)
+def test_a_rule_leaves_good_code_alone(rule: Rule, text: str) -> None:
+    assert not list(rule(ast.parse(text)))

@@ -1,0 +1,226 @@
+"""`kvik chat`: the conversation and its commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvik.cli.chat import HELP, Chat
+from kvik.cli.main import main
+from kvik.engine.output import TextDelta
+from kvik.llm import LLM
+
+Loads = list[tuple[str, dict[str, Any]]]
+
+
+def chat(llm: LLM, **changes: Any) -> Chat:
+    return Chat(llm, llm.default_params.with_changes(**{"max_tokens": 6, "seed": 1, **changes}))
+
+
+@pytest.fixture
+def prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations that the model is asked to continue."""
+    seen: list[list[dict[str, str]]] = []
+    real = llm.stream_chat
+
+    def stream_chat(messages: Any, params: Any) -> Any:
+        seen.append([dict(message) for message in messages])
+        return real(messages, params)
+
+    monkeypatch.setattr(llm, "stream_chat", stream_chat)
+    return seen
+
+
+def test_the_history_is_told(llm: LLM, prompts: list[Any], capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("Hello there")
+    answer = talk.messages[1]["content"]
+    assert capsys.readouterr().out == answer + "\n"
+    talk.take("  And then?  ")
+    assert prompts[1] == [
+        {"role": "user", "content": "Hello there"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert len(talk.messages) == 4
+
+
+def test_an_empty_line_says_nothing(llm: LLM, prompts: list[Any]) -> None:
+    chat(llm).take("   ")
+    assert prompts == []
+
+
+def test_the_system_message(llm: LLM, prompts: list[Any], capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("/system Be brief")
+    talk.take("/system")
+    talk.take("Hello")
+    assert prompts[0][0] == {"role": "system", "content": "Be brief"}
+    talk.take("/system -")
+    talk.take("Hello")
+    assert prompts[1][0]["role"] == "user"
+    out = capsys.readouterr().out
+    assert out.count("system message: Be brief") == 2
+    assert "system message: (none)" in out
+
+
+def test_reset_and_stats(llm: LLM, prompts: list[Any], capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("Hello")
+    talk.take("/stats")
+    out = capsys.readouterr().out
+    assert "last answer: " in out
+    assert "6 output tokens" in out
+    assert "engine: " in out
+    talk.take("/reset")
+    assert talk.messages == []
+    talk.take("Again")
+    assert prompts[1] == [{"role": "user", "content": "Again"}]
+
+
+def test_save(llm: LLM, tmp_path: Path, capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("/system Be brief")
+    talk.take("Hello")
+    talk.take(f"/save {tmp_path / 'talk.json'}")
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[2]["content"] == talk.messages[1]["content"]
+    talk.take(f"/save {tmp_path / 'no' / 'such' / 'folder'}")
+    talk.take("/save")
+    errors = capsys.readouterr().err
+    assert "kvik: error: file: cannot be written (No such file or directory)" in errors
+    assert "kvik: error: file: must be named" in errors
+
+
+def test_help_exit_and_what_is_unknown(llm: LLM, capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("/help")
+    assert capsys.readouterr().out == HELP + "\n"
+    talk.take("/quit now")
+    assert "command: '/quit' is unknown; /help lists them" in capsys.readouterr().err
+    assert talk.open
+    talk.take("/exit")
+    assert not talk.open
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    real = llm.stream_chat
+
+    def stream_chat(messages: Any, params: Any) -> Any:
+        stream = real(messages, params)
+        step = stream._llm._step
+
+        class Interrupted(type(stream)):  # type: ignore[misc]
+            def __next__(self) -> TextDelta:
+                delta = super().__next__()
+                if len(delta.token_ids) and not self.count:
+                    signal.raise_signal(signal.SIGINT)
+                self.count += 1
+                return delta
+
+            count = 0
+
+        assert step is not None
+        stream.__class__ = Interrupted
+        return stream
+
+    monkeypatch.setattr(llm, "stream_chat", stream_chat)
+    talk = chat(llm, max_tokens=None)
+    talk.take("Hello")
+    assert "[stopped]" in capsys.readouterr().err
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    assert llm.stats().num_running == 0
+    monkeypatch.undo()
+    chat(llm).take("Hello")
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_conversation_longer_than_the_context(llm: LLM, capsys: Any) -> None:
+    talk = chat(llm)
+    talk.take("Hello")
+    before = list(talk.messages)
+    talk.take("word " * 3000)
+    error = capsys.readouterr().err
+    assert "prompt: the conversation outgrew the context of 1024 tokens; /reset" in error
+    assert talk.messages == before
+    talk.take("/reset")
+    talk.take("word " * 3000)
+    assert "prompt: has " in capsys.readouterr().err  # one message alone: resetting helps nobody
+
+
+def test_why_an_answer_ended(llm: LLM, capsys: Any) -> None:
+    chat(llm).take("Hello")
+    assert "[cut at max_tokens]" in capsys.readouterr().err
+    chat(llm, max_tokens=None, ignore_eos=True).take("word " * 900)
+    assert "[the context of 1024 tokens is full" in capsys.readouterr().err
+
+
+def test_the_command_reads_lines(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n"))
+    flags = ["--max-tokens", "4", "--temperature", "0", "--system", "Be kind"]
+    assert main(["chat", "--max-num-seqs", "2", *flags]) == 0
+    assert "4 output tokens" in capsys.readouterr().out
+    assert loads == [("", {"max_num_seqs": 2})]
+
+
+def test_ctrl_c_at_the_prompt_only_gives_a_hint(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def lines() -> Iterator[BaseException | str]:
+        yield KeyboardInterrupt()
+        yield "/exit"
+
+    script = lines()
+
+    def read(prompt: str) -> str:
+        line = next(script)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat"]) == 0
+    assert "/exit or Ctrl-D leaves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--n", "2"], "n: has no place in a chat"),
+        (["--prompt-logprobs", "1"], "prompt_logprobs: has no place in a chat"),
+        (["--top-k", "-5"], "top_k: must be an integer in [-1, "),
+        (["/no/such"], "model: there is no folder"),
+        (["one", "two"], "arguments: unrecognized arguments: two"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:
+    assert main(["chat", *words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"kvik: error: {line}")
+    assert errors.count("\n") == 1
+
+
+def test_a_model_without_a_template_is_refused_at_the_start(
+    llm: LLM, loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(llm, "_chat_template", None)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.startswith("kvik: error: chat_template: ")

@@ -1,0 +1,111 @@
+"""Flags made from options: every field has one, and it says what is wrong by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kvik.cli.flags import (
+    NOT_ENGINE_FLAGS,
+    Parser,
+    add_engine_flags,
+    add_sampling_flags,
+    given_engine_options,
+    given_sampling_options,
+)
+from kvik.config.config import EngineConfig
+from kvik.config.errors import KvikError
+from kvik.core.sampling_params import SamplingParams
+
+SAMPLING: dict[str, tuple[list[str], object]] = {
+    "n": (["3"], 3),
+    "temperature": (["0.5"], 0.5),
+    "top_k": (["-1"], -1),
+    "top_p": (["0.9"], 0.9),
+    "min_p": (["0.1"], 0.1),
+    "typical_p": (["0.95"], 0.95),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["1"], 1.0),
+    "repetition_penalty": (["1.1"], 1.1),
+    "logit_bias": (["5:-1.5,7:2"], {5: -1.5, 7: 2.0}),
+    "allowed_token_ids": (["1,2,3"], (1, 2, 3)),
+    "bad_words": (["1,2", "3"], ((1, 2), (3,))),
+    "min_tokens": (["2"], 2),
+    "max_tokens": (["none"], None),
+    "stop": (["a b", "\n"], ("a b", "\n")),
+    "stop_token_ids": (["9"], (9,)),
+    "ignore_eos": ([], True),
+    "seed": (["-7"], -7),
+    "logprobs": (["0"], 0),
+    "prompt_logprobs": (["2"], 2),
+    "skip_special_tokens": ([], True),
+    "include_stop_str_in_output": ([], True),
+}
+
+
+def parser() -> Parser:
+    made = Parser("test", "", "nothing")
+    add_sampling_flags(made)
+    add_engine_flags(made)
+    return made
+
+
+def test_the_table_is_complete() -> None:
+    assert set(SAMPLING) == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_each_sampling_option_has_a_flag(name: str) -> None:
+    values, expected = SAMPLING[name]
+    flag = "--" + name.replace("_", "-")
+    words = [word for value in values for word in (flag, value)] or [flag]
+    given = given_sampling_options(parser().parse_args(words))
+    assert list(given) == [name]
+    assert getattr(SamplingParams().with_changes(**given), name) == expected
+
+
+def test_switches_can_be_turned_off() -> None:
+    words = ["--no-skip-special-tokens", "--no-enable-prefix-caching"]
+    arguments = parser().parse_args(words)
+    assert given_sampling_options(arguments) == {"skip_special_tokens": False}
+    assert given_engine_options(arguments) == {"enable_prefix_caching": False}
+
+
+def test_each_engine_option_has_a_flag() -> None:
+    text = parser().format_help()
+    for field in fields(EngineConfig):
+        if field.name not in NOT_ENGINE_FLAGS:
+            assert f"--{field.name.replace('_', '-')}" in text
+    words = ["--kv-cache-memory", "2g", "--policy", "priority", "--max-wait", "0.5"]
+    assert given_engine_options(parser().parse_args(words)) == {
+        "kv_cache_memory": 2 << 30,
+        "policy": "priority",
+        "max_wait": 0.5,
+    }
+
+
+def test_nothing_given_is_nothing() -> None:
+    arguments = parser().parse_args([])
+    assert given_sampling_options(arguments) == given_engine_options(arguments) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "part"),
+    [
+        (["--top-k", "many"], "top_k", "must be an integer, not 'many'"),
+        (["--temperature", "hot"], "temperature", "must be a number"),
+        (["--logit-bias", "5"], "logit_bias", "must be ID:BIAS pairs"),
+        (["--allowed-token-ids", "1,x"], "allowed_token_ids", "token ids"),
+        (["--seed", "0.5"], "seed", "an integer or none"),
+        (["--stop"], "stop", "expected one argument"),
+        (["--ignore-eos=3"], "ignore_eos", "ignored explicit argument"),
+        (["--temprature", "1"], "arguments", "--temprature"),
+        (["--temp", "1"], "arguments", "--temp"),
+    ],
+)
+def test_what_is_wrong_is_named(words: list[str], field: str, part: str) -> None:
+    with pytest.raises(KvikError) as error:
+        parser().parse_args(words)
+    assert error.value.field == field
+    assert part in error.value.message

@@ -1,0 +1,198 @@
+"""`kvik generate`: prompts in, text, figures and errors out."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvik.cli.main import main
+from kvik.llm import LLM
+
+Loads = list[tuple[str, dict[str, Any]]]
+GREEDY = ["--temperature", "0", "--max-tokens", "8"]
+STATS = re.compile(
+    r"\d+ prompt \+ 8 output tokens, TTFT \d+ ms, TPOT [\d.]+ ms, [\d.]+ tokens/s, "
+    r"prefix-cache hit \d+%\n"
+)
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+
+def expected(llm: LLM, prompt: str) -> str:
+    params = llm.default_params.with_changes(temperature=0.0, max_tokens=8)
+    return llm.generate(prompt, params)[0].text
+
+
+def test_text_to_standard_output_and_figures_to_standard_error(
+    llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *GREEDY, "The fox"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected(llm, "The fox") + "\n"
+    assert STATS.fullmatch(captured.err)
+    assert loads == [("", {})]
+
+
+def test_it_runs_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-blocks", "8", "--block-size", "8", "--device", "cpu", "--verbose"]
+    assert main(["generate", *GREEDY, "--seed", "1", *words, "Once upon a"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip()
+    assert "num_blocks = 8: as asked" in captured.err
+    assert STATS.search(captured.err)
+
+
+def test_the_model_comes_first(loads: Loads) -> None:
+    assert main(["generate", "owner/model", "--max-num-seqs", "4", "--max-tokens", "1", "A"]) == 0
+    assert loads == [("owner/model", {"max_num_seqs": 4})]
+
+
+def test_text_is_flushed_as_it_comes(
+    llm: LLM, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pipe(io.StringIO):
+        pieces: list[str] = []  # noqa: RUF012
+
+        def flush(self) -> None:
+            if self.getvalue():
+                self.pieces.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    assert main(["generate", *GREEDY, "The fox"]) == 0
+    assert len(set(Pipe.pieces)) >= 6
+
+
+@pytest.mark.parametrize(("data", "prompt"), [(b"The fox\n", "The fox"), (b"A\n\n", "A\n")])
+def test_a_dash_reads_standard_input(
+    data: bytes,
+    prompt: str,
+    llm: LLM,
+    loads: Loads,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    feed(monkeypatch, data)
+    assert main(["generate", *GREEDY, "-"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == expected(llm, prompt).rstrip("\n")
+
+
+def test_echo(llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *GREEDY, "--echo", "The fox"]) == 0
+    assert capsys.readouterr().out == "The fox" + expected(llm, "The fox") + "\n"
+
+
+def test_json(llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json", "--n", "2", "--logprobs", "1", "--prompt-logprobs", "0"]
+    assert main(["generate", *GREEDY, *flags, "The fox"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [c["text"] for c in found["completions"]] == [expected(llm, "The fox")] * 2
+    first = found["completions"][0]
+    assert first["finish_reason"] == "length"
+    assert len(first["logprobs"]) == len(first["token_ids"]) == 8
+    assert first["logprobs"][0]["top"][0][0] == first["token_ids"][0]
+    assert found["prompt_logprobs"][0] is None
+    assert len(found["prompt_logprobs"]) == len(found["prompt_token_ids"])
+    assert found["usage"]["output_tokens"] == 16
+    assert found["seconds"]["e2e"] >= found["seconds"]["ttft"] > 0
+    assert captured.err == ""
+
+
+def test_siblings_are_numbered(loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *GREEDY, "--n", "2", "The fox"]) == 0
+    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["[0]", "[1]"]
+
+
+def test_the_length_has_a_default(
+    llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--ignore-eos", "--seed", "1", "--json"]
+    assert main(["generate", *flags, "The fox"]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["output_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "arguments: the following arguments are required: [MODEL] PROMPT"),
+        (["a", "b", "c"], "prompt: must be one argument (quote it), not 2"),
+        ([""], "prompt: must not be empty"),
+        (["--temperature", "-1", "x"], "temperature: must be a number in [0, 100], not -1.0"),
+        (["--top-p", "0", "x"], "top_p: must be a number in (0, 1], not 0.0"),
+        (["--max-tokens", "0", "x"], "max_tokens: must be an integer in [1, 2147483647], not 0"),
+        (["--stop", "", "x"], "stop: must not contain an empty string"),
+        (["--logprobs", "1", "x"], "logprobs: is shown with --json only"),
+        (["--block-size", "0", "x"], "block_size: must be an integer in [1, 1024], not 0"),
+        (["/no/such/folder", "x"], "model: there is no folder '/no/such/folder'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"kvik: error: {line}\n"
+    assert captured.out == ""
+
+
+def test_what_only_the_model_shows_is_one_line(
+    loads: Loads, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "word " * 2000]) == 2
+    assert re.fullmatch(r"kvik: error: prompt: has \d+ tokens, .*1024.*\n", capsys.readouterr().err)
+    assert main(["generate", "--stop-token-ids", "99999", "x"]) == 2
+    assert capsys.readouterr().err.startswith("kvik: error: stop_token_ids: ")
+
+
+def test_a_model_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "prompt: is missing" in capsys.readouterr().err
+
+
+def test_input_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feed(monkeypatch, b"\xff\xfe")
+    assert main(["generate", "-"]) == 2
+    assert capsys.readouterr().err == "kvik: error: prompt: must be UTF-8 text\n"
+
+
+def test_input_without_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvik.cli.generate.MAX_PROMPT_BYTES", 10)
+    feed(monkeypatch, b"x" * 11)
+    assert main(["generate", "-"]) == 2
+    assert "prompt: must be at most" in capsys.readouterr().err
+
+
+def test_a_request_that_fails_inside_the_engine(
+    llm: LLM,
+    loads: Loads,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (output,) = llm.generate("The fox", llm.default_params.with_changes(max_tokens=2))
+    failed = replace(output.completions[0], finish_reason="error", error="sampler: boom")
+    monkeypatch.setattr(llm, "generate", lambda *_: [replace(output, completions=[failed])])
+    assert main(["generate", "--json", "The fox"]) == 1
+    assert capsys.readouterr().err == "kvik: error: request: sampler: boom\n"
+
+
+def test_the_environment_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")
+    assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err.startswith("kvik: error: block_size: must be")

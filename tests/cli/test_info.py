@@ -1,0 +1,108 @@
+"""`kvik info`: facts and decisions, without torch and without loading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvik.cli.main import main
+from kvik.config.model_source import BUNDLED
+from kvik.config.model_spec import read_model_spec
+
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 16_384,
+    "intermediate_size": 53_248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    """A model of 405 billion parameters, of which only the config is there."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    return str(tmp_path)
+
+
+def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    spec = read_model_spec(BUNDLED)
+    for fact in ("LlamaForCausalLM", f"{spec.parameters.total:,}", "bytes per token", "num_blocks"):
+        assert fact in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json", "--device", "cpu", "--num-blocks", "9"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is True
+    assert facts["parameters"] == read_model_spec(BUNDLED).parameters.total
+    decided = {d["name"]: (d["value"], d["reason"]) for d in facts["decisions"]}
+    assert decided["num_blocks"] == ("9", "as asked")
+    memory = facts["memory"]
+    parts = ("weights", "activations", "kv_cache", "overhead")
+    assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
+
+
+def test_what_does_not_fit_is_still_described(
+    large: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", large, "--memory-utilization", "0.01"]) == 0
+    out = capsys.readouterr().out
+    assert "405,853,388,800" in out
+    assert "does not fit: memory: " in out
+    assert main(["info", large, "--memory-utilization", "0.01", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is False
+    assert facts["kv_bytes_per_token"] == 516_096
+    assert facts["refusal"].startswith("memory: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["/no/such"], "model: there is no folder '/no/such'"),
+        (["--block-size", "0"], "block_size: must be an integer in [1, 1024], not 0"),
+        (["--max-model-len", "9999999"], "max_model_len: must be at most the model's context"),
+        (["--policy", "lifo"], "policy: must be one of fcfs, "),
+    ],
+)
+def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvik: error: {line}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_the_environment_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVIK_NUM_BLOCKS", "12")
+    assert main(["info"]) == 0
+    assert "12          as asked" in capsys.readouterr().out
+    monkeypatch.setenv("KVIK_NUM_BLOCKS", "many")
+    assert main(["info"]) == 2
+    assert "KVIK_NUM_BLOCKS: must be an integer or none" in capsys.readouterr().err
+
+
+def test_torch_is_never_imported() -> None:
+    script = """
+import sys
+from kvik.cli.main import main
+assert main(["info"]) == 0
+assert "torch" not in sys.modules
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,281 @@
+"""EngineCore and the step loop over an executor without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.config.errors import CapacityError, ParamError
+from kvik.core import invariants, scheduler
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.client import InprocClient
+
+
+def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
+    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
+
+
+def drain(rig, limit: int = 200) -> list[RequestDelta]:
+    deltas = []
+    for _ in range(limit):
+        if not rig.loop.has_work:
+            break
+        deltas += rig.loop.step()
+        invariants.check(rig.core.scheduler)
+    assert not rig.loop.has_work, "the engine did not come to rest"
+    pool = rig.core.scheduler.kv.pool
+    assert pool.num_free == pool.num_blocks - 1
+    return deltas
+
+
+def tokens_of(deltas: list[RequestDelta], name: str, index: int = 0) -> list[int]:
+    return [t for d in deltas if (d.request_id, d.index) == (name, index) for t in d.token_ids]
+
+
+def ends(deltas: list[RequestDelta]) -> dict[tuple[str, int], FinishReason]:
+    return {(d.request_id, d.index): d.finish_reason for d in deltas if d.finish_reason}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_request_gets_its_tokens(rig, depth):
+    rig = rig(depth)
+    for i in range(9):
+        rig.core.add(request(f"r{i}", range(1, 2 + i), max_tokens=1 + i), rig.clock())
+    deltas = drain(rig)
+    for i in range(9):
+        assert len(tokens_of(deltas, f"r{i}")) == 1 + i
+    assert set(ends(deltas).values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_eos_ends_and_nothing_follows(rig, depth):
+    rig = rig(depth)
+    rig.executor.token = lambda step, row: 63 if step == 2 else 1
+    rig.core.add(request(max_tokens=20), 0.0)
+    rig.core.add(request("b", max_tokens=20, ignore_eos=True), 0.0)
+    deltas = drain(rig)
+    assert tokens_of(deltas, "a") == [1, 1, 63]
+    assert len(tokens_of(deltas, "b")) == 20
+    assert ends(deltas)[("a", 0)] is FinishReason.STOP
+
+
+def test_siblings_share_the_prompt_and_end_on_their_own(rig):
+    rig = rig()
+    rig.core.add(request(prompt=range(1, 12), n=3, max_tokens=4), 0.0)
+    deltas = drain(rig)
+    assert [len(tokens_of(deltas, "a", i)) for i in range(3)] == [4, 4, 4]
+    # The prompt is computed once; each sibling computes its last token for logits of its own.
+    assert sum(p.num_tokens for p in rig.executor.plans) == 11 + 3 + 2 * (1 + 3)
+    assert any(p.block_copies for p in rig.executor.plans)
+
+
+def test_a_failing_row_ends_its_request_alone(rig):
+    rig = rig()
+    rig.core.add(request("a"), 0.0)
+    rig.core.add(request("b"), 0.0)
+    rig.executor.errors = {0: "boom"}
+    deltas = drain(rig)
+    assert ends(deltas) == {("a", 0): FinishReason.ERROR, ("b", 0): FinishReason.LENGTH}
+    assert next(d.error for d in deltas if d.finish_reason is FinishReason.ERROR) == "boom"
+
+
+@pytest.mark.parametrize("where", ["raises", "raises_late"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failing_step_ends_its_requests_and_the_loop_goes_on(rig, where, depth):
+    rig = rig(depth)
+    rig.core.add(request("a"), 0.0)
+    setattr(rig.executor, where, RuntimeError("device lost"))
+    deltas = rig.loop.step() + drain(rig)
+    assert ends(deltas) == {("a", 0): FinishReason.ERROR}
+    assert "device lost" in next(d.error for d in deltas if d.error)
+    rig.core.add(request("b"), 0.0)
+    assert ends(drain(rig)) == {("b", 0): FinishReason.LENGTH}
+
+
+def test_blocks_of_a_failed_step_are_never_matched(rig):
+    rig = rig()
+    rig.core.add(request("a", range(20)), 0.0)
+    rig.executor.raises = RuntimeError("never computed")
+    drain(rig)
+    assert rig.core.scheduler.kv.pool.num_cached == 0
+
+
+def test_a_failing_stop_check_ends_its_request_alone(rig, monkeypatch):
+    rig = rig()
+    genuine = scheduler.finish_reason
+
+    def broken(req, token):
+        if req.request_id == "a":
+            raise ZeroDivisionError("stop check")
+        return genuine(req, token)
+
+    monkeypatch.setattr(scheduler, "finish_reason", broken)
+    rig.core.add(request("a"), 0.0)
+    rig.core.add(request("b"), 0.0)
+    deltas = drain(rig)
+    assert ends(deltas) == {("a", 0): FinishReason.ERROR, ("b", 0): FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("steps_before", range(8))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_at_any_moment_frees_everything(rig, steps_before, depth):
+    rig = rig(depth, max_num_batched_tokens=4)
+    rig.core.add(request("a", range(1, 11), n=2), 0.0)
+    rig.core.add(request("b"), 0.0)
+    deltas = [d for _ in range(steps_before) for d in rig.loop.step()]
+    rig.core.end("a", 0.0)
+    invariants.check(rig.core.scheduler)
+    assert not [r for r in rig.core.scheduler.running if r.request_id == "a"]
+    deltas += drain(rig)
+    reasons = ends(deltas)
+    assert reasons[("b", 0)] is FinishReason.LENGTH
+    assert reasons[("a", 0)] in (FinishReason.ABORT, FinishReason.LENGTH)
+    rig.core.end("a", 0.0)  # gone already: nothing happens
+    rig.core.end("never seen", 0.0)
+    assert rig.loop.step() == []
+
+
+def test_one_sibling_can_end_alone(rig):
+    rig = rig()
+    rig.core.add(request("a", n=2, max_tokens=10), 0.0)
+    for _ in range(3):
+        rig.loop.step()
+    rig.core.end("a", 0.0, index=1, reason=FinishReason.STOP)
+    reasons = ends(drain(rig))
+    assert reasons == {("a", 0): FinishReason.LENGTH, ("a", 1): FinishReason.STOP}
+
+
+def test_a_deadline_ends_waiting_and_running_requests(rig):
+    rig = rig(max_num_seqs=1)
+    for name in "ab":
+        late = EngineRequest(name, [1], SamplingParams(max_tokens=50), deadline=rig.clock.now + 1)
+        rig.core.add(late, rig.clock())
+    rig.loop.step()
+    rig.clock.now += 2
+    assert ends(drain(rig)) == {("a", 0): FinishReason.DEADLINE, ("b", 0): FinishReason.DEADLINE}
+
+
+BAD = [
+    ("prompt", request(prompt=())),
+    ("prompt", request(prompt=range(64))),
+    ("prompt", request(prompt=(1, 64))),
+    ("prompt", request(prompt=(1, -1))),
+    ("prompt", request(prompt=(1, "x"))),
+    ("prompt", request(prompt=(True,))),
+    ("stop_token_ids", request(stop_token_ids=(64,))),
+    ("logit_bias", request(logit_bias={99: 1.0})),
+    ("allowed_token_ids", request(allowed_token_ids=(64,))),
+    ("bad_words", request(bad_words=((1, 64),))),
+    ("min_tokens", request(prompt=range(60), min_tokens=5)),
+]
+
+
+@pytest.mark.parametrize(("field", "bad"), BAD, ids=[f"{f}{i}" for i, (f, _) in enumerate(BAD)])
+def test_impossible_requests_are_refused_at_once(rig, field, bad):
+    rig = rig()
+    with pytest.raises(ParamError) as caught:
+        rig.core.add(bad, 0.0)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+    assert not rig.core.has_requests
+
+
+def test_what_never_fits_the_cache_is_refused_at_once(rig):
+    rig = rig(max_model_len=512)  # 32 blocks of 4 hold 128 tokens
+    with pytest.raises(CapacityError, match="max_tokens"):
+        rig.core.add(request(max_tokens=200), 0.0)
+    rig.core.add(request(max_tokens=120), 0.0)
+    assert len(tokens_of(drain(rig), "a")) == 120
+
+
+def test_a_request_id_is_served_once_at_a_time(rig):
+    rig = rig()
+    rig.core.add(request("a"), 0.0)
+    with pytest.raises(ParamError, match="already"):
+        rig.core.add(request("a"), 0.0)
+    drain(rig)
+    rig.core.add(request("a"), 0.0)
+    drain(rig)
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens(rig):
+    limited = rig(max_queued_requests=3)
+    for name in "abc":
+        limited.core.add(request(name), 0.0)
+    with pytest.raises(CapacityError, match="max_queued_requests"):
+        limited.core.add(request("d"), 0.0)
+    with pytest.raises(CapacityError, match="max_queued_requests"):  # n counts
+        rig(max_queued_requests=3).core.add(request("a", n=4), 0.0)
+    limited = rig(max_queued_tokens=10)
+    limited.core.add(request("a", range(9)), 0.0)
+    with pytest.raises(CapacityError, match="max_queued_tokens"):
+        limited.core.add(request("b"), 0.0)
+    assert len(tokens_of(drain(limited), "a")) == 5
+
+
+def test_unseeded_requests_differ_and_repeat_with_the_engine_seed(rig):
+    def seeds() -> list[int]:
+        fresh = rig()
+        fresh.core.add(request("a", n=2), 0.0)
+        fresh.core.add(request("b"), 0.0)
+        fresh.core.add(request("c", seed=7, n=2), 0.0)
+        fresh.loop.step()
+        return [r.seed for r in sorted(fresh.core.scheduler.running, key=lambda r: r.serial)] + [
+            r.seed for r in fresh.core.scheduler.waiting
+        ]
+
+    first = seeds()
+    assert first == seeds()
+    assert len(set(first)) == len(first)
+    assert 7 in first
+
+
+def test_the_dynamic_policy_waits_without_spinning(rig):
+    rig = rig(policy="dynamic", batch_size=4, max_wait=0.5)
+    client = InprocClient(rig.loop, rig.clock.sleep)
+    client.add(request("a"))
+    rig.clock.now += 0.2
+    assert tokens_of(client.poll(), "a") == [1]
+    assert rig.clock.slept == [pytest.approx(0.3)]
+
+
+def test_poll_honours_its_timeout(rig):
+    rig = rig(policy="dynamic", batch_size=4, max_wait=5.0)
+    client = InprocClient(rig.loop, rig.clock.sleep)
+    client.add(request("a"))
+    assert client.poll(timeout=0.1) == []
+    assert rig.clock.slept == [pytest.approx(0.1)]
+    client.close()
+    assert rig.executor.stopped == 1
+
+
+def test_reports_tell_the_times(rig):
+    rig = rig()
+    rig.core.add(request(max_tokens=2), rig.clock())
+    rig.clock.now += 1
+    rig.loop.step()
+    rig.clock.now += 3
+    report = drain(rig)[-1].report
+    assert (report.arrival, report.first_scheduled, report.first_token, report.finished) == (
+        100.0,
+        101.0,
+        101.0,
+        104.0,
+    )
+
+
+def test_stats_count(rig):
+    rig = rig(max_num_seqs=1)
+    rig.core.add(request("a", range(9), max_tokens=3), 0.0)
+    rig.core.add(request("b", range(9), max_tokens=3), 0.0)
+    rig.loop.step()
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.queued_tokens) == (1, 1, 9)
+    assert 0 < stats.kv_usage < 1
+    drain(rig)
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+    assert stats.delivered_tokens == 6
+    assert stats.prefix_queries == 18
+    assert stats.prefix_hits == 8  # two full blocks of four
+    assert stats.prefix_hit_rate == pytest.approx(8 / 18)

@@ -1,0 +1,42 @@
+"""Sampling defaults out of generation_config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvik.config.errors import ModelError
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.defaults import read_default_params
+
+
+def read(tmp_path, **stored) -> SamplingParams:
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    return read_default_params(tmp_path)
+
+
+def test_the_authors_values_are_taken(tmp_path):
+    params = read(tmp_path, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=99, foo=1)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (
+        0.6,
+        20,
+        0.95,
+        99,
+    )
+
+
+def test_greedy_if_they_say_so(tmp_path):
+    assert read(tmp_path, do_sample=False, temperature=0.6).greedy
+
+
+def test_no_file_no_opinion(tmp_path):
+    assert read_default_params(tmp_path) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", -1), ("max_new_tokens", 0), ("top_p", "x")]
+)
+def test_impossible_values_name_the_key(tmp_path, key, value):
+    with pytest.raises(ModelError, match=f"generation_config.json: {key}"):
+        read(tmp_path, **{key: value})

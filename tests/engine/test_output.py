@@ -1,0 +1,180 @@
+"""From deltas to text: stop strings, siblings, endings, and faults that stay with their request."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport, TokenLogprobs
+from kvik.engine.output import OutputProcessor
+from kvik.text.detokenizer import Detokenizer
+from kvik.text.tokenizer import Tokenizer
+
+REPORT = RequestReport(1.0, 2.0, 3.0, 7.0, num_cached_tokens=4, num_preemptions=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One token per byte, in the byte-level alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return Tokenizer(library)
+
+
+def start(tokenizer, *, streaming=True, name="a", **params) -> OutputProcessor:
+    processor = OutputProcessor(tokenizer)
+    processor.add(EngineRequest(name, [1, 2], SamplingParams(**params)), "p", streaming=streaming)
+    return processor
+
+
+def feed(processor, tokenizer, text: str, reason=None, index=0, name="a", **extra):
+    """One delta per byte; the last one carries the end."""
+    ids = tokenizer.encode(text)
+    shown, finished, to_end = "", [], []
+    for i, token in enumerate(ids):
+        last = i == len(ids) - 1
+        delta = RequestDelta(
+            name,
+            index,
+            [token],
+            finish_reason=reason if last else None,
+            report=REPORT if last and reason else None,
+            **extra,
+        )
+        out = processor.process([delta])
+        shown += "".join(d.text for d in out.deltas)
+        finished += out.finished
+        to_end += out.to_end
+    return shown, finished, to_end
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_text_is_whole_at_the_end(tokenizer, streaming):
+    processor = start(tokenizer, streaming=streaming)
+    shown, (output,), _ = feed(processor, tokenizer, "naïve 🦊!", FinishReason.LENGTH)
+    assert output.text == "naïve 🦊!"
+    assert shown == ("naïve 🦊!" if streaming else "")
+    assert output.completions[0].finish_reason == "length"
+    assert output.completions[0].token_ids == tokenizer.encode("naïve 🦊!")
+    assert (output.num_cached_tokens, output.num_preemptions) == (4, 1)
+    assert (output.metrics.ttft, output.metrics.e2e) == (2.0, 6.0)
+    assert output.metrics.tpot(5) == 1.0
+    assert output.metrics.tpot(1) is None
+
+
+def test_half_a_character_is_never_shown(tokenizer):
+    processor = start(tokenizer)
+    for token in tokenizer.encode("🦊")[:3]:
+        out = processor.process([RequestDelta("a", 0, [token])])
+        assert [d.text for d in out.deltas] == [""]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text_across_tokens(tokenizer, streaming, include):
+    processor = start(
+        tokenizer, streaming=streaming, stop=("END",), include_stop_str_in_output=include
+    )
+    shown, finished, to_end = feed(processor, tokenizer, "ab EN EN")
+    assert not finished
+    more, _, ended = feed(processor, tokenizer, "D more")
+    assert to_end == []
+    assert ended == [("a", 0, FinishReason.STOP, None)]
+    out = processor.process([RequestDelta("a", 0, [], FinishReason.STOP, report=REPORT)])
+    (output,) = out.finished
+    expected = "ab EN END" if include else "ab EN "
+    assert output.text == expected
+    assert shown + more == (expected if streaming else shown + more)
+    assert output.completions[0].stop_reason == "END"
+    assert output.completions[0].finish_reason == "stop"
+    assert output.completions[0].token_ids == tokenizer.encode("ab EN END")
+
+
+def test_held_back_text_is_released_at_the_end(tokenizer):
+    processor = start(tokenizer, stop=("END",))
+    shown, (output,), to_end = feed(processor, tokenizer, "the EN", FinishReason.LENGTH)
+    assert shown == output.text == "the EN"
+    assert to_end == []
+
+
+def test_no_stop_string_before_min_tokens(tokenizer):
+    processor = start(tokenizer, stop=("b",), min_tokens=4)
+    shown, _, to_end = feed(processor, tokenizer, "abbab")
+    assert shown == "abba"
+    assert to_end == [("a", 0, FinishReason.STOP, None)]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+def test_the_stopping_token_is_counted_but_not_shown(tokenizer, include, text):
+    processor = start(tokenizer, include_stop_str_in_output=include)
+    shown, (output,), _ = feed(processor, tokenizer, "abc", FinishReason.STOP)
+    assert shown == output.text == text
+    assert len(output.completions[0].token_ids) == 3
+
+
+def test_siblings_are_gathered_in_order(tokenizer):
+    processor = start(tokenizer, n=2)
+    _, finished, _ = feed(processor, tokenizer, "second", FinishReason.LENGTH, index=1)
+    assert not finished
+    _, (output,), _ = feed(processor, tokenizer, "first", FinishReason.STOP, index=0)
+    assert [c.text for c in output.completions] == ["firs", "second"]
+    assert [c.index for c in output.completions] == [0, 1]
+
+
+def test_a_failing_detokenizer_ends_its_request_alone(tokenizer, monkeypatch):
+    processor = start(tokenizer, name="bad")
+    processor.add(EngineRequest("good", [1], SamplingParams()), None, streaming=True)
+    genuine = Detokenizer.push
+    poison = tokenizer.encode("x")[0]
+
+    def broken(self, ids):
+        if poison in ids:
+            raise UnicodeError("no such character")
+        return genuine(self, ids)
+
+    monkeypatch.setattr(Detokenizer, "push", broken)
+    ok = tokenizer.encode("y")
+    out = processor.process([RequestDelta("bad", 0, [poison]), RequestDelta("good", 0, ok)])
+    assert out.to_end == [
+        ("bad", 0, FinishReason.ERROR, "UnicodeError: no such character"),
+    ]
+    assert {d.request_id: d.text for d in out.deltas} == {"bad": "", "good": "y"}
+    out = processor.process(
+        [
+            RequestDelta("bad", 0, ok),  # on its way before the end was known
+            RequestDelta("bad", 0, [], FinishReason.ERROR, report=REPORT),
+            RequestDelta("good", 0, ok, FinishReason.LENGTH, report=REPORT),
+        ]
+    )
+    by_name = {o.request_id: o.completions[0] for o in out.finished}
+    assert by_name["bad"].finish_reason == "error"
+    assert by_name["bad"].error == "UnicodeError: no such character"
+    assert by_name["good"].text == "yy"
+
+
+def test_logprobs_are_gathered(tokenizer):
+    processor = start(tokenizer, logprobs=0, prompt_logprobs=0)
+    found = TokenLogprobs(5, -0.5, 1)
+    prompt = [TokenLogprobs(2, -1.5, 3)]
+    processor.process([RequestDelta("a", 0, [], prompt_logprobs=prompt)])
+    _, (output,), _ = feed(processor, tokenizer, "ab", FinishReason.LENGTH, logprobs=[found])
+    assert output.completions[0].logprobs == [found, found]
+    assert output.prompt_logprobs == [None, *prompt]
+
+
+def test_without_a_tokenizer_there_are_only_ids():
+    processor = start(None)
+    out = processor.process([RequestDelta("a", 0, [3], FinishReason.STOP, report=REPORT)])
+    assert out.finished[0].text == ""
+    assert out.finished[0].completions[0].token_ids == [3]
+
+
+def test_deltas_of_a_discarded_request_are_dropped(tokenizer):
+    processor = start(tokenizer)
+    processor.discard("a")
+    out = processor.process([RequestDelta("a", 0, [3], FinishReason.STOP, report=REPORT)])
+    assert (out.deltas, out.finished, out.to_end) == ([], [], [])

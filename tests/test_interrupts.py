@@ -1,0 +1,58 @@
+"""Ctrl-C is held back, then delivered."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from kvik.interrupts import deferred_interrupt
+
+
+def test_the_block_is_finished_first():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # time enough for a handler to run
+            pass
+        done.append(True)
+    assert done == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_one_is_not_held_back():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass
+            reached.append(True)
+    assert reached == [True]
+
+
+def test_nothing_happens_without_one():
+    with deferred_interrupt():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_inside_goes_first():
+    with pytest.raises(ZeroDivisionError), deferred_interrupt():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_are_left_alone():
+    seen = []
+
+    def work() -> None:
+        with deferred_interrupt():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]

@@ -1,0 +1,242 @@
+"""The offline API on the bundled model."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
+from kvik.worker.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", device="cpu", threads=1, max_model_len=256, max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(llm) -> Iterator[None]:
+    yield
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_prompts_come_in_many_shapes(llm):
+    text = "Once upon a time"
+    ids = llm.tokenizer.encode(text)
+    (alone,) = llm.generate(text, GREEDY)
+    assert alone.prompt == text
+    assert list(alone.prompt_token_ids) == ids
+    assert len(alone.completions[0].token_ids) == 8
+    assert alone.text == llm.tokenizer.decode(alone.completions[0].token_ids)
+    same = [
+        *llm.generate([text], GREEDY),
+        *llm.generate(ids, GREEDY),
+        *llm.generate([ids, text], [GREEDY, GREEDY]),
+    ]
+    assert [output.text for output in same] == [alone.text] * 4
+    assert llm.generate([], GREEDY) == []
+
+
+def test_outputs_keep_the_order_of_the_prompts(llm):
+    prompts = [[5 + i] * (1 + i % 7) for i in range(40)]
+    params = [GREEDY.with_changes(max_tokens=1 + i % 5) for i in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+    assert [output.num_output_tokens for output in outputs] == [1 + i % 5 for i in range(40)]
+
+
+def test_a_batch_longer_than_the_queue(llm):
+    outputs = llm.generate([[7, i % 100] for i in range(700)], GREEDY.with_changes(max_tokens=1))
+    assert len(outputs) == 700
+
+
+def test_streamed_text_is_the_text(llm):
+    (whole,) = llm.generate("One day", GREEDY)
+    with llm.stream("One day", GREEDY) as stream:
+        deltas = list(stream)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [t for delta in deltas for t in delta.token_ids] == whole.completions[0].token_ids
+    assert deltas[-1].finish_reason == "length"
+    assert stream.output.text == whole.text
+
+
+def test_streams_and_batches_share_the_engine(llm):
+    (expected,) = llm.generate("One day", GREEDY)
+    stream = llm.stream("One day", GREEDY)
+    next(stream)
+    assert llm.generate("One day", GREEDY)[0].text == expected.text
+    for _ in stream:
+        pass
+    assert stream.output.text == expected.text
+
+
+def test_a_closed_stream_frees_its_request(llm):
+    stream = llm.stream("One day", GREEDY.with_changes(max_tokens=200))
+    next(stream)
+    assert llm.stats().num_running == 1
+    stream.close()
+    assert list(stream) == []
+    stream.close()
+
+
+def test_chat(llm):
+    hello = [{"role": "user", "content": "Tell me a story about a fox."}]
+    (one,) = llm.chat(hello, GREEDY)
+    two = llm.chat([hello, hello], GREEDY)
+    assert [output.text for output in two] == [one.text] * 2
+    stream = llm.stream_chat(hello, GREEDY)
+    assert "".join(delta.text for delta in stream) == one.text
+    assert one.prompt == llm.render_chat(hello)
+    with pytest.raises(ParamError, match="messages"):
+        llm.chat([], GREEDY)
+    with pytest.raises(ParamError, match="messages"):
+        llm.chat([{"content": "no role"}], GREEDY)
+
+
+def test_siblings_with_a_seed(llm):
+    params = SamplingParams(n=4, seed=5, max_tokens=12, ignore_eos=True)
+    first, again = llm.generate(["Once"] * 2, params)
+    texts = [c.text for c in first.completions]
+    assert texts == [c.text for c in again.completions]
+    assert len(set(texts)) == 4
+    other = llm.generate("Once", params.with_changes(seed=6))[0]
+    assert other.completions[0].text not in texts
+
+
+def test_scores_are_the_log_probabilities_of_the_prompt(llm):
+    (whole,) = llm.generate("The little fox", GREEDY.with_changes(logprobs=2))
+    produced = whole.completions[0]
+    ids = [*whole.prompt_token_ids, *produced.token_ids]
+    (scored,) = llm.score(ids, top=2)
+    assert len(scored.prompt_logprobs) == len(ids)
+    assert scored.prompt_logprobs[0] is None
+    tail = scored.prompt_logprobs[len(whole.prompt_token_ids) :]
+    for found, known in zip(tail, produced.logprobs, strict=True):
+        assert found.token_id == known.token_id
+        assert found.logprob == pytest.approx(known.logprob, abs=1e-4)
+        assert found.rank == known.rank == 1
+        assert [t for t, _ in found.top] == [t for t, _ in known.top]
+    assert all(math.exp(p.logprob) <= 1 for p in scored.prompt_logprobs[1:])
+
+
+def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
+    ids = llm.generate("Once", SamplingParams(seed=1, max_tokens=90, ignore_eos=True))[0]
+    ids = ids.completions[0].token_ids
+    first, second = llm.score(ids)[0], llm.score(ids)[0]
+    assert second.num_cached_tokens == 0
+    small = {"max_num_batched_tokens": 7, "max_num_seqs": 4, "max_model_len": 256}
+    with LLM(dtype="float32", device="cpu", threads=1, **small) as chunked:
+        third = chunked.score(ids)[0]
+    for other in (second, third):
+        for a, b in zip(first.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_output_ends_at_the_end_of_the_context(llm):
+    params = SamplingParams(seed=1, max_tokens=10_000, ignore_eos=True)
+    (output,) = llm.generate("Once upon a time", params)
+    assert len(output.prompt_token_ids) + output.num_output_tokens == 256
+    assert output.completions[0].finish_reason == "length"
+
+
+def test_stop_strings_and_stop_ids(llm):
+    (free,) = llm.generate("Once upon a time", GREEDY.with_changes(max_tokens=20))
+    word = free.text.split()[3]
+    (cut,) = llm.generate("Once upon a time", GREEDY.with_changes(max_tokens=20, stop=word))
+    assert cut.text == free.text[: free.text.index(word)]
+    assert (cut.completions[0].finish_reason, cut.completions[0].stop_reason) == ("stop", word)
+    token = free.completions[0].token_ids[4]
+    ends = GREEDY.with_changes(max_tokens=20, stop_token_ids=[token])
+    completion = llm.generate("Once upon a time", ends)[0].completions[0]
+    first = free.completions[0].token_ids.index(token)
+    assert completion.token_ids == free.completions[0].token_ids[: first + 1]
+    assert completion.stop_reason == token
+
+
+def test_eos_ends_and_can_be_ignored(llm):
+    eos = llm.resolved.model.eos_token_ids[0]
+    only = SamplingParams(allowed_token_ids=[eos, 300], logit_bias={eos: 100.0}, max_tokens=6)
+    completion = llm.generate("Once", only)[0].completions[0]
+    assert (completion.token_ids, completion.finish_reason) == ([eos], "stop")
+    assert completion.stop_reason is None
+    later = llm.generate("Once", only.with_changes(min_tokens=3))[0].completions[0]
+    assert later.token_ids == [300, 300, 300, eos]
+    ignored = llm.generate("Once", only.with_changes(ignore_eos=True))[0].completions[0]
+    assert ignored.token_ids == [eos] * 6
+
+
+BAD_CALLS = [
+    ("prompt", lambda llm: llm.generate("")),
+    ("prompt", lambda llm: llm.generate(["fine", ""])),
+    ("prompt", lambda llm: llm.generate([[]])),
+    ("prompt", lambda llm: llm.generate([[10**6]])),
+    ("prompt", lambda llm: llm.generate([1] * 256)),
+    ("prompt", lambda llm: llm.generate(None)),
+    ("prompt", lambda llm: llm.generate(b"bytes")),
+    ("prompt", lambda llm: llm.generate([1.5, 2.5])),
+    ("prompt", lambda llm: llm.generate("half \ud800 a pair")),
+    ("prompt", lambda llm: llm.stream(["many", "prompts"])),
+    ("params", lambda llm: llm.generate(["a", "b"], [GREEDY])),
+    ("logit_bias", lambda llm: llm.generate("a", SamplingParams(logit_bias={10**6: 1.0}))),
+    ("temprature", lambda llm: GREEDY.with_changes(temprature=1.0)),
+]
+
+
+@pytest.mark.parametrize(("field", "call"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+def test_bad_calls_name_the_field(llm, field, call):
+    with pytest.raises(ParamError) as caught:
+        call(llm)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_options_name_the_field(tmp_path):
+    with pytest.raises(ConfigError, match="no engine option"):
+        LLM(max_sequences=4)
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM(block_size=0)
+    with pytest.raises(CapacityError):
+        LLM(num_blocks=2, max_model_len=256)
+    with pytest.raises(ModelError, match="model"):
+        LLM(str(tmp_path / "nothing here"))
+
+
+def test_a_closed_llm_says_so():
+    llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[5, 6]], GREEDY)
+
+
+def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch):
+    (expected,) = llm.generate("One day", GREEDY)
+    genuine = ModelRunner._forward
+    calls = iter(range(10**6))
+
+    def interrupted(self, batch):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return genuine(self, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ModelRunner, "_forward", interrupted)
+        llm.generate(["One day"] * 4, GREEDY)
+    assert llm.generate("One day", GREEDY)[0].text == expected.text
+
+
+def test_progress_is_shown_when_asked_for(llm, capfd):
+    llm.generate([[5], [6]], GREEDY, progress=True)
+    shown = capfd.readouterr()
+    assert "2/2" in shown.err
+    assert "tok/s" in shown.err
+    llm.generate([[5], [6]], GREEDY)
+    assert capfd.readouterr().err == ""
