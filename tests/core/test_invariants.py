@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from helpers.simulation import Setup, Simulation
+
 from kvik.core import invariants
 from kvik.core.invariants import InvariantError
 from kvik.core.scheduler import Scheduler

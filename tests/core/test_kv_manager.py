@@ -112,7 +112,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert match.num_tokens < len(tokens)
         for group, ids in enumerate(match.block_ids):
             for i, block in enumerate(ids):
-                assert block == NULL_BLOCK or self.contents[block] == self.content(request, group, i)
+                assert block == NULL_BLOCK or self.contents[block] == self.content(
+                    request, group, i
+                )
         chunk = min(chunk, len(tokens) - match.num_tokens)
         free = self.kv.pool.num_free
         copies = self.kv.admit(request, match, match.num_tokens + chunk)

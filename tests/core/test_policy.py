@@ -56,7 +56,11 @@ def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
     before = sim.add([1])[0]
     sim.now = 0.6
     after = sim.add([1])[0]
-    assert [r.request_id for r in sim.scheduler.waiting] == [before.request_id, "r0", after.request_id]
+    assert [r.request_id for r in sim.scheduler.waiting] == [
+        before.request_id,
+        "r0",
+        after.request_id,
+    ]
 
 
 def test_urgent_requests_first() -> None:

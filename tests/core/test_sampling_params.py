@@ -22,7 +22,10 @@ BAD: list[tuple[str, Any]] = [
     *[("presence_penalty", v) for v in (-2.1, 2.1, math.nan)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, None)],
     *[("repetition_penalty", v) for v in (0, -1, 10.1, math.nan)],
-    *[("logit_bias", v) for v in ([1], "x", 3, {-1: 0.0}, {"1": 0.0}, {1: 101}, {1: math.nan}, {1: 10**400})],
+    *[
+        ("logit_bias", v)
+        for v in ([1], "x", 3, {-1: 0.0}, {"1": 0.0}, {1: 101}, {1: math.nan}, {1: 10**400})
+    ],
     *[("logit_bias", v) for v in ({1: None}, {True: 1.0}, dict.fromkeys(range(4097), 0.0))],
     *[("allowed_token_ids", v) for v in ((), [], (-1,), (1.0,), "12", {1}, (HUGE,), 5)],
     *[("bad_words", v) for v in (((),), [[]], ((-1,),), [1], "ab", [["a"]], 7)],
@@ -40,7 +43,9 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24])
+@pytest.mark.parametrize(
+    ("name", "value"), BAD, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24]
+)
 def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(ParamError) as caught:
         SamplingParams(**{name: value})

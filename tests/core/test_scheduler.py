@@ -346,7 +346,9 @@ def test_what_fits_the_cache_alone_is_served_and_what_does_not_is_known(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_queue_always_gets_empty(policy: str, depth: int) -> None:
     """Each step brings somebody on, even if two requests hardly fit."""
-    setup = Setup(policy=policy, depth=depth, block_size=2, num_blocks=13, budget=4, windows=(None,))
+    setup = Setup(
+        policy=policy, depth=depth, block_size=2, num_blocks=13, budget=4, windows=(None,)
+    )
     sim = Simulation(setup)
     for i in range(12):
         sim.add([i % 3] * (1 + i % 9), max_tokens=12, n=1 + i % 2, priority=i % 3)

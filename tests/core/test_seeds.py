@@ -8,7 +8,9 @@ def test_index_zero_keeps_the_seed() -> None:
 
 
 def test_seeds_are_distinct_int64() -> None:
-    seeds = {derive_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for index in range(200)}
+    seeds = {
+        derive_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for index in range(200)
+    }
     assert len(seeds) == 5 * 200
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
     assert min(seeds) < 0 < max(seeds)

@@ -17,6 +17,9 @@ from helpers.tiny_models import (
     tokens,
 )
 
+from kvik.attention.sdpa import SdpaAttention
+from kvik.kernels.reference.ops import REFERENCE
+
 PROMPT = 40
 STEPS = 20
 
@@ -141,6 +144,14 @@ def test_sequences_of_one_step_do_not_touch(pair: Pair) -> None:
     for prompt, logits in zip(prompts, seen.values(), strict=True):
         expected = reference_logits(pair.reference, prompt)
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=0)
+
+
+def test_the_same_through_fused_attention(pair: Pair) -> None:
+    ids = tokens(PROMPT, seed=2)
+    expected = reference_logits(pair.reference, ids)
+    model = PagedModel(pair.folder, backend=SdpaAttention(REFERENCE))
+    parts = [model.logits(ids[:30], chunk=12), model.logits(ids[30:], chunk=1)]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
-        raise ModelError(path.name, f"is missing in {shown(str(path.parent))}") from None
+        raise ModelError(path.name, f"is missing in {str(path.parent)!r}") from None
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
     if len(data) > MAX_JSON_BYTES:

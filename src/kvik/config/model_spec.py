@@ -189,7 +189,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError("model", f"must be a folder with a config.json, not {shown(str(folder))}")
+        raise ModelError("model", f"must be a folder with a config.json, not {str(folder)!r}")
     spec = ModelSpec.from_config(read_json(folder / "config.json"))
     if (folder / "generation_config.json").exists():
         name = "generation_config.json"

@@ -330,27 +330,31 @@ class Scheduler:
         rows = zip(
             requests, plan.samples, plan.num_scheduled_tokens, plan.num_draft_tokens, strict=True
         )
+        errors, prompt_logprobs = output.errors, output.prompt_logprobs
+        block_size = self.kv.block_size
+        finished, running = RequestStatus.FINISHED, RequestStatus.RUNNING  # looked up once
         for i, (request, samples, scheduled, drafts) in enumerate(rows):
             if samples:
                 request.num_pending_tokens -= drafts + 1
-            if request.status is RequestStatus.FINISHED:
+            status = request.status
+            if status is finished:
                 continue
-            running = request.status is RequestStatus.RUNNING
-            if running:
+            if status is running:
                 request.num_written_tokens += scheduled
-            error = output.errors.get(i)
+            error = errors.get(i) if errors else None
             if error is None:
                 try:
-                    if i in output.prompt_logprobs:
-                        deltas.append(self._prompt_logprobs(request, output.prompt_logprobs[i]))
+                    if i in prompt_logprobs:
+                        deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
                     if samples:
                         deltas.append(self._deliver(request, output, i, drafts, now))
-                    elif running:
-                        self._commit(request)
+                    if request.num_written_tokens // block_size > request.num_committed_blocks:
+                        self.kv.commit(request)
                 except Exception as raised:
                     error = f"{type(raised).__name__}: {raised}"
             if error is not None:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
+        self.counters.delivered_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
     def _deliver(
@@ -358,35 +362,32 @@ class Scheduler:
     ) -> RequestDelta:
         """Append sampled tokens up to the one that ends the output; take back rejected drafts."""
         tokens = output.token_ids[row]
-        running = request.status is RequestStatus.RUNNING
-        if drafts and running:
+        if drafts and request.status is RequestStatus.RUNNING:
             rejected = drafts + 1 - len(tokens)
             request.num_computed_tokens -= rejected
             request.num_written_tokens -= rejected
         reason = None
-        for count, token in enumerate(tokens, 1):
-            request.token_ids.append(token)
+        known = request.token_ids
+        before = len(known)
+        for token in tokens:
+            known.append(token)
             reason = finish_reason(request, token)
             if reason is not None:
-                tokens = tokens[:count]
+                tokens = known[before:]
                 break
-        self.counters.delivered_tokens += len(tokens)
         if request.first_token is None:
             request.first_token = now
-        logprobs = output.logprobs.get(row)
+        logprobs = output.logprobs.get(row) if output.logprobs else None
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         if reason is not None:
             return self._finish(request, reason, now, tokens, logprobs)
-        if running:
-            proposed = output.num_draft_tokens
-            request.num_draft_tokens = proposed[row] if proposed else 0
-            self._commit(request)
+        proposed = output.num_draft_tokens
+        if proposed is not None and request.status is RequestStatus.RUNNING:
+            request.num_draft_tokens = proposed[row]
+        else:
+            request.num_draft_tokens = 0
         return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
-
-    def _commit(self, request: Request) -> None:
-        if request.num_written_tokens // self.kv.block_size > request.num_committed_blocks:
-            self.kv.commit(request)
 
     def fail(self, error: str, now: float) -> list[RequestDelta]:
         """The oldest step in flight as a whole failed: its requests end, all others go on."""

@@ -86,7 +86,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
                 f"{shown(name)} is a pickle, which runs code when it is opened; "
                 "convert it to safetensors",
             )
-    raise ModelError("model", f"must hold {SINGLE} or {INDEX}; {shown(str(folder))} has neither")
+    raise ModelError("model", f"must hold {SINGLE} or {INDEX}; {str(folder)!r} has neither")
 
 
 def _open_sharded(folder: Path) -> Checkpoint:
