@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.hardware import Gpu, detect
+from kvik.config.gpus import find_gpus
+from kvik.config.hardware import detect
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import read_model_spec
 from kvik.config.resolve import resolve
@@ -53,20 +54,5 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Every decision with its reason, before anything is loaded."""
     folder = find_model(config.model)
     spec = read_model_spec(folder)
-    return resolve(config, spec, detect(find_gpus(config.device)), str(folder))
-
-
-def find_gpus(device: str) -> tuple[Gpu, ...]:
-    """CUDA devices, asked of torch; none when the CPU is wanted, which needs no torch."""
-    if device == "cpu":
-        return ()
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        free, total = torch.cuda.mem_get_info(i)
-        gpus.append(Gpu(i, properties.name, total, free, (properties.major, properties.minor)))
-    return tuple(gpus)
+    gpus = () if config.device == "cpu" else find_gpus()
+    return resolve(config, spec, detect(gpus), str(folder))

@@ -1,10 +1,12 @@
 """Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
 
-The same network is Mistral (Jiang et al. 2023), whose layers attend to a sliding window, and Qwen2
-and 2.5 (Yang et al. 2024), which have biases on q, k and v: both are facts of the `ModelSpec`.
+Many models are this network with another attention, or with other facts in the `ModelSpec`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -43,13 +45,24 @@ class LlamaAttention:
         return self.o(self.attend(q, k, v, ctx))
 
 
+class AttentionBlock(Protocol):
+    def __call__(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        ...
+
+
+MakeAttention = Callable[[ModelSpec, Builder, int, Rope], AttentionBlock]
+
+
 class LlamaLayer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
+    def __init__(
+        self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope, attention: MakeAttention
+    ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps)
-        self.attention = LlamaAttention(spec, builder.at("self_attn"), layer, rope)
+        self.attention = attention(spec, builder.at("self_attn"), layer, rope)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
@@ -68,9 +81,11 @@ class LlamaLayer:
 
 
 class Llama:
-    """The language model."""
+    """The language model; `attention` makes the attention of a layer."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder) -> None:
+    def __init__(
+        self, spec: ModelSpec, builder: Builder, attention: MakeAttention = LlamaAttention
+    ) -> None:
         assert spec.rope is not None
         trunk = builder.at("model", optional=True)
         self.embed = trunk.embedding(
@@ -78,7 +93,7 @@ class Llama:
         )
         self.rope = builder.rope(spec.rope, spec.head_dim)
         self.layers = [
-            LlamaLayer(spec, trunk.at("layers").at(layer), layer, self.rope)
+            LlamaLayer(spec, trunk.at("layers").at(layer), layer, self.rope, attention)
             for layer in range(spec.num_layers)
         ]
         self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvik.config.model_spec import ModelSpec
+from kvik.models.llama import Llama
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
 from kvik.nn.rope import Rope, Rotation
@@ -40,56 +41,5 @@ class Qwen3Attention:
         return self.o(self.attend(q, k, v, ctx))
 
 
-class Qwen3Layer:
-    """Attention and MLP; each reads the residual stream normalised and adds to it."""
-
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps)
-        self.attention = Qwen3Attention(spec, builder.at("self_attn"), layer, rope)
-        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """x, not yet added to the residual stream -> the same, one layer later."""
-        x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, rotation, ctx)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
-
-
-class Qwen3:
-    """The language model."""
-
-    def __init__(self, spec: ModelSpec, builder: Builder) -> None:
-        assert spec.rope is not None
-        trunk = builder.at("model", optional=True)
-        self.embed = trunk.embedding(
-            "embed_tokens", spec.vocab_size, spec.hidden_size, shard="column"
-        )
-        self.rope = builder.rope(spec.rope, spec.head_dim)
-        self.layers = [
-            Qwen3Layer(spec, trunk.at("layers").at(layer), layer, self.rope)
-            for layer in range(spec.num_layers)
-        ]
-        self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)
-        self.lm_head = builder.lm_head("lm_head", self.embed, tied=spec.tie_word_embeddings)
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        rotation = self.rope.at(ctx.positions)
-        x: Tensor = self.embed(ids)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotation, ctx)
-        return self.norm.add(x, residual)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
-        return self.lm_head(hidden)
+def qwen3(spec: ModelSpec, builder: Builder) -> Llama:
+    return Llama(spec, builder, Qwen3Attention)

@@ -10,7 +10,9 @@ from torch import Tensor
 from kvik.config.model_spec import ModelSpec
 from kvik.models.gpt2 import GPT2
 from kvik.models.llama import Llama
-from kvik.models.qwen3 import Qwen3
+from kvik.models.mistral import mistral
+from kvik.models.qwen2 import qwen2
+from kvik.models.qwen3 import qwen3
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
 from kvik.nn.loader import load_weights, random_weights
@@ -30,9 +32,9 @@ class Model(Protocol):
 
 MODELS: Mapping[str, Callable[[ModelSpec, Builder], Model]] = {
     "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,  # with a sliding window
-    "Qwen2ForCausalLM": Llama,  # with biases on q, k and v
-    "Qwen3ForCausalLM": Qwen3,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
     "GPT2LMHeadModel": GPT2,
 }
 

@@ -8,6 +8,7 @@ import torch
 
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
+from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.kernels.select import select as select_ops
 from kvik.models.registry import load_model
@@ -29,6 +30,10 @@ class Worker:
         device, dtype = torch.device(runner.device), _DTYPES[runner.dtype]
         if device.type == "cpu":
             torch.set_num_threads(runner.threads)
+        elif not torch.cuda.is_available():
+            raise ConfigError(
+                "device", "torch cannot use the GPU: is its build for CUDA?"
+            )
         ops = select_ops(device)
         backend = select_backend(runner.attention_backend, device, dtype)
         checkpoint: Checkpoint | None = None
