@@ -337,3 +337,40 @@ def test_free_blocks_of_a_match_count_as_taken() -> None:
     assert match.num_tokens == 4
     assert not kv.fits(match, 8, 8)  # 3 free, of which the match takes 2
     assert kv.fits(match, 6, 8)
+
+
+def test_admission_counts_free_blocks_of_the_match_too() -> None:
+    kv = manager(num_blocks=4, block_size=2)
+    request = new_request([1, 2, 3, 4])
+    start(kv, request)
+    kv.free(request)
+    again = new_request([1, 2, 3, 4, 5, 6, 7])
+    match = kv.match(again)
+    assert kv.admit(again, match, 7) is None
+    assert kv.pool.num_free == 3
+    assert kv.admit(again, match, 6) == []
+
+
+def test_a_fork_needs_a_block_for_its_copy() -> None:
+    kv = manager(num_blocks=3, block_size=4)
+    leader = new_request([1, 2, 3])
+    start(kv, leader)
+    leader.first_token = 1.0
+    sibling = new_request([1, 2, 3], leader=leader)
+    match = kv.match(sibling)
+    assert match.num_tokens == 2
+    assert kv.fits(match, 4, 4)
+    assert not kv.fits(match, 5, 4)
+
+
+def test_a_request_lets_go_of_its_window_before_it_asks_for_more() -> None:
+    kv = manager(num_blocks=4, block_size=4, windows=(6,))  # 3 blocks
+    assert kv.max_blocks(100, 2) == 3
+    request = new_request([1] * 8)
+    start(kv, request)
+    for written in (9, 10, 11):  # no border is crossed, but key 5 is out of sight now
+        request.token_ids.append(1)
+        kv.extend(request, written)
+        request.num_computed_tokens = request.num_written_tokens = written
+    assert kv.extend(request, 13) is not None
+    assert request.block_ids[0][0] == NULL_BLOCK

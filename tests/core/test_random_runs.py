@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from helpers.simulation import Setup, Simulation
 
+from kvik.config.kv_spec import KVCacheSpec
 from kvik.core import kv_manager
 from kvik.core.block_pool import BlockPool
+from kvik.core.kv_groups import first_visible_block
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.policy import POLICIES
 from kvik.core.prefix import block_hash, extend_hashes, root_hash
@@ -117,11 +119,11 @@ def breaks_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def breaks_windows(patch: pytest.MonkeyPatch) -> None:
-    first_visible = kv_manager.first_visible_block
-    patch.setattr(
-        kv_manager, "first_visible_block", lambda spec, p, size: first_visible(spec, p + 1, size)
-    )
-    patch.setattr("kvik.core.invariants.first_visible_block", kv_manager.first_visible_block)
+    def one_short(spec: KVCacheSpec, position: int, block_size: int) -> int:
+        return first_visible_block(spec, position + 1, block_size)
+
+    patch.setattr(kv_manager, "first_visible_block", one_short)
+    patch.setattr("kvik.core.invariants.first_visible_block", one_short)
 
 
 def publishes_promises(patch: pytest.MonkeyPatch) -> None:

@@ -362,3 +362,42 @@ def test_a_scheduler_without_work_is_idle() -> None:
     assert scheduler.schedule(0.0) is None
     assert scheduler.wakeup(0.0) is None
     assert not scheduler.has_requests
+
+
+def test_nobody_starts_who_could_not_go_on() -> None:
+    """A prompt is admitted beside others only if all of it fits, not just its first chunk."""
+    sim = Simulation(Setup(block_size=2, num_blocks=8, budget=4))
+    first = sim.add([0] * 4, max_tokens=3, stop_ids=NO_STOP)[0]
+    answer(sim, plan_of(sim), [1])
+    large = sim.add([1] * 12, max_tokens=1)[0]
+    while not first.finished:
+        answer(sim, plan_of(sim), [1])
+        assert large.first_scheduled is None
+    plan_of(sim)
+    assert large.status is RequestStatus.RUNNING
+    assert sim.scheduler.counters.preemptions == 0
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=6, budget=8))
+    for token in (0, 1):
+        sim.add([token] * 3, max_tokens=9, stop_ids=NO_STOP)
+    for _ in range(2):
+        answer(sim, plan_of(sim), [1], [1])
+    urgent = sim.add([2], max_tokens=1, priority=-1)[0]
+    plan = plan_of(sim)  # a third block for the first; the second gives way
+    assert sim.scheduler.counters.preemptions == 1
+    assert plan.num_scheduled_tokens == [1]
+    answer(sim, plan, [1])
+    assert [new.slot for new in plan_of(sim).new_requests] == [urgent.slot]
+
+
+def test_what_was_accepted_behind_the_end_is_not_cached() -> None:
+    sim = Simulation(Setup(block_size=2))
+    request = sim.add([0, 0], max_tokens=20)[0]
+    answer(sim, plan_of(sim), [1])
+    request.num_draft_tokens = 3
+    sim.worker.rows[request.slot].drafts = [1] * 3
+    answer(sim, plan_of(sim), [EOS, 1, 1, 1])
+    assert request.token_ids == [0, 0, 1, EOS]
+    assert sim.scheduler.kv.pool.num_cached == 2

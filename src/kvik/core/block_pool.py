@@ -80,7 +80,7 @@ class BlockPool:
             self._index[key] = block
 
     def forget(self, block: int) -> None:
-        """Withdraw a block's content from the index: it was never written, or must not be shared."""
+        """Withdraw a block's content from the index: it must not be matched any more."""
         key = self._keys[block]
         if key is None:
             return

@@ -96,7 +96,7 @@ class KVCacheManager:
                 copies.append((source, ids[-1]))
                 self.pool.release((source,))
         for ids in request.block_ids:
-            ids += self.pool.allocate(wanted - len(ids))
+            ids.extend(self.pool.allocate(wanted - len(ids)))
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
         request.num_committed_blocks = match.num_tokens // self.block_size
         return copies
@@ -110,7 +110,7 @@ class KVCacheManager:
             return None
         new = [self.pool.allocate(missing) for _ in self.groups]
         for ids, more in zip(request.block_ids, new, strict=True):
-            ids += more
+            ids.extend(more)
         return new
 
     def commit(self, request: Request) -> None:
@@ -182,7 +182,7 @@ class KVCacheManager:
         return None
 
     def _fork(self, request: Request) -> PrefixMatch | None:
-        """A sibling whose leader has computed their prompt shares its blocks, the partial one too."""
+        """A sibling shares the prompt's blocks of its leader, a partly filled last one included."""
         leader = request.leader
         if leader is None or leader.status is not RequestStatus.RUNNING:
             return None

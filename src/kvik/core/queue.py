@@ -23,7 +23,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
 
     def check_room(self, count: int, num_tokens: int) -> None:
-        """Refuse `count` new requests of `num_tokens` prompt tokens in all if a limit is reached."""
+        """Refuse `count` requests of `num_tokens` prompt tokens in all if a limit is reached."""
         if len(self._requests) + count > self.max_requests:
             raise CapacityError(
                 "max_queued_requests",
