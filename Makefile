@@ -17,7 +17,7 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 demo: $(VENV)/.kvik
-	$(BIN)/kvik generate --seed 7 --max-tokens 200 "Once upon a time"
+	$(BIN)/kvik generate --echo --seed 7 --max-tokens 200 "Once upon a time"
 
 test: $(VENV)/.kvik-test
 	$(BIN)/python -m pytest

@@ -19,13 +19,13 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"config", "core", "text"},
     # compute
     "kernels": set(),
-    "attention": {"config", "kernels"},
+    "attention": {"config.errors", "kernels"},
     "nn": {"config", "kernels", "attention"},
     "models": {"config.model_spec", "nn"},
     "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
-    "executors": {"config", "worker", "nn", "engine.executor", *BRIDGE},
+    "executors": {"config", "worker", "engine.executor", *BRIDGE},
     # top: only launch joins the trunks
-    "launch": {"config", "core", "text", "engine", "executors", "worker", "attention", "nn"},
+    "launch": {"config", "core", "text", "engine", "executors", "worker"},
     "llm": {"config", "core", "text", "engine", "launch", "progress", "interrupts"},
     "progress": {"engine.output"},
     "interrupts": set(),

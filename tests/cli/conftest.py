@@ -13,18 +13,18 @@ from kvik.llm import LLM
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    with LLM(device="cpu", max_num_seqs=8) as loaded:
+    with LLM(device="cpu", max_num_seqs=8, max_model_len=128) as loaded:
         yield loaded
 
 
 @pytest.fixture
-def loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Commands get the loaded model; what they asked for is listed."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+    asked: list[dict[str, Any]] = []
 
     class Shared:
-        def __init__(self, model: str = "", **options: Any) -> None:
-            asked.append((model, options))
+        def __init__(self, **options: Any) -> None:
+            asked.append(options)
 
         def __enter__(self) -> LLM:
             return llm

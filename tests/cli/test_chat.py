@@ -14,10 +14,10 @@ import pytest
 
 from kvik.cli.chat import HELP, Chat
 from kvik.cli.main import main
-from kvik.engine.output import TextDelta
-from kvik.llm import LLM
+from kvik.engine.output import RequestOutput, TextDelta
+from kvik.llm import LLM, Stream
 
-Loads = list[tuple[str, dict[str, Any]]]
+Loads = list[dict[str, Any]]
 
 
 def chat(llm: LLM, **changes: Any) -> Chat:
@@ -111,38 +111,43 @@ def test_help_exit_and_what_is_unknown(llm: LLM, capsys: Any) -> None:
     assert not talk.open
 
 
+class PressingCtrlC:
+    """A stream whose user presses Ctrl-C after the first delta."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[TextDelta]:
+        yield next(self.stream)
+        signal.raise_signal(signal.SIGINT)
+        yield from self.stream
+
+    def __enter__(self) -> PressingCtrlC:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stream.close()
+
+    @property
+    def output(self) -> RequestOutput | None:
+        return self.stream.output
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     real = llm.stream_chat
-
-    def stream_chat(messages: Any, params: Any) -> Any:
-        stream = real(messages, params)
-        step = stream._llm._step
-
-        class Interrupted(type(stream)):  # type: ignore[misc]
-            def __next__(self) -> TextDelta:
-                delta = super().__next__()
-                if len(delta.token_ids) and not self.count:
-                    signal.raise_signal(signal.SIGINT)
-                self.count += 1
-                return delta
-
-            count = 0
-
-        assert step is not None
-        stream.__class__ = Interrupted
-        return stream
-
-    monkeypatch.setattr(llm, "stream_chat", stream_chat)
-    talk = chat(llm, max_tokens=None)
-    talk.take("Hello")
-    assert "[stopped]" in capsys.readouterr().err
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "stream_chat", lambda *asked: PressingCtrlC(real(*asked)))
+        talk = chat(llm, max_tokens=None)
+        talk.take("Hello")
+    captured = capsys.readouterr()
+    assert captured.err == "[stopped]\n"
+    assert talk.messages[1] == {"role": "assistant", "content": captured.out.removesuffix("\n")}
     assert llm.stats().num_running == 0
-    monkeypatch.undo()
-    chat(llm).take("Hello")
-    assert capsys.readouterr().out.strip()
+    talk.params = talk.params.with_changes(max_tokens=3)
+    talk.take("Go on")
+    assert len(talk.messages) == 4
 
 
 def test_a_conversation_longer_than_the_context(llm: LLM, capsys: Any) -> None:
@@ -151,7 +156,7 @@ def test_a_conversation_longer_than_the_context(llm: LLM, capsys: Any) -> None:
     before = list(talk.messages)
     talk.take("word " * 3000)
     error = capsys.readouterr().err
-    assert "prompt: the conversation outgrew the context of 1024 tokens; /reset" in error
+    assert "prompt: the conversation outgrew the context of 128 tokens; /reset" in error
     assert talk.messages == before
     talk.take("/reset")
     talk.take("word " * 3000)
@@ -161,8 +166,8 @@ def test_a_conversation_longer_than_the_context(llm: LLM, capsys: Any) -> None:
 def test_why_an_answer_ended(llm: LLM, capsys: Any) -> None:
     chat(llm).take("Hello")
     assert "[cut at max_tokens]" in capsys.readouterr().err
-    chat(llm, max_tokens=None, ignore_eos=True).take("word " * 900)
-    assert "[the context of 1024 tokens is full" in capsys.readouterr().err
+    chat(llm, max_tokens=None, ignore_eos=True).take("word " * 50)
+    assert "[the context of 128 tokens is full" in capsys.readouterr().err
 
 
 def test_the_command_reads_lines(
@@ -172,7 +177,7 @@ def test_the_command_reads_lines(
     flags = ["--max-tokens", "4", "--temperature", "0", "--system", "Be kind"]
     assert main(["chat", "--max-num-seqs", "2", *flags]) == 0
     assert "4 output tokens" in capsys.readouterr().out
-    assert loads == [("", {"max_num_seqs": 2})]
+    assert loads == [{"max_num_seqs": 2}]
 
 
 def test_ctrl_c_at_the_prompt_only_gives_a_hint(

@@ -11,7 +11,7 @@ from kvik.cli.flags import (
     Parser,
     add_engine_flags,
     add_sampling_flags,
-    given_engine_options,
+    engine_options,
     given_sampling_options,
 )
 from kvik.config.config import EngineConfig
@@ -69,7 +69,7 @@ def test_switches_can_be_turned_off() -> None:
     words = ["--no-skip-special-tokens", "--no-enable-prefix-caching"]
     arguments = parser().parse_args(words)
     assert given_sampling_options(arguments) == {"skip_special_tokens": False}
-    assert given_engine_options(arguments) == {"enable_prefix_caching": False}
+    assert engine_options(arguments, "") == {"enable_prefix_caching": False}
 
 
 def test_each_engine_option_has_a_flag() -> None:
@@ -78,7 +78,7 @@ def test_each_engine_option_has_a_flag() -> None:
         if field.name not in NOT_ENGINE_FLAGS:
             assert f"--{field.name.replace('_', '-')}" in text
     words = ["--kv-cache-memory", "2g", "--policy", "priority", "--max-wait", "0.5"]
-    assert given_engine_options(parser().parse_args(words)) == {
+    assert engine_options(parser().parse_args(words), "") == {
         "kv_cache_memory": 2 << 30,
         "policy": "priority",
         "max_wait": 0.5,
@@ -87,7 +87,7 @@ def test_each_engine_option_has_a_flag() -> None:
 
 def test_nothing_given_is_nothing() -> None:
     arguments = parser().parse_args([])
-    assert given_sampling_options(arguments) == given_engine_options(arguments) == {}
+    assert given_sampling_options(arguments) == engine_options(arguments, "") == {}
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,13 @@ def test_what_is_wrong_is_named(words: list[str], field: str, part: str) -> None
         parser().parse_args(words)
     assert error.value.field == field
     assert part in error.value.message
+
+
+def test_flags_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVIK_MODEL", "owner/one")
+    monkeypatch.setenv("KVIK_BLOCK_SIZE", "8")
+    monkeypatch.setenv("KVIK_POLICY", "static")
+    arguments = parser().parse_args(["--block-size", "32"])
+    rest = {"block_size": 32, "policy": "static"}
+    assert engine_options(arguments, "") == {"model": "owner/one", **rest}
+    assert engine_options(arguments, "./two") == {"model": "./two", **rest}

@@ -16,7 +16,7 @@ import pytest
 from kvik.cli.main import main
 from kvik.llm import LLM
 
-Loads = list[tuple[str, dict[str, Any]]]
+Loads = list[dict[str, Any]]
 GREEDY = ["--temperature", "0", "--max-tokens", "8"]
 STATS = re.compile(
     r"\d+ prompt \+ 8 output tokens, TTFT \d+ ms, TPOT [\d.]+ ms, [\d.]+ tokens/s, "
@@ -40,7 +40,7 @@ def test_text_to_standard_output_and_figures_to_standard_error(
     captured = capsys.readouterr()
     assert captured.out == expected(llm, "The fox") + "\n"
     assert STATS.fullmatch(captured.err)
-    assert loads == [("", {})]
+    assert loads == [{}]
 
 
 def test_it_runs_for_real(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_it_runs_for_real(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_model_comes_first(loads: Loads) -> None:
     assert main(["generate", "owner/model", "--max-num-seqs", "4", "--max-tokens", "1", "A"]) == 0
-    assert loads == [("owner/model", {"max_num_seqs": 4})]
+    assert loads == [{"model": "owner/model", "max_num_seqs": 4}]
 
 
 def test_text_is_flushed_as_it_comes(
@@ -114,11 +114,12 @@ def test_siblings_are_numbered(loads: Loads, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_length_has_a_default(
-    llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("kvik.cli.generate.MAX_TOKENS", 5)
     flags = ["--ignore-eos", "--seed", "1", "--json"]
     assert main(["generate", *flags, "The fox"]) == 0
-    assert json.loads(capsys.readouterr().out)["usage"]["output_tokens"] == 256
+    assert json.loads(capsys.readouterr().out)["usage"]["output_tokens"] == 5
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_what_only_the_model_shows_is_one_line(
     loads: Loads, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "word " * 2000]) == 2
-    assert re.fullmatch(r"kvik: error: prompt: has \d+ tokens, .*1024.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"kvik: error: prompt: has \d+ tokens, .*128.*\n", capsys.readouterr().err)
     assert main(["generate", "--stop-token-ids", "99999", "x"]) == 2
     assert capsys.readouterr().err.startswith("kvik: error: stop_token_ids: ")
 

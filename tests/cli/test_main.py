@@ -27,7 +27,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
             raise error
         return code
 
-    parser = SimpleNamespace(parse_args=lambda rest: rest)
+    parser = SimpleNamespace(parse_intermixed_args=lambda rest: rest)
     module = SimpleNamespace(build_parser=lambda: parser, run=act)
     monkeypatch.setattr(cli, "import_module", lambda name: module)
 

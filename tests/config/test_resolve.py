@@ -208,7 +208,12 @@ def test_defaults_on_a_computer() -> None:
     assert resolved.runner.model_path == "/models/x"
     assert resolved.scheduler.max_model_len == 131_072
     assert resolved.memory.limit == int(16 * GIB * 0.9)
-    # At most half of what the rest leaves.
+    assert decision(resolved, "num_blocks")[1].startswith("one request of max_model_len")
+
+
+def test_the_cache_leaves_a_computer_half_of_its_memory() -> None:
+    resolved = plan(max_model_len=8192)
+    assert decision(resolved, "num_blocks")[1].startswith("50% of the memory left")
     rest = resolved.memory.limit - resolved.memory.total + resolved.memory.kv_cache
     assert resolved.memory.kv_cache <= rest // 2 + 1
 
@@ -261,7 +266,7 @@ def test_memory_grows_with_each_part() -> None:
     assert base.memory.kv_cache == 1000 * 16 * 2 * 16 * 8 * 64 * 2
     wider = plan(max_model_len=4096, max_num_seqs=8, num_blocks=1000, max_num_batched_tokens=8192)
     assert wider.memory.activations > base.memory.activations
-    more = plan(max_model_len=4096, max_num_seqs=2048, num_blocks=1000)
+    more = plan(max_model_len=4096, max_num_seqs=128, num_blocks=1000)
     assert more.memory.activations > base.memory.activations  # logits
     assert more.memory.overhead > base.memory.overhead  # tables
 

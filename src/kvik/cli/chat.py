@@ -13,10 +13,9 @@ from kvik.cli.flags import (
     Parser,
     add_engine_flags,
     add_sampling_flags,
-    given_engine_options,
+    engine_options,
     given_sampling_options,
 )
-from kvik.cli.interrupt import CatchInterrupt
 from kvik.cli.report import stats_line
 from kvik.config.errors import KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from kvik.llm import LLM  # brings in torch
 
-    with LLM(arguments.model, **given_engine_options(arguments)) as llm:
+    with LLM(**engine_options(arguments, arguments.model)) as llm:
         llm.render_chat([{"role": "user", "content": "Hello"}])  # a model without a template: now
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
         chat = Chat(llm, params, arguments.system)
@@ -123,12 +122,13 @@ class Chat:
             message = f"the conversation outgrew the context of {limit} tokens; /reset starts over"
             raise ParamError("prompt", message) from None
         said = []
-        with CatchInterrupt() as interrupt, stream:
-            for delta in stream:
-                print(delta.text, end="", flush=True)
-                said.append(delta.text)
-                if interrupt.seen:
-                    break
+        with stream:
+            try:
+                for delta in stream:
+                    said.append(delta.text)
+                    print(delta.text, end="", flush=True)
+            except KeyboardInterrupt:  # arrives between steps: the engine is in order
+                pass
         print(flush=True)
         self.last = stream.output
         # What was stopped is kept too: the user has read it and may refer to it.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
+from kvik.config.env import environment_options
 from kvik.config.errors import KvikError
 from kvik.config.options import Option, options_of
 from kvik.core.sampling_params import SamplingParams
@@ -48,9 +49,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         _add(group, option)
 
 
-def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """The fields of EngineConfig that were given as flags."""
-    return _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Fields of EngineConfig that were given: as flags and argument, else in the environment."""
+    named = {"model": model} if model else {}
+    return {**environment_options(), **named, **_given(EngineConfig, arguments, NOT_ENGINE_FLAGS)}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
     add_sampling_flags,
-    given_engine_options,
+    engine_options,
     given_sampling_options,
 )
 from kvik.cli.report import as_json, stats_line
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from kvik.llm import LLM  # brings in torch
 
-    with LLM(model, **given_engine_options(arguments)) as llm:
+    with LLM(**engine_options(arguments, model)) as llm:
         if arguments.verbose:
             for decision in llm.resolved.decisions:
                 print(f"{decision.name} = {decision.value}: {decision.reason}", file=sys.stderr)
@@ -107,7 +107,7 @@ def _model_and_prompt(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])
-    if not model and (Path(prompt) / "config.json").is_file():
+    if not model and os.path.isfile(os.path.join(prompt, "config.json")):
         raise ParamError("prompt", f"is missing: {prompt[:60]!r} is a model")
     if prompt == "-":
         prompt = _read_standard_input()

@@ -6,10 +6,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from kvik.cli.flags import Parser, add_engine_flags, given_engine_options
+from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.capacity import show_bytes
-from kvik.config.config import ResolvedConfig
-from kvik.config.env import engine_config
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
@@ -31,10 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = given_engine_options(arguments)
-    if arguments.model:
-        options["model"] = arguments.model
-    config = engine_config(options)
+    config = EngineConfig(**engine_options(arguments, arguments.model))
     folder = find_model(config.model)
     spec = read_model_spec(folder)
     gpus = () if config.device == "cpu" else find_gpus()

@@ -55,7 +55,7 @@ def _dispatch(argv: list[str]) -> int:
         known = ", ".join(VERBS)
         raise KvikError("command", f"must be one of {known}, not {verb[:60]!r}")
     module = import_module(VERBS[verb][0])
-    code: int = module.run(module.build_parser().parse_args(rest))
+    code: int = module.run(module.build_parser().parse_intermixed_args(rest))
     return code
 
 

@@ -12,32 +12,25 @@ from kvik.config.options import options_of
 PREFIX = "KVIK_"
 
 
-def engine_config(
-    options: Mapping[str, object], environ: Mapping[str, str] | None = None
-) -> EngineConfig:
-    """The user's wishes: `options` by name, then the environment, then the defaults.
+def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Fields of EngineConfig that KVIK_ variables set.
 
     Raises:
-        ConfigError: an option or a KVIK_ variable that does not exist, or text of the wrong type.
+        ConfigError: a KVIK_ variable that does not exist, or text of the wrong type.
     """
-    table = {option.name: option for option in options_of(EngineConfig)}
-    for name in options:
-        if name not in table:
-            raise ConfigError(name, f"is no engine option (known: {', '.join(table)})")
-    wishes: dict[str, object] = {}
+    table = {PREFIX + option.name.upper(): option for option in options_of(EngineConfig)}
+    options: dict[str, object] = {}
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(PREFIX):
             continue
-        option = table.get(variable.removeprefix(PREFIX).lower())
-        if option is None:
-            known = ", ".join(PREFIX + name.upper() for name in table)
-            raise ConfigError(variable, f"is no variable of kvik (known: {known})")
+        if variable not in table:
+            raise ConfigError(variable, f"is no variable of kvik (known: {', '.join(table)})")
+        option = table[variable]
         try:
-            wishes[option.name] = option.parse(text)
+            options[option.name] = option.parse(text)
         except ValueError:
             raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
-    wishes.update(options)
-    return EngineConfig(**wishes)  # type: ignore[arg-type]  # resolve checks every value
+    return options
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:

@@ -53,9 +53,7 @@ def group_layers(specs: list[KVCacheSpec]) -> tuple[KVGroup, ...]:
     for spec, layers in by_spec.items():
         parts = len(layers) // smallest if len(layers) % smallest == 0 else 1
         size = len(layers) // parts
-        groups += [
-            KVGroup(spec, tuple(layers[i : i + size])) for i in range(0, len(layers), size)
-        ]
+        groups += [KVGroup(spec, tuple(layers[i : i + size])) for i in range(0, len(layers), size)]
     return tuple(sorted(groups, key=lambda g: g.layers[0]))
 
 

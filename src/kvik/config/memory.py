@@ -19,10 +19,13 @@ GIB = 1 << 30
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
 # Reference count, links and hash of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 160
-# One logit through the sampler: fp32 value, its sorted copy, int64 order, probabilities, sums.
-SAMPLER_BYTES_PER_LOGIT = 32
-# Rows of logits held at once while the logprobs of a prompt are read.
-PROMPT_LOGPROB_ROWS = 256
+# One logit in the sampler with every rule on: fp32 copies and penalties, then in double precision
+# its share, its distance from the entropy, their order and two running sums.
+SAMPLER_BYTES_PER_LOGIT = 72
+# Rows of logits held at once while the logprobs of a prompt are read, and fp32 copies of each.
+PROMPT_LOGPROB_ROWS, PROMPT_BYTES_PER_LOGIT = 256, 16
+# What penalties count of a request, for each entry of the vocabulary.
+SEEN_BYTES_PER_TOKEN = 5
 # Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
 GATHERED_KEYS = 16384
 
@@ -83,8 +86,10 @@ class Footprint:
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.intermediate_size * (3 * item + 20)
-        rows = max(size.max_num_seqs, PROMPT_LOGPROB_ROWS)
-        logits = min(rows, tokens) * spec.vocab_size * (item + SAMPLER_BYTES_PER_LOGIT)
+        logits = spec.vocab_size * max(
+            min(size.max_num_seqs, tokens) * (item + SAMPLER_BYTES_PER_LOGIT),
+            min(PROMPT_LOGPROB_ROWS, tokens) * (item + PROMPT_BYTES_PER_LOGIT),
+        )
         return stream + max(norm, rotary, attended, mlp, logits) + self._masks(size)
 
     def overhead(self, size: StepSize) -> int:
@@ -92,7 +97,7 @@ class Footprint:
         spec = self.spec
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + entries) * 4
-        seen = size.max_num_seqs * spec.vocab_size * 8  # what penalties count, by slot
+        seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         widest = max(spec.vocab_size, 2 * spec.intermediate_size) * spec.hidden_size
         return RUNTIME_BYTES[self.device] + table + seen + widest * DTYPE_BYTES[self.dtype]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,10 +24,10 @@ def find_model(model: str) -> Path:
     """
     if not model:
         return BUNDLED
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if folder.exists():
+    path = os.path.expanduser(model)  # os.path: a name that cannot be a path is no error there
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if os.path.exists(path):
         raise ModelError("model", f"must be a folder or a hub id; {shown(model)} is a file")
     if not HUB_ID.fullmatch(model):
         raise ModelError("model", f"there is no folder {shown(model)}")

@@ -184,12 +184,16 @@ def _step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: 
     room = (limit.size - footprint.weights - footprint.overhead(size)) // 4
     floor = max(MIN_BUDGET, config.block_size, config.max_num_seqs or 0)
     while footprint.activations(size) > room:
+        smaller = []
         if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
-            size = replace(size, max_num_batched_tokens=size.max_num_batched_tokens // 2)
-        elif config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
-            size = replace(size, max_num_seqs=max(size.max_num_seqs // 2, config.batch_size))
-        else:
+            tokens = size.max_num_batched_tokens // 2
+            smaller.append(replace(size, max_num_batched_tokens=tokens))
+        if config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
+            seqs = max(size.max_num_seqs // 2, config.batch_size)
+            smaller.append(replace(size, max_num_seqs=seqs))
+        if not smaller:
             break
+        size = min(smaller, key=footprint.activations)
     reason = "enough to keep the arithmetic units busy"
     if size.max_num_batched_tokens < asked.max_num_batched_tokens:
         reason = "a larger step would take over a quarter of the memory left by the weights"
@@ -292,6 +296,8 @@ def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: _Not
     reason = "more would wait for each other's memory or arithmetic"
     if count < size.max_num_seqs:
         reason = "one block for each at least"
+    elif count < MAX_NUM_SEQS:
+        reason = "sampling for more would take too much memory, or more tokens than a step has"
     notes.add("max_num_seqs", count, reason)
     return replace(size, max_num_seqs=count)
 

@@ -1,0 +1,63 @@
+"""What the documents tell a reader to run does run, and what they name exists.
+
+A block under a line `<!-- run -->` is run: bash by a shell that finds this environment's `kvik`,
+python as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"<!-- run -->\n```(bash|python)\n(.*?)```", re.DOTALL)
+BLOCKS = [
+    pytest.param(kind, text, id=f"{document.stem}-{kind}-{i}")
+    for document in DOCUMENTS
+    for i, (kind, text) in enumerate(BLOCK.findall(document.read_text(encoding="utf-8")))
+]
+
+
+def test_the_readme_has_blocks_to_run() -> None:
+    kinds = {kind for kind, _ in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
+    assert kinds == {"bash", "python"}
+
+
+@pytest.mark.parametrize(("kind", "text"), BLOCKS)
+def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", text]
+    if kind == "bash":
+        command = ["bash", "-euo", "pipefail", "-c", text]
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": folders},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    """`docs/structure.md` and the like in code quotes, relative to the root or to the package."""
+    names = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", document.read_text(encoding="utf-8"))
+    package = ROOT / "src" / "kvik"
+    missing = [n for n in names if not (ROOT / n).exists() and not (package / n).exists()]
+    assert not missing
+
+
+def test_every_folder_is_in_the_structure() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "kvik"
+    folders = [p.name for p in package.iterdir() if p.is_dir() and p.name != "__pycache__"]
+    assert [name for name in folders if f"`{name}/`" not in text] == []
