@@ -1,0 +1,41 @@
+"""The whole engine beside transformers on the bundled models: batched, cached, scheduled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvik
+from kvik import LLM, SamplingParams
+
+BUNDLED = Path(kvik.__file__).parent / "bundled"
+PROMPTS = [
+    "Once upon a time",
+    "One day, the fox said to the lion,",
+    "The old king had three daughters. The youngest",
+    "A",
+    "In the forest there lived a bear and a bird. They were friends. Every day the bird sang, and",
+]
+NUM_TOKENS = 40
+
+
+@pytest.mark.parametrize("name", ["stories", "stories-draft"])
+def test_greedy_tokens_and_log_probabilities_are_equal(name: str) -> None:
+    folder = BUNDLED / name
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", device="cpu", threads=1, block_size=8) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        scores = llm.score([[*o.prompt_token_ids, *o.completions[0].token_ids] for o in outputs])
+    for output, score in zip(outputs, scores, strict=True):
+        ids = [*output.prompt_token_ids, *output.completions[0].token_ids]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids])).logits[0]  # [tokens, vocab]
+        first = len(output.prompt_token_ids) - 1
+        assert logits[first:-1].argmax(-1).tolist() == output.completions[0].token_ids
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found = torch.tensor([p.logprob for p in score.prompt_logprobs[1:]])
+        torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
