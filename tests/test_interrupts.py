@@ -10,6 +10,8 @@ import pytest
 
 from kvik.interrupts import deferred_interrupt
 
+pytestmark = pytest.mark.usefixtures("default_sigint")
+
 
 def test_the_block_is_finished_first():
     done = []

@@ -217,7 +217,7 @@ def test_a_closed_llm_says_so():
         llm.generate([[5, 6]], GREEDY)
 
 
-def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch):
+def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):
     (expected,) = llm.generate("One day", GREEDY)
     genuine = ModelRunner._forward
     calls = iter(range(10**6))

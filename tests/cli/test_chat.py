@@ -133,6 +133,7 @@ class PressingCtrlC:
         return self.stream.output
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
