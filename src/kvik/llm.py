@@ -17,6 +17,7 @@ from kvik.engine.stats import EngineStats
 from kvik.interrupts import deferred_interrupt
 from kvik.launch import launch
 from kvik.progress import BatchProgress
+from kvik.text.bad_words import bad_word_ids
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer
 
@@ -155,6 +156,8 @@ class LLM:
                 raise ParamError("prompt", "must not be empty")
         else:
             ids = prompt
+        if params.bad_words:
+            params = params.with_changes(bad_words=bad_word_ids(params.bad_words, self._tokenizer))
         self._serial += 1
         return EngineRequest(f"llm-{self._serial}", ids, params)
 

@@ -88,11 +88,11 @@ def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window)
 
 def test_garbage_outside_the_window_is_never_read(backend, make_step):
     """Blocks that slid out of the window may belong to others by now, or be block 0."""
-    step = make_step([(60, 1), (50, 12)], block_size=8)
+    step = make_step([(60, 1), (52, 12)], block_size=8)
     clean = step.run(backend, 5)
     table = step.layout.block_table.clone()
     table[0, :7] = 0  # positions 0..55; the window begins at 56
-    table[1, :5] = 0  # positions 0..39; the first query's window begins at 46
+    table[1, :6] = 0  # positions 0..47; the first query's window begins at 48
     dirty = replace(step, layout=replace(step.layout, block_table=table))
     assert torch.equal(dirty.run(backend, 5), clean)
 

@@ -30,7 +30,7 @@ SAMPLING: dict[str, tuple[list[str], object]] = {
     "repetition_penalty": (["1.1"], 1.1),
     "logit_bias": (["5:-1.5,7:2"], {5: -1.5, 7: 2.0}),
     "allowed_token_ids": (["1,2,3"], (1, 2, 3)),
-    "bad_words": (["1,2", "3"], ((1, 2), (3,))),
+    "bad_words": (["fox", "big bear"], ("fox", "big bear")),
     "min_tokens": (["2"], 2),
     "max_tokens": (["none"], None),
     "stop": (["a b", "\n"], ("a b", "\n")),

@@ -28,7 +28,7 @@ BAD: list[tuple[str, Any]] = [
     ],
     *[("logit_bias", v) for v in ({1: None}, {True: 1.0}, dict.fromkeys(range(4097), 0.0))],
     *[("allowed_token_ids", v) for v in ((), [], (-1,), (1.0,), "12", {1}, (HUGE,), 5)],
-    *[("bad_words", v) for v in (((),), [[]], ((-1,),), [1], "ab", [["a"]], 7)],
+    *[("bad_words", v) for v in (((),), [[]], ((-1,),), [1], "ab", [""], [["a"]], 7)],
     *[("min_tokens", v) for v in (-1, 0.5, None, HUGE)],
     *[("max_tokens", v) for v in (0, -1, 1.5, True, HUGE)],
     *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, ["x"] * 17, ["x" * 1025])],

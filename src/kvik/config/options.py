@@ -100,7 +100,7 @@ _READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
     bool: (parse_bool, "true or false", "true|false", False),
     tuple[str, ...]: (str, "text", "TEXT", True),
     tuple[int, ...]: (parse_ids, "token ids separated by commas", "ID,ID", False),
-    tuple[tuple[int, ...], ...]: (parse_ids, "token ids separated by commas", "ID,ID", True),
+    tuple[str | tuple[int, ...], ...]: (str, "text", "TEXT", True),
     Mapping[int, float]: (parse_biases, "ID:BIAS pairs separated by commas", "ID:BIAS,..", False),
 }
 

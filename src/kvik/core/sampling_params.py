@@ -32,7 +32,8 @@ class SamplingParams:
             output (Keskar et al. 2019), in (0, 10].
         logit_bias: token id -> value added to its logit, in [-100, 100].
         allowed_token_ids: if given, nothing else can be sampled.
-        bad_words: token id sequences that must not be completed.
+        bad_words: words, or token id sequences, that must not be completed. Words become token ids
+            at the frontend (`text/bad_words.py`); the engine sees ids.
         min_tokens: no EOS, stop id or stop string ends the output before this many tokens.
         max_tokens: output limit; None runs to the end of the context.
         stop: strings that end the output (not included in the text).
@@ -56,7 +57,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     min_tokens: int = 0
     max_tokens: int | None = 256
     stop: tuple[str, ...] = ()
@@ -107,6 +108,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
+        """`bad_words` as the engine takes them."""
+        words = tuple(word for word in self.bad_words if not isinstance(word, str))
+        if len(words) < len(self.bad_words):
+            raise ParamError("bad_words", "must be token ids by the time they reach the engine")
+        return words
+
     def with_changes(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced and everything checked again."""
         known = {f.name for f in fields(self)}
@@ -122,7 +131,7 @@ class SamplingParams:
         ids: list[tuple[str, int]] = [("logit_bias", i) for i in (self.logit_bias or ())]
         ids += [("allowed_token_ids", i) for i in (self.allowed_token_ids or ())]
         ids += [("stop_token_ids", i) for i in self.stop_token_ids]
-        ids += [("bad_words", i) for word in self.bad_words for i in word]
+        ids += [("bad_words", i) for word in self.bad_word_ids for i in word]
         for name, token in ids:
             if token >= vocab_size:
                 raise ParamError(name, f"token id {token} is outside 0..{vocab_size - 1}")
@@ -164,10 +173,11 @@ class SamplingParams:
                 raise ParamError("allowed_token_ids", "must name at least one token id")
         _token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.bad_words, tuple):
-            raise ParamError("bad_words", "must be a list of token id lists")
+            raise ParamError("bad_words", "must be a list of words or of token id lists")
         _length("bad_words", self.bad_words)
         for word in self.bad_words:
-            _token_ids("bad_words", word)
+            if not isinstance(word, str):
+                _token_ids("bad_words", word)
             if not word:
                 raise ParamError("bad_words", "must not contain an empty word")
 

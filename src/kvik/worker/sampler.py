@@ -8,6 +8,7 @@ not depend on the other rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -69,14 +70,23 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLog
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
     ranks = (logprobs > own).sum(-1) + 1
-    values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-    columns = (token_ids, own[:, 0], ranks, ids, values)
-    return [
-        TokenLogprobs(token, logprob, rank, tuple(zip(top_ids, top_values, strict=True)))
-        for token, logprob, rank, top_ids, top_values in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    ]
+    columns = (token_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), _most_likely(logprobs, top))
+    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
+
+
+def _most_likely(logprobs: Tensor, top: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `top` tokens of each row, of equals the lower ids first (topk may take any of them)."""
+    if top == 0:
+        return [()] * len(logprobs)
+    last = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1).values[:, -1:]
+    near = logprobs >= last  # with all that equal the last one
+    ids = iter(near.nonzero()[:, 1].tolist())
+    values = iter(logprobs[near].tolist())
+    found = []
+    for count in near.sum(-1).tolist():
+        row = list(zip(islice(ids, count), islice(values, count), strict=True))
+        found.append(tuple(sorted(row, key=lambda item: -item[1])[:top]))  # keeps equals in order
+    return found
 
 
 def _draw(logits: Tensor, random: RandomRows) -> Tensor:
@@ -85,15 +95,13 @@ def _draw(logits: Tensor, random: RandomRows) -> Tensor:
     Args:
         logits: [n, vocab]. random: of the same n rows.
     """
-    weights = logits.float() / random.temperature
-    weights.sub_(weights.amax(dim=-1, keepdim=True)).exp_()
+    weights = logits.float() - logits.amax(dim=-1, keepdim=True).float()
+    weights.div_(random.temperature).exp_()
     if random.truncation is not None:
         weights = truncate(weights, random.truncation)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # u < 1, but the product may round up to the total, which no token exceeds
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    point = torch.minimum(random.uniforms * total, below_total)
+    # u is at most 1 - 2^-53, so the product is below the total however it is rounded
+    point = random.uniforms * cumulative[:, -1:]
     return torch.searchsorted(cumulative, point, right=True)[:, 0]
 
 

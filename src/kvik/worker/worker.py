@@ -31,9 +31,7 @@ class Worker:
         if device.type == "cpu":
             torch.set_num_threads(runner.threads)
         elif not torch.cuda.is_available():
-            raise ConfigError(
-                "device", "torch cannot use the GPU: is its build for CUDA?"
-            )
+            raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         ops = select_ops(device)
         backend = select_backend(runner.attention_backend, device, dtype)
         checkpoint: Checkpoint | None = None

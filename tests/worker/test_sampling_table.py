@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.worker.sampler import Sampler
+from kvik.worker.sampling_batch import SamplingBatch
+from kvik.worker.sampling_table import SamplingTable
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0)
+PENALISED = SamplingParams(temperature=0, frequency_penalty=1.0)
+
+
+def table() -> SamplingTable:
+    return SamplingTable(4, 10, CPU)
+
+
+def greedy(t: SamplingTable, slots: list[int], position: int = 5) -> list[int]:
+    """What is taken if tokens 9, 8, 7 are nearly equally likely."""
+    logits = torch.zeros(len(slots), 10)
+    logits[:, 7:] = torch.tensor([1.0, 1.25, 1.5])
+    batch = t.batch(np.array(slots), np.full(len(slots), position))
+    return Sampler().sample(logits, batch).token_ids.tolist()
+
+
+def test_greedy_requests_need_no_plan() -> None:
+    t = table()
+    t.set(2, GREEDY, 0, [1], [], frozenset({0}))
+    assert t.batch(np.array([2]), np.array([1])) == SamplingBatch()
+
+
+def test_plan_holds_only_what_some_row_asks_for() -> None:
+    t = table()
+    t.set(0, SamplingParams(top_k=3), 0, [1], [], frozenset())
+    t.set(1, SamplingParams(logprobs=2, temperature=0), 0, [1], [], frozenset())
+    t.set(2, SamplingParams(top_k=10), 0, [1], [], frozenset())  # keeps the whole vocabulary
+    batch = t.batch(np.array([1, 0]), np.array([1, 1]))
+    assert batch.edits is None and batch.penalties is None and batch.logprobs == {0: 2}
+    assert batch.random is not None and batch.random.rows is not None
+    assert batch.random.rows.tolist() == [1]
+    assert batch.random.truncation is not None and batch.random.truncation.top_p is None
+    only = t.batch(np.array([2]), np.array([1]))
+    assert only.random is not None and only.random.rows is None and only.random.truncation is None
+
+
+def test_appended_tokens_count_for_their_own_slot() -> None:
+    t = table()
+    for slot in (0, 1, 3):
+        t.set(slot, PENALISED if slot else GREEDY, 0, [9, 9], [], frozenset())
+    assert greedy(t, [0, 1, 3]) == [9, 9, 9]  # the prompt does not count
+    t.append(np.array([3, 0, 1]), np.array([9, 9, 5]))
+    assert greedy(t, [0, 1, 3]) == [9, 9, 8]
+    t.append(np.array([3]), np.array([8]))
+    assert greedy(t, [3, 1, 0]) == [7, 9, 9]
+
+
+def test_output_from_before_a_preemption_counts() -> None:
+    t = table()
+    t.set(1, PENALISED, 0, [0], [9, 8, 8], frozenset())
+    assert greedy(t, [1]) == [7]
+
+
+def test_a_slot_forgets_its_last_request() -> None:
+    t = table()
+    wild = PENALISED.with_changes(logit_bias={2: 50.0}, repetition_penalty=5.0)
+    t.set(1, wild, 0, [9], [8, 8], frozenset())
+    t.append(np.array([1]), np.array([9]))
+    assert greedy(t, [1]) == [2]
+    t.set(1, GREEDY.with_changes(repetition_penalty=5.0), 0, [0], [], frozenset())
+    t.set(3, GREEDY.with_changes(logit_bias={5: 50.0}), 0, [0], [], frozenset())
+    assert greedy(t, [1, 3]) == [9, 5]
+    t.clear(3)
+    t.clear(1)
+    assert t.batch(np.array([1, 3]), np.array([3, 3])) == SamplingBatch()
+    t.set(2, GREEDY.with_changes(logit_bias={6: 50.0}), 0, [0], [], frozenset())
+    assert greedy(t, [1, 2, 3]) == [9, 6, 9]
+
+
+def test_bad_words_see_appended_tokens() -> None:
+    t = table()
+    t.set(0, GREEDY.with_changes(bad_words=((4, 9),)), 0, [4], [], frozenset())
+    assert greedy(t, [0]) == [9]  # the 4 of the prompt begins no bad word
+    t.append(np.array([0]), np.array([4]))
+    assert greedy(t, [0]) == [8]
+    t.append(np.array([0]), np.array([8]))
+    assert greedy(t, [0]) == [9]
+
+
+def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
+    t = table()
+    t.set(0, GREEDY.with_changes(min_tokens=2), 0, [1, 2, 3], [], frozenset({9}))
+    assert [greedy(t, [0], position)[0] for position in (3, 4, 5, 6)] == [8, 8, 9, 9]
