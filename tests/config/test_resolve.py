@@ -241,7 +241,8 @@ def test_a_toy_model_does_not_grab_the_machine() -> None:
 @pytest.mark.parametrize(
     ("spec", "hardware", "dtype", "reason"),
     [
-        (TINY, PC, "float32", "small"),
+        (TINY, PC, "bfloat16", "half the bytes"),
+        (TINY, OLD_PC, "float32", "no bfloat16"),
         (SMALL, PC, "bfloat16", "half the bytes"),
         (SMALL, OLD_PC, "float32", "no bfloat16"),
         (SMALL, replace(OLD_PC, memory_limit=8 * GIB), "bfloat16", "float32 would take"),

@@ -29,7 +29,7 @@ from kvik.config.config import (
 )
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import GIB, MIB, POOL_BYTES_PER_BLOCK, Footprint, StepSize
+from kvik.config.memory import GIB, POOL_BYTES_PER_BLOCK, Footprint, StepSize
 from kvik.config.model_spec import ModelSpec
 
 MAX_NUM_SEQS = 256
@@ -38,7 +38,6 @@ CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by a
 # share of what is left, and no more than keeps it in proportion to the model.
 CPU_KV_SHARE = 0.5
 CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
-SMALL_MODEL = 256 * MIB
 ASKED = "as asked"
 
 _T = TypeVar("_T")
@@ -150,9 +149,6 @@ def _dtype(
         if full <= limit.size // 2:
             return notes.add("dtype", "float32", "the checkpoint's")
         return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
-    if full <= SMALL_MODEL:
-        reason = f"small ({show_bytes(full)}): bound by dispatch, where float32 costs less"
-        return notes.add("dtype", "float32", reason)
     if hardware.fast_bf16:
         return notes.add("dtype", "bfloat16", "half the bytes to read, and this CPU multiplies it")
     if full <= limit.size // 2:

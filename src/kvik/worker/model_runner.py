@@ -164,8 +164,8 @@ class ModelRunner:
             part = slice(first, first + len(tokens))
             self.table.append_tokens(slots[part], tokens)
             self.sampling.append(slots[part], tokens)
-            for row, token in zip(rows[part].tolist(), tokens.tolist(), strict=True):
-                token_ids[row] = [token]
+            for row, token in zip(rows[part].tolist(), tokens[:, None].tolist(), strict=True):
+                token_ids[row] = token
             for i, found in result.logprobs.items():
                 logprobs[int(rows[first + i])] = [found]
             for i, why in result.bad_rows.items():
