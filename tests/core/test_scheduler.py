@@ -401,3 +401,12 @@ def test_what_was_accepted_behind_the_end_is_not_cached() -> None:
     answer(sim, plan_of(sim), [EOS, 1, 1, 1])
     assert request.token_ids == [0, 0, 1, EOS]
     assert sim.scheduler.kv.pool.num_cached == 2
+
+
+def test_far_deadlines_of_ended_requests_are_forgotten() -> None:
+    sim = Simulation(Setup())
+    for _ in range(300):
+        sim.add([0], max_tokens=1, deadline=1e9)
+        sim.step()
+    assert not sim.scheduler.has_requests
+    assert len(sim.scheduler._deadlines) < 70

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.core.kv_manager import KVCacheManager
@@ -80,6 +80,10 @@ class Scheduler:
         self.waiting.add(request)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.serial, request))
+            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):
+                # Most have ended long before their time: keep only what is still served.
+                self._deadlines = [d for d in self._deadlines if not d[2].finished]
+                heapify(self._deadlines)
 
     def end(
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
