@@ -45,6 +45,13 @@ def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
     assert not any(".bin" in p or ".py" in p or ".pt" in p for p in call["allow_patterns"])
 
 
+def test_a_description_needs_no_weights(hub: list[Any]) -> None:
+    find_model("owner/model", weights=False)
+    (call,) = hub
+    assert "*.json" in call["allow_patterns"]
+    assert "*.safetensors" not in call["allow_patterns"]
+
+
 @pytest.mark.parametrize(
     "name", ["/no/such/folder", "./nowhere", "a/b/c", "a b", "~nobody/x", "\0"]
 )

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    folder = find_model(config.model)
+    folder = find_model(config.model, weights=False)
     spec = read_model_spec(folder)
     gpus = () if config.device == "cpu" else find_gpus()
     resolved, refusal = None, ""

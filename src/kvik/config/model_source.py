@@ -12,12 +12,16 @@ from kvik.config.fields import shown
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
 # Only what kvik reads. Pickles and code are never fetched.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
+DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
+WEIGHTS = ("*.safetensors",)
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, *, weights: bool = True) -> Path:
     """The folder of a model; a hub id is downloaded into the hub's own cache first.
+
+    Args:
+        weights: False leaves them on the hub: the description is wanted alone.
 
     Raises:
         ModelError: there is no such folder, or the hub does not give it.
@@ -31,10 +35,10 @@ def find_model(model: str) -> Path:
         raise ModelError("model", f"must be a folder or a hub id; {shown(model)} is a file")
     if not HUB_ID.fullmatch(model):
         raise ModelError("model", f"there is no folder {shown(model)}")
-    return _download(model)
+    return _download(model, DESCRIPTION + (WEIGHTS if weights else ()))
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, files: tuple[str, ...]) -> Path:
     # Imported late: it takes a while, and most runs name a folder.
     import huggingface_hub
     from huggingface_hub import errors
@@ -42,7 +46,7 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+                hub_id, allow_patterns=list(files), ignore_patterns=["*/*"]
             )
         )
     except errors.GatedRepoError:
