@@ -6,6 +6,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run: a failure must not depend on luck. Explore with
+# `pytest --hypothesis-profile=default`.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

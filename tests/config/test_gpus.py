@@ -43,6 +43,6 @@ def test_visible_devices(text: str | None, visible: tuple[int, ...] | None) -> N
 
 
 def test_without_the_tool_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvik.config.gpus._torch_version", lambda: "2.13.0")
+    monkeypatch.setattr("kvik.config.gpus.is_cuda_build", lambda: True)
     monkeypatch.setenv("PATH", "")
     assert find_gpus() == ()

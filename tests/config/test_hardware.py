@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.hardware import ISA_FLAGS, Gpu, detect, memory_limit, usable_cores
+from kvik.config.hardware import (
+    ISA_FLAGS,
+    Gpu,
+    detect,
+    is_cuda_build,
+    memory_limit,
+    usable_cores,
+)
 
 GIB = 1 << 30
 NO_LIMIT_V1 = str((1 << 63) - 4096)
@@ -154,3 +161,20 @@ def test_this_machine_answers() -> None:
     assert found.cores >= 1
     assert found.memory_limit > 0
     assert found.isa <= ISA_FLAGS
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "cuda"),
+    [
+        ("2.13.0+cpu", "linux", False),
+        ("2.13.0", "linux", True),
+        ("2.11.0+cu130", "linux", True),
+        ("2.13.0", "darwin", False),
+    ],
+)
+def test_builds_of_torch(
+    version: str, platform: str, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setattr("sys.platform", platform)
+    assert is_cuda_build() is cuda

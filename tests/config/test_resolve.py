@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError, ConfigError, KvikError
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 
@@ -346,3 +347,8 @@ def test_a_device_that_is_not_there() -> None:
 
 def test_static_batches_fit_the_running_requests() -> None:
     assert plan(policy="static", batch_size=300).scheduler.max_num_seqs >= 300
+
+
+def test_torch_built_for_cuda_takes_more_even_on_a_cpu() -> None:
+    plain = plan(hardware=PC).memory.overhead
+    assert plan(hardware=replace(PC, cuda_build=True)).memory.overhead == plain + CUDA_BUILD_BYTES

@@ -85,13 +85,7 @@ def _what_would_fit(
     """The smallest change that helps."""
     free = replace(config, num_blocks=None, kv_cache_memory=None)
     small = replace(size, max_num_seqs=1, max_num_batched_tokens=MIN_BUDGET)
-    half = Footprint.of(
-        footprint.spec,
-        "bfloat16",
-        footprint.device,
-        footprint.attention_backend,
-        footprint.block_size,
-    )
+    half = replace(footprint, dtype="bfloat16")
     for advice, trial_config, trial_footprint, trial_size in (
         ("a smaller KV cache", free, footprint, size),
         (f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}", free, footprint, small),

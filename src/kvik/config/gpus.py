@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from importlib import metadata
 
 from kvik.config.env import visible_gpus
-from kvik.config.hardware import Gpu
+from kvik.config.hardware import Gpu, is_cuda_build
 
 MIB = 1 << 20
 FIELDS = "index,name,memory.total,memory.free,compute_cap"
@@ -14,7 +13,7 @@ FIELDS = "index,name,memory.total,memory.free,compute_cap"
 
 def find_gpus() -> tuple[Gpu, ...]:
     """The devices that the installed torch could use; none if anything is in doubt."""
-    if _torch_version().endswith("+cpu"):
+    if not is_cuda_build():
         return ()
     command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
     try:
@@ -42,10 +41,3 @@ def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
         Gpu(rank, gpu.name, gpu.total_memory, gpu.free_memory, gpu.capability)
         for rank, gpu in enumerate(found[i] for i in order)
     )
-
-
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "+cpu"

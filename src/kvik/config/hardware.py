@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 # Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
@@ -47,6 +48,7 @@ class Hardware:
     isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
     l3_bytes: last-level cache of the first core; 0 if unknown.
     gpus: devices that may be used.
+    cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
     """
 
     cpu_name: str
@@ -56,6 +58,7 @@ class Hardware:
     isa: frozenset[str] = frozenset()
     l3_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
+    cuda_build: bool = False
 
     @property
     def fast_bf16(self) -> bool:
@@ -76,7 +79,16 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
         & ISA_FLAGS,
         l3_bytes=_size(_read(root / "sys/devices/system/cpu/cpu0/cache/index3/size")),
         gpus=gpus,
+        cuda_build=is_cuda_build(),
     )
+
+
+def is_cuda_build() -> bool:
+    """Whether the installed torch could use a GPU, told by its version without importing it."""
+    try:
+        return sys.platform == "linux" and not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def usable_cores(root: Path, allowed: frozenset[int]) -> int:

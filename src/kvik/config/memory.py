@@ -17,6 +17,7 @@ GIB = 1 << 30
 
 # Interpreter, torch, thread stacks; on a GPU the CUDA context and cuBLAS workspaces.
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
+CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more, GPU or not
 # Reference count, links and hash of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 160
 # One logit in the sampler with every rule on: fp32 copies and penalties, then in double precision
@@ -48,14 +49,11 @@ class Footprint:
     device: str  # "cpu" or "cuda"
     attention_backend: str
     block_size: int
-    groups: tuple[KVGroup, ...]
+    runtime: int  # bytes that are gone before the model comes
 
-    @classmethod
-    def of(
-        cls, spec: ModelSpec, dtype: str, device: str, attention_backend: str, block_size: int
-    ) -> Footprint:
-        groups = group_layers(spec.kv_specs(DTYPE_BYTES[dtype]))
-        return cls(spec, dtype, device, attention_backend, block_size, groups)
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        return group_layers(self.spec.kv_specs(DTYPE_BYTES[self.dtype]))
 
     @property
     def weights(self) -> int:
@@ -99,7 +97,7 @@ class Footprint:
         table = size.max_num_seqs * (size.max_model_len + entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         widest = max(spec.vocab_size, 2 * spec.intermediate_size) * spec.hidden_size
-        return RUNTIME_BYTES[self.device] + table + seen + widest * DTYPE_BYTES[self.dtype]
+        return self.runtime + table + seen + widest * DTYPE_BYTES[self.dtype]
 
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""

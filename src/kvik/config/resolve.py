@@ -6,6 +6,7 @@ is touched, and what cannot fit is an error that says what would.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -29,7 +30,14 @@ from kvik.config.config import (
 )
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import GIB, POOL_BYTES_PER_BLOCK, Footprint, StepSize
+from kvik.config.memory import (
+    CUDA_BUILD_BYTES,
+    GIB,
+    POOL_BYTES_PER_BLOCK,
+    RUNTIME_BYTES,
+    Footprint,
+    StepSize,
+)
 from kvik.config.model_spec import ModelSpec
 
 MAX_NUM_SEQS = 256
@@ -61,7 +69,10 @@ def resolve(
     if backend == "auto":
         backend = notes.add("attention_backend", "sdpa", "the fastest backend in this build")
     kind = "cuda" if gpu else "cpu"
-    footprint = Footprint.of(spec, dtype, kind, backend, config.block_size)
+    runtime = RUNTIME_BYTES[kind]
+    if kind == "cpu" and hardware.cuda_build:
+        runtime += CUDA_BUILD_BYTES
+    footprint = Footprint(spec, dtype, kind, backend, config.block_size, runtime)
     size = _step_size(config, footprint, limit, notes)
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
@@ -210,14 +221,20 @@ def _max_model_len(
             f"must be at most the model's context of {context}, not {config.max_model_len}",
         )
     wanted = config.max_model_len or context
-    longest = _longest_fitting(config, footprint, size, limit, wanted)
+    longest = _longest_fitting(
+        config, footprint, lambda length: replace(size, max_model_len=length), limit, wanted
+    )
     least = wanted
     if config.max_model_len is None:
         small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
         least = 1 if small_cache else min(wanted, MIN_CONTEXT)
     if longest < least:
+        # What the error offers must fit when it is asked for, with the step sized for that.
+        offer = _longest_fitting(
+            config, footprint, lambda length: _asked(config, footprint, limit, length), limit, least
+        )
         size = replace(size, max_model_len=least)
-        raise capacity_error(config, footprint, size, limit, longest)
+        raise capacity_error(config, footprint, size, limit, offer)
     if config.max_model_len is not None:
         return notes.add("max_model_len", wanted, ASKED)
     if longest == wanted:
@@ -229,14 +246,27 @@ def _max_model_len(
     return notes.add("max_model_len", longest, reason)
 
 
+def _asked(config: EngineConfig, footprint: Footprint, limit: Limit, length: int) -> StepSize:
+    """The step of a user who asks for a context of `length`."""
+    size = _step_size(replace(config, max_model_len=length), footprint, limit, _Notes())
+    return replace(size, max_model_len=length)
+
+
 def _longest_fitting(
-    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, most: int
+    config: EngineConfig,
+    footprint: Footprint,
+    size_for: Callable[[int], StepSize],
+    limit: Limit,
+    most: int,
 ) -> int:
-    """Longest context up to `most` of which one request fits; 0 if none does."""
+    """A long context, up to `most`, of which one request fits; 0 if none is found.
+
+    It is the longest if a longer context never fits better, as with steps of a fixed size.
+    """
 
     def fits(length: int) -> bool:
-        trial = replace(size, max_model_len=length)
-        one = 1 + footprint.blocks_per_request(length, size.max_num_batched_tokens)
+        trial = size_for(length)
+        one = 1 + footprint.blocks_per_request(length, trial.max_num_batched_tokens)
         cache = cache_bytes(config, footprint, trial)
         enough = cache >= one * footprint.block_cost
         return enough and footprint.fixed(trial) + cache <= limit.size
@@ -248,7 +278,8 @@ def _longest_fitting(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     # Whole blocks: a longer context could not be told apart from this one.
-    return low - low % footprint.block_size if low >= footprint.block_size else low
+    whole = low - low % footprint.block_size
+    return whole if whole and fits(whole) else low
 
 
 def _num_blocks(
