@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
 from kvik.worker.model_runner import ModelRunner
@@ -58,6 +63,15 @@ def test_a_batch_longer_than_the_queue(llm):
     assert len(outputs) == 700
 
 
+def test_a_batch_longer_than_the_queue_in_tokens():
+    limits = {"max_queued_tokens": 20, "max_queued_requests": 3, "max_num_seqs": 2}
+    with LLM(dtype="float32", device="cpu", threads=1, max_model_len=64, **limits) as llm:
+        outputs = llm.generate([[7] * 12, [8] * 30, *[[9] * 5] * 9], GREEDY)
+        assert [output.num_output_tokens for output in outputs] == [8] * 11
+        (several,) = llm.generate([[7] * 12], GREEDY.with_changes(n=3))
+        assert len(several.completions) == 3
+
+
 def test_streamed_text_is_the_text(llm):
     (whole,) = llm.generate("One day", GREEDY)
     with llm.stream("One day", GREEDY) as stream:
@@ -66,6 +80,14 @@ def test_streamed_text_is_the_text(llm):
     assert [t for delta in deltas for t in delta.token_ids] == whole.completions[0].token_ids
     assert deltas[-1].finish_reason == "length"
     assert stream.output.text == whole.text
+
+
+def test_the_callers_token_ids_stay_the_callers(llm):
+    ids = [5, 6, 7]
+    stream = llm.stream(ids, GREEDY)
+    for delta in stream:
+        ids += delta.token_ids
+    assert list(stream.output.prompt_token_ids) == [5, 6, 7]
 
 
 def test_streams_and_batches_share_the_engine(llm):
@@ -174,6 +196,14 @@ def test_eos_ends_and_can_be_ignored(llm):
 
 
 BAD_CALLS = [
+    ("prompt", lambda llm: llm.stream(None)),
+    ("prompt", lambda llm: llm.stream([2**70])),
+    ("prompt", lambda llm: llm.generate([[2**70], [-1]])),
+    ("prompt", lambda llm: llm.stream(b"bytes")),
+    ("messages", lambda llm: llm.chat({"role": "user", "content": "not in a list"})),
+    ("params", lambda llm: llm.generate("a", {"temperature": 0})),
+    ("params", lambda llm: llm.generate(["a"], [None])),
+    ("params", lambda llm: llm.stream("a", {"temperature": 0})),
     ("prompt", lambda llm: llm.generate("")),
     ("prompt", lambda llm: llm.generate(["fine", ""])),
     ("prompt", lambda llm: llm.generate([[]])),
@@ -190,6 +220,12 @@ BAD_CALLS = [
 ]
 
 
+def test_nothing_is_no_prompt_even_where_a_token_stands_before_it(llm, monkeypatch):
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda *asked: [1])
+    with pytest.raises(ParamError, match="must not be empty"):
+        llm.generate("", GREEDY)
+
+
 @pytest.mark.parametrize(("field", "call"), BAD_CALLS, ids=range(len(BAD_CALLS)))
 def test_bad_calls_name_the_field(llm, field, call):
     with pytest.raises(ParamError) as caught:
@@ -203,10 +239,29 @@ def test_bad_options_name_the_field(tmp_path):
         LLM(max_sequences=4)
     with pytest.raises(ConfigError, match="block_size"):
         LLM(block_size=0)
+    with pytest.raises(ConfigError, match="model"):
+        LLM(5)
     with pytest.raises(CapacityError):
         LLM(num_blocks=2, max_model_len=256)
     with pytest.raises(ModelError, match="model"):
         LLM(str(tmp_path / "nothing here"))
+    with pytest.raises(ConfigError, match="dtype"):  # before anything is downloaded
+        LLM("some-org/some-model", dtype="int3")
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(llm, tmp_path):
+    folder = Path(llm.resolved.runner.model_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    options = {"load_format": "random", "device": "cpu", "threads": 1, "max_model_len": 64}
+    with LLM(str(tmp_path), **options) as bare:
+        assert bare.generate([5, 6], GREEDY)[0].num_output_tokens == 8
+        with pytest.raises(ModelError, match=r"^tokenizer.json: is missing .* token ids"):
+            bare.generate("text", GREEDY)
+        (tmp_path / "vocab.json").touch()
+        with pytest.raises(ModelError, match="save_pretrained"):  # what to do about it
+            bare.chat([{"role": "user", "content": "Hello"}], GREEDY)
+        with pytest.raises(ParamError, match=r"^stop: needs a tokenizer"):
+            bare.generate([5, 6], GREEDY.with_changes(stop="a"))
 
 
 def test_a_closed_llm_says_so():
@@ -231,6 +286,41 @@ def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):
         patch.setattr(ModelRunner, "_forward", interrupted)
         llm.generate(["One day"] * 4, GREEDY)
     assert llm.generate("One day", GREEDY)[0].text == expected.text
+
+
+def test_an_impatient_ctrl_c_leaves_the_engine_usable(llm, monkeypatch, default_sigint):
+    (expected,) = llm.generate("One day", GREEDY)
+
+    def interrupted(self, batch):
+        for _ in range(2):  # the second one arrives in the middle of the step
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    stream = llm.stream("Once", GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ModelRunner, "_forward", interrupted)
+        next(stream)
+    stream.close()
+    assert llm.generate("One day", GREEDY)[0].text == expected.text
+
+
+def test_ctrl_c_while_a_batch_waits_for_company(default_sigint):
+    waits = {"policy": "dynamic", "max_wait": 60.0, "max_model_len": 64}
+    with LLM(dtype="float32", device="cpu", threads=1, **waits) as llm:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        started = time.monotonic()
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]], GREEDY)
+        assert time.monotonic() - started < 30
+
+
+def test_engines_of_one_process_keep_their_own_threads(llm):
+    with LLM(dtype="float32", device="cpu", threads=2, max_model_len=64) as other:
+        other.generate([[5]], GREEDY)
+        assert torch.get_num_threads() == 2
+        llm.generate([[5]], GREEDY)
+        assert torch.get_num_threads() == 1
 
 
 def test_progress_is_shown_when_asked_for(llm, capfd):

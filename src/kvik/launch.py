@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvik.config.check import check_config
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
@@ -52,6 +53,7 @@ def launch(config: EngineConfig) -> Engine:
 
 def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Every decision with its reason, before anything is loaded."""
+    check_config(config)  # before a model is downloaded in vain
     folder = find_model(config.model)
     spec = read_model_spec(folder)
     gpus = () if config.device == "cpu" else find_gpus()

@@ -54,8 +54,9 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Raises `ModelError` if the model's folder has none; token ids can still be given."""
         if self._tokenizer is None:
-            raise ParamError("prompt", "this model has no tokenizer: give token ids")
+            return Tokenizer.load(self.resolved.runner.model_path)  # says what is missing
         return self._tokenizer
 
     def generate(
@@ -72,7 +73,7 @@ class LLM:
             progress: show a bar; None shows it for more than one prompt on a terminal.
 
         Raises:
-            ParamError: a prompt or parameter is impossible; nothing was generated.
+            ParamError, CapacityError: a prompt or parameter is impossible; nothing was generated.
         """
         return self._run(_as_prompts(prompts), params, progress, add_special_tokens=True)
 
@@ -84,8 +85,9 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if single or not messages else list(messages)
+        listed = isinstance(messages, Sequence) and not isinstance(messages, str) and messages
+        many = listed and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if many else [messages]
         prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         return self._run(prompts, params, progress, add_special_tokens=False)
 
@@ -102,7 +104,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it comes."""
-        if not isinstance(prompt, str) and any(not isinstance(t, int) for t in prompt):
+        if not any(one is prompt for one in _as_prompts(prompt)):
             raise ParamError("prompt", "must be one text or one list of token ids")
         return self._stream(prompt, params, add_special_tokens=True)
 
@@ -151,11 +153,11 @@ class LLM:
         if params.stop and self._tokenizer is None:
             raise ParamError("stop", "needs a tokenizer, and this model has none")
         if isinstance(prompt, str):
-            ids: Sequence[int] = self.tokenizer.encode(prompt, add_special_tokens)
-            if not ids:
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            if not prompt or not ids:  # some tokenizers put a token before nothing at all
                 raise ParamError("prompt", "must not be empty")
         else:
-            ids = prompt
+            ids = list(prompt)
         if params.bad_words:
             params = params.with_changes(bad_words=bad_word_ids(params.bad_words, self._tokenizer))
         self._serial += 1
@@ -182,17 +184,12 @@ class LLM:
         }
         outputs: dict[str, RequestOutput] = {}
         unsent = deque(requests)
-        # A batch of any length keeps the engine's queue short of its limits.
-        lookahead = min(_LOOKAHEAD, self.resolved.scheduler.max_queued_requests)
         with BatchProgress(len(requests), progress) as bar:
             try:
                 while len(outputs) < len(requests):
-                    room = lookahead - self._client.stats().num_waiting
-                    while unsent and room >= unsent[0].params.n:
+                    while unsent and self._has_room(unsent[0]):
                         request = unsent.popleft()
-                        room -= request.params.n
-                        self._processor.add(request, texts[request.request_id], streaming=False)
-                        self._client.add(request)
+                        self._add(request, texts[request.request_id], streaming=False)
                     for output in self._step().finished:
                         if output.request_id in texts:
                             outputs[output.request_id] = output
@@ -206,24 +203,35 @@ class LLM:
     def _stream(
         self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Stream:
-        request = self._request(
-            prompt, params or self.default_params, add_special_tokens=add_special_tokens
-        )
+        (one,) = self._params_for(1, params)
+        request = self._request(prompt, one, add_special_tokens=add_special_tokens)
         self._client.check(request)
-        self._processor.add(request, prompt if isinstance(prompt, str) else None, streaming=True)
-        try:
-            self._client.add(request)
-        except ValueError:
-            self._processor.discard(request.request_id)
-            raise
         stream = Stream(self, request.request_id)
         self._streams[request.request_id] = stream
+        try:
+            self._add(request, prompt if isinstance(prompt, str) else None, streaming=True)
+        except BaseException:  # refused or interrupted: nobody will read it
+            self._abort(request.request_id)
+            raise
         return stream
+
+    def _has_room(self, request: EngineRequest) -> bool:
+        """Whether the queue takes it now: batches of any length keep within the limits."""
+        limits, stats, n = self.resolved.scheduler, self._client.stats(), request.params.n
+        if stats.num_waiting + n > min(_LOOKAHEAD, limits.max_queued_requests):
+            return False
+        tokens = stats.queued_tokens + n * len(request.prompt_token_ids)
+        return stats.num_waiting == 0 or tokens <= limits.max_queued_tokens
+
+    def _add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
+        with deferred_interrupt():
+            self._processor.add(request, prompt, streaming=streaming)
+            self._client.add(request)
 
     def _step(self) -> Processed:
         """One step of the engine; streams get what is theirs."""
         with deferred_interrupt():
-            processed = self._processor.process(self._client.poll())
+            processed = self._processor.process(self._client.poll(_PATIENCE))
             for request_id, index, reason, error in processed.to_end:
                 self._client.end(request_id, index, reason, error)
             for delta in processed.deltas:
@@ -236,21 +244,27 @@ class LLM:
         return processed
 
     def _abort(self, request_id: str) -> None:
-        self._processor.discard(request_id)
-        self._streams.pop(request_id, None)
-        self._client.end(request_id, None, FinishReason.ABORT)
+        with deferred_interrupt():
+            self._processor.discard(request_id)
+            self._streams.pop(request_id, None)
+            self._client.end(request_id, None, FinishReason.ABORT)
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * count
+        if not isinstance(params, Sequence) or not all(
+            isinstance(each, SamplingParams) for each in params
+        ):
+            raise ParamError("params", "must be SamplingParams, or a list with one for each prompt")
         if len(params) != count:
             raise ParamError("params", f"{len(params)} given for {count} prompts: one for each")
         return list(params)
 
 
 _LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
+_PATIENCE = 0.1  # seconds that a step may wait for company, deaf to Ctrl-C
 
 
 class Stream(Iterator[TextDelta]):

@@ -94,9 +94,12 @@ def test_save(llm: LLM, tmp_path: Path, capsys: Any) -> None:
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
     assert saved[2]["content"] == talk.messages[1]["content"]
     talk.take(f"/save {tmp_path / 'no' / 'such' / 'folder'}")
+    talk.take("/save ~nobody-here/talk.json")
+    talk.take("/save a\0b")
     talk.take("/save")
     errors = capsys.readouterr().err
     assert "kvik: error: file: cannot be written (No such file or directory)" in errors
+    assert errors.count("cannot be written") == 3
     assert "kvik: error: file: must be named" in errors
 
 
@@ -184,12 +187,21 @@ def test_the_command_reads_lines(
 def test_ctrl_c_at_the_prompt_only_gives_a_hint(
     loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    def stopped(talk: Chat, line: str) -> None:
+        if line == "Hello":
+            raise KeyboardInterrupt
+        take(talk, line)
+
+    take = Chat.take
+    monkeypatch.setattr(Chat, "take", stopped)
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     def lines() -> Iterator[BaseException | str]:
         yield KeyboardInterrupt()
+        yield "Hello"
         yield "/exit"
 
     script = lines()
@@ -203,7 +215,7 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", read)
     assert main(["chat"]) == 0
-    assert "/exit or Ctrl-D leaves" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("/exit or Ctrl-D leaves") == 2
 
 
 @pytest.mark.parametrize(

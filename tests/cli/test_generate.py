@@ -113,10 +113,13 @@ def test_siblings_are_numbered(loads: Loads, capsys: pytest.CaptureFixture[str])
     assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["[0]", "[1]"]
 
 
-def test_the_length_has_a_default(
-    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_length_is_the_models_own_where_none_is_given(
+    llm: LLM,
+    loads: Loads,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("kvik.cli.generate.MAX_TOKENS", 5)
+    monkeypatch.setattr(llm, "default_params", llm.default_params.with_changes(max_tokens=5))
     flags = ["--ignore-eos", "--seed", "1", "--json"]
     assert main(["generate", *flags, "The fox"]) == 0
     assert json.loads(capsys.readouterr().out)["usage"]["output_tokens"] == 5

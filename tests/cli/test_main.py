@@ -116,6 +116,15 @@ def test_a_reader_that_left_is_quiet() -> None:
     assert result.stderr == ""
 
 
+def test_bytes_that_are_no_text_are_no_crash() -> None:
+    command = [sys.executable, "-m", "kvik", "chat"]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "KVIK_THREADS": "1"}
+    said = b"/system caf\xe9\n"
+    result = subprocess.run(command, input=said, capture_output=True, check=False, env=strict)
+    assert result.returncode == 0, result.stderr
+    assert "system message: caf\ufffd" in result.stdout.decode()
+
+
 def test_the_module_runs_too() -> None:
     result = run("info", "/no/such/folder")
     assert result.returncode == 2

@@ -42,6 +42,7 @@ def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
     (call,) = hub
     assert call["repo_id"] == "owner/model-1.5B"
     assert "*.safetensors" in call["allow_patterns"]
+    assert "consolidated*" in call["ignore_patterns"]  # a second copy of the weights
     assert not any(".bin" in p or ".py" in p or ".pt" in p for p in call["allow_patterns"])
 
 

@@ -314,6 +314,11 @@ def test_what_cannot_fit_says_what_would(options: dict[str, Any], field: str, pa
     [
         (1 * GIB, {}, "a smaller model, or"),
         (24 * GIB, {"dtype": "float32"}, "dtype=bfloat16 would fit"),
+        (
+            24 * GIB,
+            {"dtype": "float32", "num_blocks": 1 << 24},
+            "dtype=bfloat16 and a smaller KV cache would fit",
+        ),
         (24 * GIB, {"memory_utilization": 0.5}, "a higher memory_utilization would fit"),
     ],
 )

@@ -4,6 +4,7 @@ import math
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvik.config.errors import ParamError
@@ -92,6 +93,13 @@ def test_the_edge_of_what_is_allowed(name: str, value: Any) -> None:
 )
 def test_what_callers_may_write_instead(name: str, given: Any, stored: Any) -> None:
     assert getattr(SamplingParams(**{name: given}), name) == stored
+
+
+def test_integers_of_numpy_become_pythons_own() -> None:
+    params = SamplingParams(seed=np.int64(5), max_tokens=np.int32(7), n=np.uint8(2))
+    assert [type(value) for value in (params.seed, params.max_tokens, params.n)] == [int] * 3
+    with pytest.raises(ParamError, match="seed"):
+        SamplingParams(seed=np.bool_(True))
 
 
 def test_limits_that_contradict_each_other() -> None:

@@ -58,8 +58,8 @@ class FakeExecutor:
     depth: int = 1
     plans: list[SchedulerOutput] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # rows of the next step
-    raises: Exception | None = None  # from the next submit
-    raises_late: Exception | None = None  # from the next result
+    raises: BaseException | None = None  # from the next submit
+    raises_late: BaseException | None = None  # from the next result
     stopped: int = 0
 
     def start(self) -> None: ...

@@ -92,6 +92,23 @@ def test_a_failing_step_ends_its_requests_and_the_loop_goes_on(rig, where, depth
     assert ends(drain(rig)) == {("b", 0): FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("where", ["raises", "raises_late"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_inside_a_step_leaves_the_engine_in_order(rig, where, depth):
+    rig = rig(depth)
+    rig.core.add(request("a"), 0.0)
+    rig.loop.step()
+    setattr(rig.executor, where, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        rig.loop.step()
+    rig.core.add(request("b"), 0.0)
+    reasons = ends(drain(rig))
+    # A step that never began cannot be waited for; one whose result is still to come can.
+    lost = where == "raises"
+    assert reasons[("a", 0)] is (FinishReason.ERROR if lost else FinishReason.LENGTH)
+    assert reasons[("b", 0)] is FinishReason.LENGTH
+
+
 def test_blocks_of_a_failed_step_are_never_matched(rig):
     rig = rig()
     rig.core.add(request("a", range(20)), 0.0)
@@ -204,8 +221,13 @@ def test_the_queue_is_bounded_in_requests_and_tokens(rig):
         limited.core.add(request(name), 0.0)
     with pytest.raises(CapacityError, match="max_queued_requests"):
         limited.core.add(request("d"), 0.0)
-    with pytest.raises(CapacityError, match="max_queued_requests"):  # n counts
-        rig(max_queued_requests=3).core.add(request("a", n=4), 0.0)
+    limited.core.check(request("d", n=3))
+    with pytest.raises(CapacityError, match="n: must be at most max_queued_requests"):
+        limited.core.check(request("d", n=4))  # never, however empty the queue is
+    with pytest.raises(CapacityError, match="the queue is full"):  # n counts
+        limited = rig(max_queued_requests=3)
+        limited.core.add(request("a", n=2), 0.0)
+        limited.core.add(request("b", n=2), 0.0)
     limited = rig(max_queued_tokens=10)
     limited.core.add(request("a", range(9)), 0.0)
     with pytest.raises(CapacityError, match="max_queued_tokens"):

@@ -11,6 +11,7 @@ from kvik.core import scheduler
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings
 from kvik.worker import model_runner
+from kvik.worker.logits_rules import TokenRules
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampling_table import SamplingTable
 
@@ -29,7 +30,7 @@ def llm() -> Iterator[LLM]:
 def generate(llm: LLM) -> list[RequestOutput]:
     common = {"max_tokens": 12, "ignore_eos": True, "stop": ("never seen",), "logprobs": 1}
     params = [SamplingParams(temperature=0.0, **common) for _ in PROMPTS]
-    params[VICTIM] = SamplingParams(seed=VICTIM_SEED, prompt_logprobs=1, **common)
+    params[VICTIM] = SamplingParams(seed=VICTIM_SEED, prompt_logprobs=1, min_tokens=1, **common)
     return llm.generate(PROMPTS, params, progress=False)
 
 
@@ -67,6 +68,13 @@ def _throw_in_sampling(monkeypatch) -> None:
 
     monkeypatch.setattr(SamplingTable, "set", spy)
     monkeypatch.setattr(SamplingTable, "batch", broken)
+
+
+def _throw_in_token_rules(monkeypatch) -> None:
+    def broken(self, token):  # min_tokens makes the victim the only one with such rules
+        raise LookupError("token rules")
+
+    monkeypatch.setattr(TokenRules, "append", broken)
 
 
 def _throw_in_prompt_logprobs(monkeypatch) -> None:
@@ -120,6 +128,7 @@ def _throw_in_stop_strings(monkeypatch) -> None:
     [
         _throw_in_set_up,
         _throw_in_sampling,
+        _throw_in_token_rules,
         _throw_in_prompt_logprobs,
         _throw_in_stop_check,
         _throw_in_detokenising,

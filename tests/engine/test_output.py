@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
@@ -123,6 +125,15 @@ def test_siblings_are_gathered_in_order(tokenizer):
     _, (output,), _ = feed(processor, tokenizer, "first", FinishReason.STOP, index=0)
     assert [c.text for c in output.completions] == ["firs", "second"]
     assert [c.index for c in output.completions] == [0, 1]
+
+
+def test_cached_tokens_are_those_of_the_sibling_that_computed_the_prompt(tokenizer):
+    processor = start(tokenizer, n=2)
+    for index, cached in ((1, 9), (0, 4)):  # the one that shared the prompt ends first
+        report = replace(REPORT, num_cached_tokens=cached)
+        out = processor.process([RequestDelta("a", index, [3], FinishReason.STOP, report=report)])
+    assert out.finished[0].num_cached_tokens == 4
+    assert out.finished[0].num_preemptions == 2
 
 
 def test_a_failing_detokenizer_ends_its_request_alone(tokenizer, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,15 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
             print("/help lists the commands")
         while chat.open:
             try:
-                line = input("> " if interactive else "")
+                chat.take(input("> " if interactive else ""))
             except EOFError:
                 break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
                 if not interactive:
                     raise
                 print("\n/exit or Ctrl-D leaves")
-                continue
-            chat.take(line)
     return 0
 
 
@@ -167,12 +166,13 @@ class Chat:
     def _save(self, name: str) -> None:
         if not name:
             raise ParamError("file", "must be named: /save FILE")
-        path = Path(name).expanduser()
         text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=2)
         try:
-            path.write_text(text + "\n", encoding="utf-8")
+            Path(os.path.expanduser(name)).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ParamError("file", f"cannot be written ({error.strerror})") from None
+        except ValueError as error:  # a name with a null character
+            raise ParamError("file", f"cannot be written ({error})") from None
         print(f"saved {len(self.messages)} messages to {name}")
 
     def _stats(self, rest: str) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
     from kvik.llm import LLM
 
-MAX_TOKENS = 256  # where neither the caller nor the model says how much
 MAX_PROMPT_BYTES = 64 << 20
 
 
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.verbose:
             for decision in llm.resolved.decisions:
                 print(f"{decision.name} = {decision.value}: {decision.reason}", file=sys.stderr)
-        params = llm.default_params.with_changes(**{"max_tokens": MAX_TOKENS, **given})
+        params = llm.default_params.with_changes(**given)
         if arguments.json:
             (output,) = llm.generate([prompt], params)
             print(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))

@@ -25,8 +25,9 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for what the caller can fix, 1 for a failure."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal that lacks a letter shows "?"
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # A terminal that lacks a letter shows "?"; bytes that are no text come in as U+FFFD.
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))

@@ -86,11 +86,13 @@ def _what_would_fit(
     free = replace(config, num_blocks=None, kv_cache_memory=None)
     small = replace(size, max_num_seqs=1, max_num_batched_tokens=MIN_BUDGET)
     half = replace(footprint, dtype="bfloat16")
+    one_by_one = f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}"
+    also = "" if free == config else " and a smaller KV cache"
     for advice, trial_config, trial_footprint, trial_size in (
         ("a smaller KV cache", free, footprint, size),
-        (f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}", free, footprint, small),
-        ("dtype=bfloat16", free, half, size),
-        ("dtype=bfloat16 with max_num_seqs=1", free, half, small),
+        (f"{one_by_one}{also}", free, footprint, small),
+        (f"dtype=bfloat16{also}", free, half, size),
+        (f"dtype=bfloat16, {one_by_one}{also}", free, half, small),
     ):
         cache = cache_bytes(trial_config, trial_footprint, trial_size)
         if trial_footprint.fixed(trial_size) + cache <= limit.size:

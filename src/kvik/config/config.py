@@ -21,14 +21,15 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV block.
         num_blocks: KV blocks; None: as many as memory and use allow.
-        memory_utilization: share of the memory limit the engine may plan with, in (0, 1].
+        memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
         kv_cache_memory: bytes for the KV cache; None: planned.
         enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
         policy: "fcfs", "priority", "shortest-prefill-first", "longest-prefix-match", "static" or
             "dynamic".
         batch_size: requests per batch of the static and dynamic policies.
         max_wait: seconds the dynamic policy waits for a batch to fill.
-        ageing: seconds of waiting worth one priority level under "priority".
+        ageing: seconds of waiting that weigh as much as one level of priority ("priority"), as a
+            thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").
         max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
         attention_backend: "auto", "reference" or "sdpa".
         threads: CPU threads; None: the cores this process may use.

@@ -7,9 +7,12 @@ class KvikError(ValueError):
     """Base of everything a caller can fix; `field` names what to change."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # both, or it could not be pickled
         self.field = field
         self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
 
 
 class ParamError(KvikError):

@@ -14,6 +14,8 @@ BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 # Only what kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
 WEIGHTS = ("*.safetensors",)
+# Subfolders, and Mistral's second copy of the weights under names of its own.
+IGNORED = ("*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 
@@ -46,7 +48,7 @@ def _download(hub_id: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                hub_id, allow_patterns=list(files), ignore_patterns=["*/*"]
+                hub_id, allow_patterns=list(files), ignore_patterns=list(IGNORED)
             )
         )
     except errors.GatedRepoError:

@@ -14,6 +14,7 @@ MAX_STOP_BYTES = 1024
 MAX_LIST_ENTRIES = 4096
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it the softmax of scaled logits overflows: greedy is meant
+_INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,13 @@ class SamplingParams:
             )
 
     def _normalise(self) -> None:
-        """Accept a list where a tuple is stored, and a single stop string."""
+        """Accept a list where a tuple is stored, a single stop string, and integers of numpy, which
+        overflow where Python's do not."""
         put = object.__setattr__
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                put(self, name, int(value))
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

@@ -89,6 +89,11 @@ class EngineCore:
                 f"{request.params.min_tokens} do not fit behind a prompt of {len(prompt)} tokens "
                 f"in the context of {limit}",
             )
+        most = self.config.scheduler.max_queued_requests
+        if request.params.n > most:
+            raise CapacityError(
+                "n", f"must be at most max_queued_requests ({most}), not {request.params.n}"
+            )
         kv = self.scheduler.kv
         longest = self._max_length(request)
         needed = kv.max_blocks(longest, self.config.scheduler.max_num_batched_tokens)

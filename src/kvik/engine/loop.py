@@ -29,8 +29,11 @@ class EngineLoop:
                 self._in_flight.append(self.executor.submit(plan))
             except Exception as error:
                 self._in_flight.append(error)
+            except BaseException:  # an impatient Ctrl-C: the books must still know of the step
+                self._in_flight.append(RuntimeError("the step was interrupted"))
+                raise
         if self._in_flight and (plan is None or len(self._in_flight) >= self.executor.depth):
-            deltas = self._finish(self._in_flight.popleft())
+            deltas = self._finish_oldest()
         return deltas + self.core.take_ended()
 
     @property
@@ -48,11 +51,14 @@ class EngineLoop:
         at = self.core.wakeup(now)
         return 0.0 if at is None else max(0.0, at - now)
 
-    def _finish(self, handle: object) -> list[RequestDelta]:
+    def _finish_oldest(self) -> list[RequestDelta]:
+        handle = self._in_flight[0]  # stays in flight if the wait for it is interrupted
         try:
             if isinstance(handle, Exception):
                 raise handle
             output = self.executor.result(handle)
         except Exception as error:
+            self._in_flight.popleft()
             return self.core.fail_step(f"{type(error).__name__}: {error}", self.clock())
+        self._in_flight.popleft()
         return self.core.finish_step(output, self.clock())

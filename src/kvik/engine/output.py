@@ -116,7 +116,7 @@ class _Entry:
     streaming: bool
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
-    reports: list[RequestReport] = field(default_factory=list)
+    reports: dict[int, RequestReport] = field(default_factory=dict)  # by index
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class OutputProcessor:
                         tokens,
                         finish_reason=result.finish_reason if result else None,
                         error=completion.error,
-                        logprobs=delta.logprobs,
+                        logprobs=delta.logprobs if tokens else None,
                     )
                 )
         return out
@@ -242,7 +242,7 @@ class OutputProcessor:
             error=completion.error,
         )
         if delta.report is not None:
-            entry.reports.append(delta.report)
+            entry.reports[delta.index] = delta.report
         if all(c.result is not None for c in entry.completions):
             del self._entries[delta.request_id]
             out.finished.append(_output(entry))
@@ -254,7 +254,7 @@ def _before_min(entry: _Entry) -> int:
 
 
 def _output(entry: _Entry) -> RequestOutput:
-    reports = entry.reports
+    reports = entry.reports.values()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if entry.prompt_logprobs is not None:
         prompt_logprobs = [None, *entry.prompt_logprobs]
@@ -263,7 +263,7 @@ def _output(entry: _Entry) -> RequestOutput:
         prompt=entry.prompt,
         prompt_token_ids=entry.request.prompt_token_ids,
         completions=[c.result for c in entry.completions if c.result is not None],
-        num_cached_tokens=reports[0].num_cached_tokens,
+        num_cached_tokens=entry.reports[0].num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
         prompt_logprobs=prompt_logprobs,
         metrics=RequestMetrics(

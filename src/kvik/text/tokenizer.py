@@ -128,7 +128,7 @@ def _why_missing(folder: Path) -> str:
             "is missing; vocab.json and merges.txt alone are not read: load the folder once with "
             "transformers' AutoTokenizer and save_pretrained() to get a tokenizer.json"
         )
-    return "is missing from the model folder"
+    return "is missing from the model folder; without it prompts must be token ids"
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -163,7 +163,8 @@ class ModelRunner:
             tokens = result.token_ids.cpu().numpy()
             part = slice(first, first + len(tokens))
             self.table.append_tokens(slots[part], tokens)
-            self.sampling.append(slots[part], tokens)
+            for i, failure in self.sampling.append(slots[part], tokens).items():
+                errors[int(rows[first + i])] = describe(failure)
             for row, token in zip(rows[part].tolist(), tokens[:, None].tolist(), strict=True):
                 token_ids[row] = token
             for i, found in result.logprobs.items():

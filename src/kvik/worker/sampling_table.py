@@ -100,19 +100,29 @@ class SamplingTable:
         self._token_rules.pop(slot, None)
         self._rows["needs"][slot] = 0
 
-    def append(self, slots: NDArray[np.integer], tokens: NDArray[np.integer]) -> None:
+    def append(
+        self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
+    ) -> dict[int, Exception]:
         """Each slot's newest output token; a slot occurs once.
 
         Args:
             slots, tokens: [n].
+
+        Returns:
+            By index, what went wrong in the rules of one request alone.
         """
+        failed: dict[int, Exception] = {}
         if self._seen is not None:
             counted = self._rows["needs"][slots] & _Need.PENALTIES != 0
             self._seen.append(self._ids(slots[counted]), self._ids(tokens[counted]))
         if self._token_rules:
-            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
                 if slot in self._token_rules:
-                    self._token_rules[slot].append(token)
+                    try:
+                        self._token_rules[slot].append(token)
+                    except Exception as error:
+                        failed[i] = error
+        return failed
 
     def batch(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> SamplingBatch:
         """Plan the sampling of one token for each slot.

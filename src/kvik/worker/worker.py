@@ -28,10 +28,10 @@ class Worker:
     def __init__(self, config: ResolvedConfig) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device(runner.device), _DTYPES[runner.dtype]
-        if device.type == "cpu":
-            torch.set_num_threads(runner.threads)
-        elif not torch.cuda.is_available():
+        self._threads = runner.threads if device.type == "cpu" else None
+        if device.type != "cpu" and not torch.cuda.is_available():
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
+        self._set_threads()
         ops = select_ops(device)
         backend = select_backend(runner.attention_backend, device, dtype)
         checkpoint: Checkpoint | None = None
@@ -72,8 +72,14 @@ class Worker:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         if self._runner is None:
             raise RuntimeError("the worker is closed")
+        self._set_threads()
         with torch.inference_mode():
             return self._runner.run(plan)
+
+    def _set_threads(self) -> None:
+        """Before every step, because another engine of this process may have set its own number."""
+        if self._threads is not None and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
 
     def close(self) -> None:
         """Drop weights and cache; safe to call twice."""
