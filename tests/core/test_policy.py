@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from helpers.fake_worker import expected_output
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.errors import ConfigError
 from kvik.core.policy import POLICIES, make_policy
-from kvik.core.types import Request
+from kvik.core.types import Request, RequestStatus
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -198,3 +199,32 @@ def test_continuous_batching_takes_everybody_in() -> None:
     sim.plan()
     assert len(running(sim)) == 2
     assert sim.scheduler.wakeup(sim.now) is None
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_siblings_share_a_batch(policy: str) -> None:
+    sim = Simulation(Setup(policy=policy, batch_size=4, max_num_seqs=8, max_wait=0.0))
+    siblings = sim.add([0] * 6, n=4, max_tokens=6, stop_ids=frozenset())
+    other = sim.add([1] * 6, max_tokens=6, stop_ids=frozenset())[0]
+    sim.step()
+    assert [r.status for r in siblings].count(RequestStatus.RUNNING) == 1
+    sim.step()
+    assert all(r.status is RequestStatus.RUNNING for r in siblings)
+    while any(not r.finished for r in siblings):
+        assert other.status is RequestStatus.WAITING
+        sim.step()
+    sim.step()
+    assert other.status is RequestStatus.RUNNING
+
+
+def test_a_preempted_request_rejoins_its_static_batch() -> None:
+    sim = Simulation(Setup(policy="static", batch_size=2, block_size=4, num_blocks=12))
+    long = [p for p in ([i] * 8 for i in range(100)) if len(expected_output(p, "", 20)) == 20]
+    first, second = (sim.add(prompt, max_tokens=20)[0] for prompt in long[:2])
+    newcomer = sim.add([2] * 4, max_tokens=2)[0]
+    while second.num_preemptions == 0:
+        sim.step()
+    while not (first.finished and second.finished):
+        assert newcomer.status is RequestStatus.WAITING
+        sim.step()
+    assert second.finished

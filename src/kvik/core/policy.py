@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvik.config.config import SchedulerConfig
 from kvik.config.errors import ConfigError
-from kvik.core.types import Request
+from kvik.core.types import Request, RequestStatus
 
 
 class Policy(Protocol):
@@ -36,7 +36,7 @@ class Policy(Protocol):
         ...
 
     def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
-        """How many of the waiting requests (sorted by `order`) may start now."""
+        """How many of the first waiting requests (sorted by `order`) may start now."""
         ...
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
@@ -109,14 +109,16 @@ class LongestPrefixMatch(Fcfs):
 
 
 class Static(Fcfs):
-    """A batch starts when the one before it has ended, and takes nobody in meanwhile."""
+    """A batch starts when the one before it has ended, and takes no newcomer in meanwhile."""
 
     def __init__(self, batch_size: int, max_tokens: int) -> None:
         self.batch_size = batch_size
         self.max_tokens = max_tokens
 
     def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
-        return 0 if num_running else _first_batch(waiting, self.batch_size, self.max_tokens)
+        if num_running:
+            return _rejoining(waiting, self.batch_size - num_running)
+        return _first_batch(waiting, self.batch_size, self.max_tokens)
 
 
 class Dynamic(Fcfs):
@@ -129,7 +131,9 @@ class Dynamic(Fcfs):
         self.max_wait = max_wait
 
     def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
-        if num_running or not waiting:
+        if num_running:
+            return _rejoining(waiting, self.batch_size - num_running)
+        if not waiting:
             return 0
         count = _first_batch(waiting, self.batch_size, self.max_tokens)
         full = count == self.batch_size or count < len(waiting)
@@ -140,6 +144,19 @@ class Dynamic(Fcfs):
 
     def _due(self, waiting: Sequence[Request]) -> float:
         return waiting[0].arrival + self.max_wait
+
+
+def _rejoining(waiting: Sequence[Request], room: int) -> int:
+    """Members of the batch under way that had to wait: preempted ones, and siblings of a request
+    that runs, since they need its prompt."""
+    count = 0
+    for request in waiting[: max(0, room)]:
+        leader = request.leader
+        sibling = leader is not None and leader.status is RequestStatus.RUNNING
+        if not sibling and request.status is not RequestStatus.PREEMPTED:
+            break
+        count += 1
+    return count
 
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> int:

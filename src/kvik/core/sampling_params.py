@@ -152,6 +152,8 @@ class SamplingParams:
                 put(self, name, int(value))
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):
+            put(self, "logit_bias", dict(self.logit_bias))  # what the caller does later is his own
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is None and name != "allowed_token_ids":

@@ -237,8 +237,8 @@ class Scheduler:
         if allowed == 0:
             return copies, new_requests
         oldest = self._in_flight[0][0].step if self._in_flight else self.counters.steps
-        for request in self.policy.candidates(waiting, now):
-            if len(new_requests) == allowed or budget == 0 or not self._free_slots:
+        for request in self.policy.candidates(waiting[:allowed], now):
+            if budget == 0 or not self._free_slots:
                 break
             if request.last_step >= oldest or self._leader_is_busy(request):
                 continue  # what it needs is on its way

@@ -1,0 +1,77 @@
+"""The gathered inputs of a step, against one row at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvik.core.plan import NewRequest, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.worker.input_batch import build_input_batch
+from kvik.worker.request_table import RequestTable
+
+SLOTS, LENGTH = 8, 64
+CPU = torch.device("cpu")
+
+
+def fill(table: RequestTable, rng: random.Random, num_groups: int) -> dict[int, NewRequest]:
+    """Requests in random slots, computed up to a random point."""
+    block_size, free = table.block_size, list(range(1, 1 + num_groups * SLOTS * LENGTH))
+    rng.shuffle(free)
+    requests = {}
+    for slot in rng.sample(range(SLOTS), 5):
+        length = rng.randint(1, LENGTH)
+        blocks = -(-length // block_size)
+        requests[slot] = NewRequest(
+            slot=slot,
+            token_ids=[rng.randrange(1000) for _ in range(length)],
+            num_prompt_tokens=rng.randint(1, length),
+            num_computed_tokens=rng.randrange(length),
+            block_ids=[[free.pop() for _ in range(blocks)] for _ in range(num_groups)],
+            params=SamplingParams(),
+            stop_ids=frozenset(),
+            seed=0,
+        )
+        table.add(requests[slot])
+    return requests
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 100])
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_every_row_stands_where_it_should(
+    block_size: int, num_groups: int, decode_only: bool
+) -> None:
+    rng = random.Random(block_size)
+    table = RequestTable(SLOTS, LENGTH, num_groups, block_size)
+    requests = fill(table, rng, num_groups)
+    slots = list(requests)
+    known = {slot: len(r.token_ids) for slot, r in requests.items()}
+    left = [known[slot] - requests[slot].num_computed_tokens for slot in slots]
+    scheduled = [1 if decode_only else rng.randint(1, n) for n in left]
+    samples = [n == most for n, most in zip(scheduled, left, strict=True)]
+    plan = SchedulerOutput(0, slots, scheduled, [0] * len(slots), samples)
+    batch = build_input_batch(plan, table, CPU)
+    at = 0
+    for row, slot in enumerate(slots):
+        request = requests[slot]
+        for i in range(scheduled[row]):
+            position = request.num_computed_tokens + i
+            assert batch.input_ids[at] == request.token_ids[position]
+            assert batch.positions[at] == position
+            for group, layout in enumerate(batch.layouts):
+                block = request.block_ids[group][position // block_size]
+                assert layout.slot_mapping[at] == block * block_size + position % block_size
+            at += 1
+        for group, layout in enumerate(batch.layouts):
+            ids = request.block_ids[group]
+            width = layout.block_table.shape[1]
+            assert layout.block_table[row].tolist()[: len(ids)] == ids[:width]
+            assert layout.contexts[row] == request.num_computed_tokens + scheduled[row]
+            assert layout.query_start_loc[row + 1] == at
+    assert len(batch.input_ids) == at
+    assert batch.sampling_rows.tolist() == [i for i, sample in enumerate(samples) if sample]
+    ends = batch.starts[1:] - 1
+    assert batch.logits_indices.tolist() == [ends[i] for i, sample in enumerate(samples) if sample]

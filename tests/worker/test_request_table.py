@@ -1,0 +1,49 @@
+"""Slots of the request table: entered, extended, entered again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvik.core.plan import NewRequest
+from kvik.core.sampling_params import SamplingParams
+from kvik.worker.request_table import RequestTable
+
+
+def request(slot: int, tokens: list[int], blocks: list[list[int]]) -> NewRequest:
+    return NewRequest(slot, tokens, len(tokens), 0, blocks, SamplingParams(), frozenset(), 0)
+
+
+def test_blocks_follow_those_that_are_there() -> None:
+    table = RequestTable(4, 32, 2, 8)
+    table.add(request(2, [5, 6, 7], [[9], [4]]))
+    table.add_blocks(2, 1, [3, 8])
+    table.add_blocks(2, 0, [1])
+    assert table.block_tables[0][2, :2].tolist() == [9, 1]
+    assert table.block_tables[1][2, :3].tolist() == [4, 3, 8]
+    assert table.num_blocks[:, 2].tolist() == [2, 3]
+
+
+def test_a_slot_starts_anew_with_each_request() -> None:
+    table = RequestTable(4, 32, 1, 8)
+    table.add(request(1, [1] * 20, [[5, 6, 7]]))
+    table.add(request(1, [2, 3], [[9]]))
+    table.add_blocks(1, 0, [4])
+    assert table.block_tables[0][1, :2].tolist() == [9, 4]
+    assert table.num_tokens[1] == 2
+
+
+def test_tokens_are_appended_to_their_own_slots() -> None:
+    table = RequestTable(4, 32, 1, 8)
+    table.add(request(0, [1, 2], [[1]]))
+    table.add(request(3, [7], [[2]]))
+    table.append_tokens(np.array([3, 0]), np.array([8, 9]))
+    assert table.token_ids[0, :3].tolist() == [1, 2, 9]
+    assert table.token_ids[3, :2].tolist() == [7, 8]
+    assert table.num_tokens.tolist() == [3, 0, 0, 2]
+
+
+def test_the_context_can_be_filled_to_the_end() -> None:
+    table = RequestTable(1, 5, 1, 4)
+    table.add(request(0, [1, 2, 3, 4], [[1, 2]]))
+    table.append_tokens(np.array([0]), np.array([5]))
+    assert table.token_ids[0].tolist() == [1, 2, 3, 4, 5]
