@@ -149,6 +149,15 @@ def test_scores_are_the_log_probabilities_of_the_prompt(llm):
     assert all(math.exp(p.logprob) <= 1 for p in scored.prompt_logprobs[1:])
 
 
+def test_a_prompt_as_long_as_the_context_has_a_score(llm):
+    (scored,) = llm.score([7] * 256)
+    assert len(scored.prompt_logprobs) == 256
+    assert scored.completions[0].token_ids == []
+    assert scored.metrics.ttft is None
+    (one,) = llm.score([7])
+    assert one.prompt_logprobs == [None]
+
+
 def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
     ids = llm.generate("Once", SamplingParams(seed=1, max_tokens=90, ignore_eos=True))[0]
     ids = ids.completions[0].token_ids

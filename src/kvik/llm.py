@@ -99,7 +99,7 @@ class LLM:
         Args:
             top: how many of the likeliest alternatives to report at each position.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=top)
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=top)
         return self.generate(prompts, params, progress=progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:

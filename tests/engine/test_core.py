@@ -301,3 +301,15 @@ def test_stats_count(rig):
     assert stats.prefix_queries == 18
     assert stats.prefix_hits == 8  # two full blocks of four
     assert stats.prefix_hit_rate == pytest.approx(8 / 18)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [1, 4, 5, 31, 33, 64])
+def test_a_prompt_can_be_read_without_sampling(rig, length, depth):
+    rig = rig(depth, max_num_batched_tokens=8)
+    rig.core.add(request(prompt=[2] * 7), 0.0)
+    alone = EngineRequest("p", [1] * length, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    rig.core.add(alone, 0.0)
+    deltas = drain(rig)
+    assert tokens_of(deltas, "p") == []
+    assert ends(deltas)[("p", 0)] is FinishReason.LENGTH

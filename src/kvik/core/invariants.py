@@ -55,8 +55,10 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
     block_size = scheduler.kv.block_size
     known = len(r.token_ids) + r.num_pending_tokens
     _require(r.status is RequestStatus.RUNNING, f"{r.key}: status")
-    _require(0 <= r.num_computed_tokens < known, f"{r.key} computed more than is known")
-    _require(len(r.token_ids) < r.max_length, f"{r.key} outgrew its limit")
+    only_prompt = r.max_length == r.num_prompt_tokens == known  # nothing is ever sampled
+    limit = known + only_prompt
+    _require(0 <= r.num_computed_tokens < limit, f"{r.key} computed more than is known")
+    _require(len(r.token_ids) < r.max_length or only_prompt, f"{r.key} outgrew its limit")
     _require(len({len(ids) for ids in r.block_ids}) == 1, f"{r.key}: tables differ in length")
     capacity = len(r.block_ids[0]) * block_size
     _require(r.num_computed_tokens <= capacity, f"{r.key} computed past its blocks")

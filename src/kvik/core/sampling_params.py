@@ -36,7 +36,8 @@ class SamplingParams:
         bad_words: words, or token id sequences, that must not be completed. Words become token ids
             at the frontend (`text/bad_words.py`); the engine sees ids.
         min_tokens: no EOS, stop id or stop string ends the output before this many tokens.
-        max_tokens: output limit; None runs to the end of the context.
+        max_tokens: output limit; None runs to the end of the context, 0 (with `prompt_logprobs`)
+            only reads the prompt.
         stop: strings that end the output (not included in the text).
         stop_token_ids: ids that end the output, like EOS.
         ignore_eos: EOS is an ordinary token.
@@ -89,7 +90,9 @@ class SamplingParams:
         self._check_ids()
         _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
+                raise ParamError("max_tokens", "0 needs prompt_logprobs, and n = 1")
             if self.min_tokens > self.max_tokens:
                 raise ParamError(
                     "min_tokens",

@@ -164,7 +164,10 @@ class Scheduler:
                 prefilling.append(request)
                 continue
             if known >= request.max_length:
-                continue  # everything it may still sample is in flight
+                # All it may still sample is in flight, unless its prompt alone was wanted.
+                if wanted and known == request.num_prompt_tokens:
+                    prefilling.append(request)
+                continue
             if request.num_draft_tokens:
                 if pending:
                     continue  # where the next token stands depends on how many drafts are accepted
@@ -297,7 +300,7 @@ class Scheduler:
         request.num_computed_tokens += chunk
         request.last_step = self.counters.steps
         known = len(request.token_ids) + request.num_pending_tokens
-        samples = request.num_computed_tokens == known
+        samples = request.num_computed_tokens == known < request.max_length
         request.num_pending_tokens += samples
         rows.requests.append(request)
         rows.slots.append(request.slot)
@@ -352,6 +355,8 @@ class Scheduler:
                         deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
                     if samples:
                         deltas.append(self._deliver(request, output, i, drafts, now))
+                    elif request.num_written_tokens == request.max_length:  # only a prompt
+                        deltas.append(self._finish(request, FinishReason.LENGTH, now, []))
                     if request.num_written_tokens // block_size > request.num_committed_blocks:
                         self.kv.commit(request)
                 except Exception as raised:
@@ -409,7 +414,8 @@ class Scheduler:
     @staticmethod
     def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
         # Delivered once: a resumed request may take its prompt from the prefix cache again.
-        request.params = replace(request.params, prompt_logprobs=None)
+        if request.max_length > request.num_prompt_tokens:
+            request.params = replace(request.params, prompt_logprobs=None)
         return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
 
     def _finish(

@@ -73,7 +73,7 @@ class EngineCore:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         if not prompt:
             raise ParamError("prompt", "must have at least one token")
-        if len(prompt) >= limit:
+        if len(prompt) + (request.params.max_tokens != 0) > limit:
             raise ParamError(
                 "prompt",
                 f"has {len(prompt)} tokens, which leaves no room for output in the context of "
