@@ -133,7 +133,10 @@ def test_the_length_is_the_models_own_where_none_is_given(
         ([""], "prompt: must not be empty"),
         (["--temperature", "-1", "x"], "temperature: must be a number in [0, 100], not -1.0"),
         (["--top-p", "0", "x"], "top_p: must be a number in (0, 1], not 0.0"),
-        (["--max-tokens", "0", "x"], "max_tokens: must be an integer in [1, 2147483647], not 0"),
+        (
+            ["--max-tokens", "0", "x"],
+            "max_tokens: must be at least 1, or 0 with prompt_logprobs and n = 1",
+        ),
         (["--stop", "", "x"], "stop: must not contain an empty string"),
         (["--logprobs", "1", "x"], "logprobs: is shown with --json only"),
         (["--block-size", "0", "x"], "block_size: must be an integer in [1, 1024], not 0"),

@@ -92,7 +92,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
-                raise ParamError("max_tokens", "0 needs prompt_logprobs, and n = 1")
+                raise ParamError(
+                    "max_tokens", "must be at least 1, or 0 with prompt_logprobs and n = 1"
+                )
             if self.min_tokens > self.max_tokens:
                 raise ParamError(
                     "min_tokens",
