@@ -80,10 +80,10 @@ class ModelRunner:
         refused = self._apply(plan)
         batch = build_input_batch(plan, self.table, self.device)
         hidden = self._forward(batch)
-        self.table.num_computed[batch.slots] += np.array(plan.num_scheduled_tokens, np.int32)
-        errors = {
-            row: refused[slot] for row, slot in enumerate(plan.slots) if refused and slot in refused
-        }
+        self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
+        errors: dict[int, str] = {}
+        if refused:
+            errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
         prompt_logprobs = self._read_prompt_logprobs(batch, hidden, errors)
         token_ids: list[list[int]] = [[] for _ in plan.slots]
         logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -131,10 +131,10 @@ class SamplingTable:
             slots: [rows].
             positions: [rows], index in its sequence of the token to be sampled.
         """
-        rows = self._rows[slots]
-        needs = int(np.bitwise_or.reduce(rows["needs"], initial=0))
+        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
         if not needs:
             return SamplingBatch()
+        rows = self._rows[slots]
         edits = None
         if needs & _Need.TOKEN_RULES:
             generated = (positions - rows["num_prompt"]).tolist()
