@@ -285,8 +285,11 @@ def write_folder(
         "do_sample": True,
         "eos_token_id": [bos, end],
         "pad_token_id": bos,
-        "temperature": 0.8,
+        # chosen with choose_sampling.py
+        "temperature": 0.7,
         "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
     }
     special = {
         str(tokenizer.token_to_id(token)): {
