@@ -28,6 +28,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A loaded model. Use it as a context manager, or `close` it, to free everything.
 
+    One thread at a time may use it: a call runs the engine's steps itself.
+
     Args:
         model: folder in Hugging Face format, hub id, or "" for the bundled story model.
         config: any field of `EngineConfig`.
