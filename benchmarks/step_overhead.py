@@ -99,7 +99,7 @@ def make_engine(num_seqs: int, context: int, steps: int) -> tuple[EngineCore, Mo
         model=Constant(spec.vocab_size, num_seqs),
         kv=(LayerKV(torch.zeros(1), torch.zeros(1)),),
         groups=groups,
-        backend=select_backend("sdpa", CPU, torch.float32),
+        backend=select_backend("sdpa", select_ops(CPU), CPU, torch.float32),
         ops=select_ops(CPU),
         table=RequestTable(num_seqs, length, 1, BLOCK_SIZE),
         sampling=SamplingTable(num_seqs, spec.vocab_size, CPU),

@@ -82,11 +82,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget(block)
         self.forget(block)
 
-    @rule()
-    def withdraw_all(self) -> None:
-        self.pool.forget_all()
-        self.keys.clear()
-
     @invariant()
     def same(self) -> None:
         pool = self.pool

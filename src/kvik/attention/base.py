@@ -30,10 +30,6 @@ class StepLayout:
     contexts: tuple[int, ...]
     block_size: int
 
-    @property
-    def num_seqs(self) -> int:
-        return len(self.num_scheduled)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -58,8 +54,6 @@ class BackendCaps:
     name: str
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    block_sizes: frozenset[int] | None = None  # None: any
-    head_dim_multiple: int = 1
 
 
 class AttentionBackend(Protocol):

@@ -1,34 +1,31 @@
-"""Choosing a backend by its declared capabilities."""
+"""The attention backends by name, checked against what they declare they can do."""
 
 from __future__ import annotations
 
 import torch
 
-from kvik.attention.base import AttentionBackend, BackendCaps
+from kvik.attention.base import AttentionBackend
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.errors import ConfigError
-from kvik.kernels.select import select as select_ops
+from kvik.kernels.ops import Ops
 
-_FASTEST_FIRST = (SdpaAttention, ReferenceAttention)
+BACKENDS = (SdpaAttention, ReferenceAttention)
 
 
-def select(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The named backend, or for "auto" the fastest that can serve this device and dtype.
+def select(name: str, ops: Ops, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The named backend.
 
     Raises:
-        ConfigError: `name` is unknown, or nothing that matches can serve device and dtype.
+        ConfigError: `name` is unknown, or the backend cannot serve device and dtype.
     """
-    names = [backend.caps.name for backend in _FASTEST_FIRST]
-    if name != "auto" and name not in names:
-        known = ", ".join(repr(known) for known in ["auto", *names])
-        raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")
-    for backend in _FASTEST_FIRST:
-        if name in ("auto", backend.caps.name) and _serves(backend.caps, device, dtype):
-            return backend(select_ops(device))
-    short = str(dtype).removeprefix("torch.")
-    raise ConfigError("attention_backend", f"{name!r} cannot serve {short} on {device.type}")
-
-
-def _serves(caps: BackendCaps, device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type in caps.devices and dtype in caps.dtypes
+    for backend in BACKENDS:
+        if backend.caps.name == name:
+            if device.type in backend.caps.devices and dtype in backend.caps.dtypes:
+                return backend(ops)
+            short = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                "attention_backend", f"{name!r} cannot serve {short} on {device.type}"
+            )
+    known = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
+    raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")

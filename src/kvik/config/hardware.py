@@ -46,7 +46,6 @@ class Hardware:
     memory_limit: bytes this process may still take, page cache that can be dropped included.
     memory_reason: what sets that limit.
     isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
-    l3_bytes: last-level cache of the first core; 0 if unknown.
     gpus: devices that may be used.
     cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
     """
@@ -56,7 +55,6 @@ class Hardware:
     memory_limit: int
     memory_reason: str
     isa: frozenset[str] = frozenset()
-    l3_bytes: int = 0
     gpus: tuple[Gpu, ...] = ()
     cuda_build: bool = False
 
@@ -77,7 +75,6 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
         memory_reason=reason,
         isa=frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
         & ISA_FLAGS,
-        l3_bytes=_size(_read(root / "sys/devices/system/cpu/cpu0/cache/index3/size")),
         gpus=gpus,
         cuda_build=is_cuda_build(),
     )
@@ -201,11 +198,3 @@ def _field(text: str, name: str) -> str:
         if colon and key.strip() == name:
             return value.strip()
     return ""
-
-
-def _size(text: str) -> int:
-    """ "32768K" -> bytes."""
-    text = text.strip()
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits = text.rstrip("KMG")
-    return int(digits) * units.get(text[len(digits) :], 1) if digits.isdigit() else 0

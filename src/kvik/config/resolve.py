@@ -78,7 +78,11 @@ def resolve(
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
     size = _cut_seqs(config, size, num_blocks, notes)
     threads = config.threads or hardware.cores
-    notes.add("threads", threads, ASKED if config.threads else "cores this process may use")
+    notes.add(
+        "threads",
+        threads,
+        ASKED if config.threads else f"cores this process may use: {hardware.cpu_name}",
+    )
     plan = _plan(footprint, size, num_blocks, limit)
     return ResolvedConfig(
         model=spec,

@@ -87,11 +87,6 @@ class BlockPool:
         del self._index[key]
         self._keys[block] = None
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache; blocks in use stay in use."""
-        for block in list(self._index.values()):
-            self.forget(block)
-
     @property
     def num_cached(self) -> int:
         """Blocks whose content can be matched."""

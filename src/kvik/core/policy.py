@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvik.config.check import CHOICES
 from kvik.config.config import SchedulerConfig
 from kvik.config.errors import ConfigError
 from kvik.core.types import Request, RequestStatus
@@ -170,14 +171,7 @@ def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -
     return count
 
 
-POLICIES = (
-    "fcfs",
-    "priority",
-    "shortest-prefill-first",
-    "longest-prefix-match",
-    "static",
-    "dynamic",
-)
+POLICIES = CHOICES["policy"]
 
 
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:

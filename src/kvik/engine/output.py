@@ -207,7 +207,8 @@ class OutputProcessor:
         text = completion.detokenizer.push(ids)
         if last:
             text += completion.detokenizer.flush()
-        if completion.stops is not None and len(completion.token_ids) > _before_min(entry):
+        enough = len(completion.token_ids) >= entry.request.params.min_tokens
+        if completion.stops is not None and enough:
             text, completion.matched = completion.stops.push(text)
             if last and completion.matched is None:
                 text += completion.stops.flush()
@@ -246,11 +247,6 @@ class OutputProcessor:
         if all(c.result is not None for c in entry.completions):
             del self._entries[delta.request_id]
             out.finished.append(_output(entry))
-
-
-def _before_min(entry: _Entry) -> int:
-    """Up to this many output tokens no stop string ends the text."""
-    return entry.request.params.min_tokens - 1
 
 
 def _output(entry: _Entry) -> RequestOutput:

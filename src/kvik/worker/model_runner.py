@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from kvik.config.kv_spec import KVGroup
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.ops import Ops
+from kvik.models.registry import Model
 from kvik.nn.context import ForwardContext
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.request_table import RequestTable
@@ -22,16 +22,6 @@ from kvik.worker.sampler import Sampler, token_logprobs
 from kvik.worker.sampling_table import SamplingTable
 
 _LOGPROB_ROWS = 256  # prompt positions whose logits are held at once
-
-
-class Model(Protocol):
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -192,17 +182,15 @@ class ModelRunner:
                     stop = min(begin + _LOGPROB_ROWS, last)
                     at = start - first
                     logits = self.model.logits(hidden[at + begin : at + stop])
-                    targets = self.table.token_ids[slot, begin + 1 : stop + 1]
-                    wanted.found += self._logprobs_of(logits, targets.tolist(), wanted.top)
+                    targets = self.table.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
+                    ids = torch.from_numpy(targets).to(self.device)
+                    wanted.found += token_logprobs(logits, ids, wanted.top)
             except Exception as error:
                 errors[row] = describe(error)
                 continue
             if first + end - start >= num_prompt:
                 done[row] = self._prompt_logprobs.pop(slot).found
         return done
-
-    def _logprobs_of(self, logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-        return token_logprobs(logits, torch.tensor(targets, device=self.device), top)
 
 
 def describe(error: Exception) -> str:

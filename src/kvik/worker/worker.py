@@ -33,7 +33,7 @@ class Worker:
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         self._set_threads()
         ops = select_ops(device)
-        backend = select_backend(runner.attention_backend, device, dtype)
+        backend = select_backend(runner.attention_backend, ops, device, dtype)
         checkpoint: Checkpoint | None = None
         if runner.load_format == "safetensors":
             checkpoint = open_checkpoint(runner.model_path)
