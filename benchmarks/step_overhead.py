@@ -2,7 +2,7 @@
 
     python benchmarks/step_overhead.py [--num-seqs 256] [--contexts 100 1000 10000]
 
-The engine is the real one but for the model, whose forward and logits are constants. All requests
+The engine is the real one but for the forward, whose logits are constant. All requests
 decode greedily, so that sampling is one pass over the logits: shown, but as arithmetic not summed.
 The cost per step should not depend on how long the requests are. Every part is timed in every step:
 median microseconds, and the 10th and 90th percentile of the sum.
@@ -17,12 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median, quantiles
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
-from kvik.attention.base import LayerKV
-from kvik.attention.select import select as select_backend
 from kvik.config.config import (
     CacheConfig,
     MemoryPlan,
@@ -39,29 +37,28 @@ from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
-from kvik.nn.context import ForwardContext
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
+from kvik.worker.graphs import StepOutput
+from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import FreshInputs
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
 
 class Constant:
-    """A model that takes no time: what is left is the cost of everything around it."""
+    """A forward that takes no time: what is left is the cost of everything around it."""
 
     def __init__(self, vocab_size: int, num_seqs: int) -> None:
         self._logits = torch.zeros(num_seqs, vocab_size)
         self._logits[:, 300] = 1.0  # an ordinary token
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        return ids
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits[: len(hidden)]
+    def run(self, batch: InputBatch) -> StepOutput:
+        return StepOutput(torch.empty(0), self._logits[: len(batch.logits_indices)])
 
 
 class Stopwatch:
@@ -95,12 +92,11 @@ def make_engine(num_seqs: int, context: int, steps: int) -> tuple[EngineCore, Mo
         seed=0,
         decisions=(),
     )
+    network = SimpleNamespace(ops=select_ops(CPU))  # no blocks are copied, no prompt is scored
     runner = ModelRunner(
-        model=Constant(spec.vocab_size, num_seqs),
-        kv=(LayerKV(torch.zeros(1), torch.zeros(1)),),
-        groups=groups,
-        backend=select_backend("sdpa", select_ops(CPU), CPU, torch.float32),
-        ops=select_ops(CPU),
+        network=network,
+        graph=Constant(spec.vocab_size, num_seqs),
+        inputs=FreshInputs(CPU),
         table=RequestTable(num_seqs, length, 1, BLOCK_SIZE),
         sampling=SamplingTable(num_seqs, spec.vocab_size, CPU),
         device=CPU,
@@ -120,8 +116,7 @@ def measure(num_seqs: int, context: int, steps: int) -> dict[str, list[float]]:
         processor.add(request, None, streaming=False)
         core.add(request, 0.0)
     watch = Stopwatch()
-    # The model's part of a run is attention's plan and the forward.
-    runner._forward = watch.wrap("model", lambda batch: batch.input_ids)
+    runner.graph.run = watch.wrap("model", runner.graph.run)
     runner.sampler.sample = watch.wrap("sample", runner.sampler.sample)
     build = model_runner.build_input_batch
     model_runner.build_input_batch = watch.wrap("inputs", build)

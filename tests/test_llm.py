@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
-from kvik.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -281,18 +280,23 @@ def test_a_closed_llm_says_so():
         llm.generate([[5, 6]], GREEDY)
 
 
+def graph_of(llm: LLM):
+    return llm._client._loop.executor._worker._runner.graph
+
+
 def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):
     (expected,) = llm.generate("One day", GREEDY)
-    genuine = ModelRunner._forward
+    graph = graph_of(llm)
+    genuine = graph.run
     calls = iter(range(10**6))
 
-    def interrupted(self, batch):
+    def interrupted(batch):
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return genuine(self, batch)
+        return genuine(batch)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ModelRunner, "_forward", interrupted)
+        patch.setattr(graph, "run", interrupted)
         llm.generate(["One day"] * 4, GREEDY)
     assert llm.generate("One day", GREEDY)[0].text == expected.text
 
@@ -300,14 +304,14 @@ def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):
 def test_an_impatient_ctrl_c_leaves_the_engine_usable(llm, monkeypatch, default_sigint):
     (expected,) = llm.generate("One day", GREEDY)
 
-    def interrupted(self, batch):
+    def interrupted(batch):
         for _ in range(2):  # the second one arrives in the middle of the step
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
 
     stream = llm.stream("Once", GREEDY)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ModelRunner, "_forward", interrupted)
+        patch.setattr(graph_of(llm), "run", interrupted)
         next(stream)
     stream.close()
     assert llm.generate("One day", GREEDY)[0].text == expected.text

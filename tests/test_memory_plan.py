@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvik.attention.decode_batches import MAX_KEYS
-from kvik.config.memory import GATHERED_KEYS, PROMPT_LOGPROB_ROWS
+from kvik.config.memory import GATHERED_KEYS, PROMPT_LOGPROB_ROWS, QUANTIZED_SCRATCH_BYTES
+from kvik.kernels.rounding import PIECE
 from kvik.worker.model_runner import _LOGPROB_ROWS
 
 CONFIG = {
@@ -36,8 +37,8 @@ def status(field):
     lines = dict(line.split(":") for line in open("/proc/self/status"))
     return int(lines[field].split()[0]) * 1024
 
-with LLM(sys.argv[1], load_format="random", device="cpu", threads=2, max_num_seqs=48,
-         max_num_batched_tokens=1024, max_model_len=4096, num_blocks=600) as llm:
+with LLM(sys.argv[1], quantization=sys.argv[2], load_format="random", device="cpu", threads=2,
+         max_num_seqs=48, max_num_batched_tokens=1024, max_model_len=4096, num_blocks=600) as llm:
     every_rule = SamplingParams(temperature=0.9, top_p=0.9, typical_p=0.9, min_p=0.01,
                                 repetition_penalty=1.1, logit_bias={5: 1.0}, max_tokens=2)
     llm.generate([[3 + i, 4, 5] for i in range(48)], every_rule)
@@ -49,11 +50,11 @@ with LLM(sys.argv[1], load_format="random", device="cpu", threads=2, max_num_seq
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_the_peak_stays_below_the_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_peak_stays_below_the_plan(quantization: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), quantization]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["peak"] <= found["planned"]
@@ -64,3 +65,4 @@ def test_the_peak_stays_below_the_plan(tmp_path: Path) -> None:
 def test_the_plan_knows_the_limits_it_relies_on() -> None:
     assert PROMPT_LOGPROB_ROWS >= _LOGPROB_ROWS
     assert GATHERED_KEYS >= MAX_KEYS
+    assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

@@ -5,7 +5,7 @@ import torch
 
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
-from kvik.attention.select import BACKENDS, select
+from kvik.attention.select import BACKENDS, NATIVE, select
 from kvik.config.check import CHOICES
 from kvik.config.errors import ConfigError
 from kvik.kernels.reference.ops import REFERENCE
@@ -20,14 +20,19 @@ def test_by_name(dtype: torch.dtype) -> None:
 
 
 def test_every_backend_can_be_asked_for() -> None:
-    assert {"auto", *(backend.caps.name for backend in BACKENDS)} == set(
-        CHOICES["attention_backend"]
-    )
+    names = {backend.caps.name for backend in BACKENDS}
+    assert {"auto", NATIVE, *names} == set(CHOICES["attention_backend"])
 
 
 def test_unknown_name_lists_what_is_known() -> None:
     with pytest.raises(ConfigError, match="'sdpa', 'reference', not 'flash'") as error:
         select("flash", REFERENCE, CPU, torch.float32)
+    assert error.value.field == "attention_backend"
+
+
+def test_the_native_backend_needs_native_kernels() -> None:
+    with pytest.raises(ConfigError, match="'cpu' needs the native kernels, or 'sdpa'") as error:
+        select("cpu", REFERENCE, CPU, torch.float32)
     assert error.value.field == "attention_backend"
 
 

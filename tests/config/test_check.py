@@ -14,6 +14,7 @@ from kvik.config.errors import ConfigError
 BAD: dict[str, list[Any]] = {
     "model": [None, 3, "a\0b"],
     "dtype": ["int8", "", None, 16],
+    "quantization": ["int2", "INT8", "", None, 8],
     "device": ["gpu", "cuda:", "cuda:x", "cuda:-1", "", None, 0],
     "max_model_len": [0, -1, 1 << 30, 2.0, "4k", True],
     "max_num_seqs": [0, -1, 1 << 20, 1.5, True],
@@ -29,6 +30,7 @@ BAD: dict[str, list[Any]] = {
     "ageing": [0, -1, float("nan"), None],
     "max_queued_requests": [0, -1, None, 1.0],
     "max_queued_tokens": [0, None, 1 << 50],
+    "kernels": ["fast", None, ""],
     "attention_backend": ["flash", None, ""],
     "threads": [0, -1, 100_000, 1.0],
     "load_format": ["pickle", None],

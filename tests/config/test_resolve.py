@@ -137,6 +137,7 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 configs = st.builds(
     EngineConfig,
     dtype=st.sampled_from(["auto", "auto", "float32", "bfloat16", "float16"]),
+    quantization=st.sampled_from(["none", "none", "int8", "int8-weight-only", "int4"]),
     device=st.sampled_from(["auto", "auto", "auto", "cpu", "cpu", "cuda:1"]),
     max_model_len=maybe(sizes(18)),
     max_num_seqs=maybe(sizes(12)),
@@ -271,6 +272,49 @@ def test_memory_grows_with_each_part() -> None:
     more = plan(max_model_len=4096, max_num_seqs=128, num_blocks=1000)
     assert more.memory.activations > base.memory.activations  # logits
     assert more.memory.overhead > base.memory.overhead  # tables
+
+
+def test_rotary_positions_are_counted() -> None:
+    """A table of max_model_len rows of head_dim numbers in fp32, beside the tables of requests."""
+
+    def overhead(spec: ModelSpec, length: int) -> int:
+        sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_blocks": 1000}
+        return plan(spec, max_model_len=length, **sizes).memory.overhead
+
+    tokens_and_blocks = 1024 * 4 + 1024 // 16 * 4
+    more = overhead(SMALL, 2048) - overhead(SMALL, 1024)
+    assert more == 1024 * SMALL.head_dim * 4 + tokens_and_blocks
+    assert overhead(LEARNED, 128) - overhead(LEARNED, 64) == 64 * 4 + 64 // 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "low", "high"),
+    [("none", 2.0, 2.0), ("int8", 1.0, 1.01), ("int8-weight-only", 1.0, 1.01), ("int4", 0.5, 0.67)],
+)
+def test_quantised_weights_leave_room(quantization: str, low: float, high: float) -> None:
+    """Bytes per parameter; the tied embedding of Llama-3.2-1B stays at eight bits."""
+    resolved = plan(max_model_len=4096, quantization=quantization)
+    assert low <= resolved.memory.weights / SMALL.parameters.total <= high
+    assert resolved.runner.quantization == quantization
+    value, reason = decision(resolved, "quantization")
+    assert value == quantization
+    assert ("as asked" in reason) == (quantization != "none")
+
+
+def test_a_quantised_model_fits_where_the_plain_one_does_not() -> None:
+    small = replace(PC, memory_limit=10 * GIB)
+    with pytest.raises(CapacityError, match="weights in bfloat16"):
+        plan(LARGE, small)
+    assert plan(LARGE, small, quantization="int4").memory.weights < 6 * GIB
+    with pytest.raises(CapacityError, match="of weights in int8"):
+        plan(LARGE, replace(PC, memory_limit=8 * GIB), quantization="int8")
+
+
+def test_the_dtype_is_chosen_for_what_is_left_in_it() -> None:
+    """An old computer has room for fp32 once the matrices are small."""
+    assert plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB)).runner.dtype == "bfloat16"
+    small = plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB), quantization="int8")
+    assert small.runner.dtype == "float32"
 
 
 def test_the_context_is_cut_to_what_fits() -> None:

@@ -12,7 +12,6 @@ from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings
 from kvik.worker import model_runner
 from kvik.worker.logits_rules import TokenRules
-from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampling_table import SamplingTable
 
 VICTIM_SEED = 666
@@ -152,14 +151,14 @@ def test_one_request_fails_alone(llm, undisturbed, throw):
 
 def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
     with pytest.MonkeyPatch.context() as patch:
-        genuine = llm_model(llm).logits
+        genuine = graph_of(llm).run
 
-        def broken(hidden):
-            logits = genuine(hidden)
-            logits[0] = float("nan")
-            return logits
+        def broken(batch):
+            output = genuine(batch)
+            output.logits[0] = float("nan")
+            return output
 
-        patch.setattr(llm_model(llm), "logits", broken)
+        patch.setattr(graph_of(llm), "run", broken)
         outputs = [output.completions[0] for output in generate(llm)]
     assert all("not finite" in output.error for output in outputs if output.error)
     assert any(output.error for output in outputs)
@@ -167,21 +166,21 @@ def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
     assert [o.completions[0].token_ids for o in generate(llm)] == undisturbed
 
 
-def llm_model(llm: LLM):
-    return llm._client._loop.executor._worker._runner.model
+def graph_of(llm: LLM):
+    return llm._client._loop.executor._worker._runner.graph
 
 
 def test_a_forward_that_fails_ends_its_step_and_the_engine_goes_on(llm, undisturbed):
     with pytest.MonkeyPatch.context() as patch:
-        genuine = ModelRunner._forward
+        genuine = graph_of(llm).run
         calls = iter(range(10**6))
 
-        def broken(self, batch):
+        def broken(batch):
             if next(calls) == 3:
                 raise RuntimeError("device lost")
-            return genuine(self, batch)
+            return genuine(batch)
 
-        patch.setattr(ModelRunner, "_forward", broken)
+        patch.setattr(graph_of(llm), "run", broken)
         outputs = [output.completions[0] for output in generate(llm)]
     assert all("device lost" in output.error for output in outputs)
     assert llm.stats().kv_usage == 0

@@ -11,6 +11,7 @@ from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.config.kv_spec import group_layers
 from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
@@ -28,7 +29,9 @@ class PagedModel:
         *,
         spec: ModelSpec | None = None,
         dtype: torch.dtype = torch.float32,
+        ops: Ops = REFERENCE,
         backend: AttentionBackend | None = None,
+        quantization: str = "none",
         block_size: int = 4,
         num_blocks: int = 256,
         max_model_len: int = 0,
@@ -37,17 +40,18 @@ class PagedModel:
         """A model from a folder, or of `spec` with random weights when folder is None."""
         self.spec = spec or read_model_spec(folder)
         self.groups = group_layers(self.spec.kv_specs(dtype.itemsize))
-        self.backend = backend or ReferenceAttention(REFERENCE)
+        self.backend = backend or ReferenceAttention(ops)
         device = torch.device("cpu")
         self.builder = Builder(
-            REFERENCE,
+            ops,
             self.backend,
             self.groups,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len or self.spec.max_position_embeddings,
             checkpoint=open_checkpoint(folder) if folder else None,
-            quantization=self.spec.quantization,
+            stored_quantization=self.spec.quantization,
+            quantization=quantization,
         )
         self.model = load_model(self.spec, self.builder, seed=seed)
         self.kv = allocate_kv(self.groups, num_blocks, block_size, DenseKV(dtype), device)

@@ -9,10 +9,82 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.rounding import round_int4, round_int8
+from kvik.kernels.weights import Activation, FloatWeight, Weight
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> list[list[float]]:
+    return [
+        [sum(a * b for a, b in zip(row, w, strict=True)) for w in weight.tolist()]
+        for row in x.tolist()
+    ]
+
+
+def test_linear_adds_bias_then_activates_then_adds_the_residual() -> None:
+    x, w, bias, residual = normal(3, 5), normal(4, 5, seed=1), normal(4, seed=2), normal(3, 2)
+    matrix = REFERENCE.pack(FloatWeight(w), bias, "silu_and_mul", torch.float32)
+    assert (matrix.inputs, matrix.outputs) == (5, 2)
+    found = REFERENCE.linear(x, matrix, residual)
+    for row, out, add in zip(product(x, w), found.tolist(), residual.tolist(), strict=True):
+        y = [v + b for v, b in zip(row, bias.tolist(), strict=True)]
+        for i in range(2):
+            gated = y[i] / (1 + math.exp(-y[i])) * y[2 + i]
+            assert out[i] == pytest.approx(gated + add[i], rel=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -> None:
+    x, w, residual = (normal(*s, seed=i).bfloat16() for i, s in enumerate(((3, 8), (4, 8), (3, 4))))
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = REFERENCE.pack(FloatWeight(w), None, activation, dtype)
+        found[dtype] = REFERENCE.linear(x, matrix, residual)
+        assert found[dtype].dtype == dtype
+    y = torch.tensor(product(x, w))
+    y = REFERENCE.gelu_tanh(y) if activation else y
+    torch.testing.assert_close(found[torch.float32], y + residual.float())
+    assert torch.equal(found[torch.bfloat16], found[torch.float32].bfloat16())
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        round_int8(normal(6, 64), quantize_activations=False),
+        round_int4(normal(6, 64), 32, symmetric=False),
+        round_int4(normal(6, 64), 32, symmetric=True),
+    ],
+)
+def test_quantised_weights_multiply_as_what_they_mean(weight: Weight) -> None:
+    x = normal(3, 64, seed=1)
+    matrix = REFERENCE.pack(weight, None, None, torch.float32)
+    expected = torch.tensor(product(x, weight.dequantized()))
+    torch.testing.assert_close(REFERENCE.linear(x, matrix, None), expected, rtol=1e-4, atol=1e-5)
+    ids = torch.tensor([5, 0, 5])
+    assert torch.equal(
+        REFERENCE.matrix_rows(matrix, ids, torch.float32), weight.dequantized()[[5, 0, 5]]
+    )
+
+
+def test_w8a8_rounds_each_token() -> None:
+    weight = round_int8(normal(6, 64), quantize_activations=True)
+    x = normal(3, 64, seed=1) * torch.tensor([[1.0], [100.0], [0.0]])
+    found = REFERENCE.linear(x, REFERENCE.pack(weight, None, None, torch.float32), None)
+    for row, out in zip(x.tolist(), found, strict=True):
+        scale = max(map(abs, row)) / 127 or 1.0
+        rounded = torch.tensor([[round(v / scale) for v in row]], dtype=torch.float32)
+        expected = torch.tensor(product(rounded, weight.dequantized())) * scale
+        torch.testing.assert_close(out[None], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_largest_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf] * 3, [0.0, -1.0, torch.inf]])
+    top, ids = REFERENCE.largest(logits.bfloat16())
+    assert top.dtype == torch.float32 and ids.dtype == torch.int64
+    assert top.tolist() == [3.0, -math.inf, math.inf] and ids.tolist() == [1, 0, 2]
 
 
 def test_rms_norm() -> None:
@@ -28,13 +100,6 @@ def test_rms_norm_rounds_once() -> None:
     x, weight = normal(4, 64).bfloat16(), normal(64, seed=1).bfloat16()
     expected = REFERENCE.rms_norm(x.float(), weight.float(), 1e-5).bfloat16()
     assert torch.equal(REFERENCE.rms_norm(x, weight, 1e-5), expected)
-
-
-def test_add_rms_norm_returns_the_sum() -> None:
-    x, residual, weight = normal(3, 8), normal(3, 8, seed=1), normal(8, seed=2)
-    normed, total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, REFERENCE.rms_norm(x + residual, weight, 1e-5))
 
 
 def test_layer_norm() -> None:
@@ -53,7 +118,8 @@ def test_layer_norm() -> None:
 def test_rotary_turns_halves() -> None:
     """Dimension i and i + half form a complex number that turns by the angle."""
     q, k, angle = normal(4, 3, 6), normal(4, 2, 6, seed=1), normal(4, 3, seed=2)
-    for x, found in zip((q, k), REFERENCE.rotary(q, k, angle.cos(), angle.sin()), strict=True):
+    rotation = torch.cat((angle.cos(), angle.sin()), -1)
+    for x, found in zip((q, k), REFERENCE.rotary(q, k, rotation), strict=True):
         turned = (
             torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(4, 3), angle)[:, None]
         )
@@ -63,10 +129,11 @@ def test_rotary_turns_halves() -> None:
 def test_rotary_matches_transformers() -> None:
     q, k, angle = normal(4, 3, 6), normal(4, 2, 6, seed=1), normal(4, 3, seed=2)
     both = torch.cat((angle, angle), -1)[None]
+    rotation = torch.cat((angle.cos(), angle.sin()), -1)
     expected = apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], both.cos(), both.sin()
     )
-    found = REFERENCE.rotary(q, k, angle.cos(), angle.sin())
+    found = REFERENCE.rotary(q, k, rotation)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b[0].transpose(0, 1))
 

@@ -165,8 +165,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(case: str, tmp_path: Path) 
     rounded = reference_logits(exact, ids)
     expected = reference_logits(exact.float(), ids)  # the same rounded weights, exact arithmetic
     ours = PagedModel(tmp_path, dtype=torch.bfloat16).logits(ids)
-    assert ours.dtype == torch.bfloat16
-    distance = (ours.float() - expected).norm() / expected.norm()
+    assert ours.dtype == torch.float32
+    distance = (ours - expected).norm() / expected.norm()
     assert distance < 1.2 * (rounded - expected).norm() / expected.norm()
     assert distance < 0.03
 
@@ -185,8 +185,8 @@ def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
     chunked = model.logits(ids, chunk=13, sequence=1)
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
-    unscaled = PagedModel(tmp_path, max_model_len=32).logits(ids)
-    assert (unscaled - expected).abs().max() > 0.1
+    unscaled = PagedModel(tmp_path, max_model_len=32).logits(ids[:32])
+    assert (unscaled - expected[:32]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvik.kernels.weights import Int8Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
 from kvik.nn.formats.base import LinearShape, Param, Shard, WeightFormat
@@ -29,9 +29,8 @@ def test_dense_parts_are_views_with_the_checkpoints_shape() -> None:
     param = Dense().params(transposed, "column", torch.float32, CPU)["weight"]
     stored = torch.randn(3, 6)
     param.parts[0].copy_(stored)
-    x, bias = torch.randn(5, 3), torch.randn(6)
-    out = Dense().apply(x, {"weight": param.tensor}, bias)
-    torch.testing.assert_close(out, x @ stored + bias)
+    weight = Dense().weight({"weight": param.tensor})
+    torch.testing.assert_close(weight.dequantized(), stored.t())
 
 
 class RowScaled:
@@ -53,11 +52,8 @@ class RowScaled:
             "scale": Param(scale, tuple(scale.split(shape.outputs)), 0),
         }
 
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"unpacked": params["weight"] * params["scale"][:, None]}
-
-    def apply(self, x: Tensor, params: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-        return F.linear(x, params["unpacked"], bias)
+    def weight(self, params: dict[str, Tensor]) -> Int8Weight:
+        return Int8Weight(params["weight"], params["scale"], quantize_activations=False)
 
 
 def test_a_new_format_is_one_registry_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,11 @@ def test_parts_land_in_their_rows_of_the_fused_weight(llama: Path) -> None:
     stored = load_file(llama / SINGLE)
     attention = PagedModel(llama).model.layers[1].attention.qkv
     scope = "model.layers.1.self_attn"
-    for suffix, fused in (("weight", attention.params["weight"]), ("bias", attention.bias)):
+    matrix = attention.matrix
+    for suffix, fused in (("weight", matrix.data.values), ("bias", matrix.bias)):
         parts = [stored[f"{scope}.{name}.{suffix}"] for name in ("q_proj", "k_proj", "v_proj")]
         assert torch.equal(fused, torch.cat(parts))
-    mlp = PagedModel(llama).model.layers[2].mlp.gate_up.params["weight"]
+    mlp = PagedModel(llama).model.layers[2].mlp.gate_up.matrix.data.values
     parts = [stored[f"model.layers.2.mlp.{name}.weight"] for name in ("gate_proj", "up_proj")]
     assert torch.equal(mlp, torch.cat(parts))
 
@@ -56,9 +59,9 @@ def test_float_types_are_cast(
     save_file(tensors, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     model = PagedModel(tmp_path, dtype=wanted).model
-    assert torch.equal(model.embed.weight, tensors["model.embed_tokens.weight"].to(wanted))
+    assert torch.equal(model.embed.table, tensors["model.embed_tokens.weight"].to(wanted))
     down = tensors["model.layers.0.mlp.down_proj.weight"].to(wanted)
-    assert torch.equal(model.layers[0].mlp.down.params["weight"], down)
+    assert torch.equal(model.layers[0].mlp.down.matrix.data.values, down)
 
 
 NORM = "model__norm__weight"
@@ -121,17 +124,31 @@ def test_random_weights_depend_on_the_seed_alone(llama: Path) -> None:
     assert torch.isfinite(first).all()
     layer = PagedModel(None, spec=spec).model.layers[0]
     assert torch.equal(layer.mlp_norm.weight, torch.ones(32))
-    assert torch.equal(layer.attention.qkv.bias, torch.zeros(64))
-    assert 0.01 < float(layer.attention.qkv.params["weight"].std()) < 0.03
+    assert torch.equal(layer.attention.qkv.matrix.bias, torch.zeros(64))
+    assert 0.01 < float(layer.attention.qkv.matrix.data.values.std()) < 0.03
 
 
 def test_large_random_matrices_repeat_their_rows(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "RANDOM_DRAWS", 20 * 32)
-    weight = PagedModel(None, spec=PagedModel(llama).spec).model.embed.weight  # [96, 32]
+    weight = PagedModel(None, spec=PagedModel(llama).spec).model.embed.table  # [96, 32]
     assert len(weight[:20].unique(dim=0)) == 20
     assert torch.equal(weight[:20], weight[60:80]) and torch.equal(weight[:16], weight[80:])
+
+
+def test_weights_go_with_the_model(llama: Path) -> None:
+    """At once: nothing that built them holds on to them, and no cycle waits for a collector."""
+    paged = PagedModel(llama)
+    layer = paged.model.layers[0]
+    tensors = (layer.mlp.down.matrix.data.values, layer.mlp_norm.weight, paged.model.embed.table)
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    gc.disable()
+    try:
+        del paged, layer, tensors
+        assert [tensor() for tensor in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class Terminal(io.StringIO):

@@ -71,8 +71,9 @@ def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_cools() -> None:
     torch.testing.assert_close(found[turns < 0.5], before[turns < 0.5] / 4)
     assert attention_factor(spec) == pytest.approx(0.1 * math.log(4.0) + 1.0)
     rope = Rope(REFERENCE, spec, DIM, 8192, CPU)
-    cos, sin = rope.at(torch.tensor([0, 5]))
-    assert cos.dtype == torch.float32 and cos.shape == (2, DIM // 2)
+    rotation = rope.at(torch.tensor([0, 5]))
+    assert rotation.dtype == torch.float32 and rotation.shape == (2, DIM)
+    cos, sin = rotation.chunk(2, dim=-1)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_factor(spec) ** 2))
 
 
@@ -95,8 +96,8 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, DIM, generator=torch.Generator().manual_seed(0))
 
     def product(i: int, j: int) -> float:
-        turned_q, _ = rope.rotate(q, k, rope.at(torch.tensor([i])))
-        _, turned_k = rope.rotate(q, k, rope.at(torch.tensor([j])))
+        turned_q, _ = rope.rotate(q.clone(), k.clone(), rope.at(torch.tensor([i])))
+        _, turned_k = rope.rotate(q.clone(), k.clone(), rope.at(torch.tensor([j])))
         return float((turned_q * turned_k).sum())
 
     assert product(7, 3) == pytest.approx(product(1007, 1003), abs=1e-2)

@@ -11,6 +11,7 @@ from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.worker.input_batch import build_input_batch
 from kvik.worker.request_table import RequestTable
+from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
 
 SLOTS, LENGTH = 8, 64
 CPU = torch.device("cpu")
@@ -41,8 +42,9 @@ def fill(table: RequestTable, rng: random.Random, num_groups: int) -> dict[int, 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 100])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("decode_only", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
 def test_every_row_stands_where_it_should(
-    block_size: int, num_groups: int, decode_only: bool
+    block_size: int, num_groups: int, decode_only: bool, fixed: bool
 ) -> None:
     rng = random.Random(block_size)
     table = RequestTable(SLOTS, LENGTH, num_groups, block_size)
@@ -53,7 +55,10 @@ def test_every_row_stands_where_it_should(
     scheduled = [1 if decode_only else rng.randint(1, n) for n in left]
     samples = [n == most for n, most in zip(scheduled, left, strict=True)]
     plan = SchedulerOutput(0, slots, scheduled, [0] * len(slots), samples)
-    batch = build_input_batch(plan, table, CPU)
+    inputs: StepInputs = FreshInputs(CPU)
+    if fixed:
+        inputs = FixedInputs(StepSizes(SLOTS * LENGTH, SLOTS, SLOTS + 1), num_groups, LENGTH)
+    batch = build_input_batch(plan, table, inputs)
     at = 0
     for row, slot in enumerate(slots):
         request = requests[slot]

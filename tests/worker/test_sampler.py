@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.kernels.torch_ops import TORCH
 from kvik.worker.noise import uniform
 from kvik.worker.sampler import Sampler, SampleResult, token_logprobs
 from kvik.worker.sampling_table import SamplingTable
@@ -34,7 +35,7 @@ def table_of(*params: SamplingParams, vocab: int = 8) -> SamplingTable:
 
 def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int) -> SampleResult:
     positions = np.full(len(slots), position)
-    return Sampler().sample(logits, table.batch(np.array(slots), positions))
+    return Sampler(TORCH).sample(logits, table.batch(np.array(slots), positions))
 
 
 # ------------------------------------------------------------------ frequencies
@@ -90,7 +91,7 @@ def test_tokens_come_as_often_as_the_definition_says(name: str) -> None:
     else:
         slots, positions = np.zeros(N, np.int64), np.arange(N)
     logits = torch.tensor(LOGITS).expand(N, -1)
-    result = Sampler().sample(logits, table.batch(slots, positions))
+    result = Sampler(TORCH).sample(logits, table.batch(slots, positions))
     counts = np.bincount(result.token_ids.numpy(), minlength=8)
     assert set(counts.nonzero()[0].tolist()) <= set(expected)
     tokens = sorted(expected)
@@ -174,7 +175,7 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, expected: 
     assert batch.random is not None
     batch.random.uniforms.fill_(u)
     logits = torch.tensor([[1.0, 2.0, 1.5, -1.0, 2.2, 1.9, 0.7, 0.0]])  # 1, 4 and 5 stay
-    assert Sampler().sample(logits, batch).token_ids.item() == expected
+    assert Sampler(TORCH).sample(logits, batch).token_ids.item() == expected
 
 
 # ------------------------------------------------------------------ greedy
@@ -185,7 +186,7 @@ def test_greedy_takes_the_most_likely_token() -> None:
     table = table_of(*[SamplingParams(temperature=0)] * 50, vocab=300)
     batch = table.batch(np.arange(50), np.arange(50))
     assert batch.edits is None and batch.penalties is None and batch.random is None
-    assert torch.equal(Sampler().sample(logits, batch).token_ids, logits.argmax(-1))
+    assert torch.equal(Sampler(TORCH).sample(logits, batch).token_ids, logits.argmax(-1))
 
 
 def test_greedy_rows_are_the_same_beside_random_ones_and_rules() -> None:
@@ -274,7 +275,7 @@ def test_single_impossible_tokens_are_no_error() -> None:
     table = SamplingTable(1, 20, CPU)
     table.set(0, SamplingParams(top_p=0.99), 3, [], [], STOP)
     batch = table.batch(np.zeros(500, np.int64), np.arange(500))
-    result = Sampler().sample(logits, batch)
+    result = Sampler(TORCH).sample(logits, batch)
     assert not result.bad_rows
     assert set(result.token_ids.tolist()) == {i for i in range(20) if i % 5 in (0, 2)}
 
@@ -294,7 +295,7 @@ def test_extreme_but_finite_logits(temperature: float, dtype: torch.dtype) -> No
     table = SamplingTable(1, 5, CPU)
     table.set(0, SamplingParams(temperature=temperature), 0, [], [], STOP)
     batch = table.batch(np.zeros(200, np.int64), np.arange(200))
-    result = Sampler().sample(torch.tensor([row], dtype=dtype).expand(200, -1), batch)
+    result = Sampler(TORCH).sample(torch.tensor([row], dtype=dtype).expand(200, -1), batch)
     assert not result.bad_rows
     assert set(result.token_ids.tolist()) == {1, 3}
 

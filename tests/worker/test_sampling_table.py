@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.kernels.torch_ops import TORCH
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import SamplingBatch
 from kvik.worker.sampling_table import SamplingTable
@@ -22,7 +23,7 @@ def greedy(t: SamplingTable, slots: list[int], position: int = 5) -> list[int]:
     logits = torch.zeros(len(slots), 10)
     logits[:, 7:] = torch.tensor([1.0, 1.25, 1.5])
     batch = t.batch(np.array(slots), np.full(len(slots), position))
-    return Sampler().sample(logits, batch).token_ids.tolist()
+    return Sampler(TORCH).sample(logits, batch).token_ids.tolist()
 
 
 def test_greedy_requests_need_no_plan() -> None:

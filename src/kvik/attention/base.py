@@ -33,7 +33,8 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """K and V of one layer: each [num_blocks, block_size, kv_heads, head_dim]."""
+    """K and V of one layer: each [num_blocks, block_size, kv_heads, head_dim]. A backend may order
+    the elements within a block in its own way."""
 
     k: Tensor
     v: Tensor

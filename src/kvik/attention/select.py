@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvik.attention.base import AttentionBackend
@@ -10,15 +12,32 @@ from kvik.attention.sdpa import SdpaAttention
 from kvik.config.errors import ConfigError
 from kvik.kernels.ops import Ops
 
+if TYPE_CHECKING:
+    from kvik.kernels.cpu.native import Native
+
 BACKENDS = (SdpaAttention, ReferenceAttention)
+NATIVE = "cpu"  # the backend whose kernels a build may lack
 
 
-def select(name: str, ops: Ops, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def select(
+    name: str,
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    native: Native | None = None,
+) -> AttentionBackend:
     """The named backend.
+
+    Args:
+        native: the kernels of "cpu".
 
     Raises:
         ConfigError: `name` is unknown, or the backend cannot serve device and dtype.
     """
+    if name == NATIVE and native is not None:
+        from kvik.attention.cpu import CpuAttention
+
+        return CpuAttention(native)
     for backend in BACKENDS:
         if backend.caps.name == name:
             if device.type in backend.caps.devices and dtype in backend.caps.dtypes:
@@ -28,4 +47,6 @@ def select(name: str, ops: Ops, device: torch.device, dtype: torch.dtype) -> Att
                 "attention_backend", f"{name!r} cannot serve {short} on {device.type}"
             )
     known = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
+    if name == NATIVE:
+        raise ConfigError("attention_backend", f"{name!r} needs the native kernels, or {known}")
     raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")

@@ -67,7 +67,7 @@ def capacity_error(
         )
     parts = ", ".join(
         (
-            f"{show_bytes(footprint.weights)} of weights in {footprint.dtype}",
+            f"{show_bytes(footprint.weights)} of weights in {footprint.stored_as}",
             f"{show_bytes(footprint.activations(size))} for a step",
             f"{show_bytes(cache)} of KV cache",
             f"{show_bytes(footprint.overhead(size))} for the runtime",

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
+from kvik.config.quantization import SCHEMES
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": tuple(SCHEMES),
     "policy": (
         "fcfs",
         "priority",
@@ -19,7 +21,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "static",
         "dynamic",
     ),
-    "attention_backend": ("auto", "reference", "sdpa"),
+    "kernels": ("auto", "native", "torch"),
+    "attention_backend": ("auto", "cpu", "sdpa", "reference"),
     "load_format": ("safetensors", "random"),
 }
 

@@ -15,6 +15,8 @@ class EngineConfig:
     Attributes:
         model: folder in Hugging Face format, hub id, or "" for the bundled model.
         dtype: "auto", "float32", "bfloat16" or "float16".
+        quantization: of the weights as they are loaded: "none" (as stored), "int8" (activations
+            too), "int8-weight-only" or "int4".
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: longest prompt + output of a request, in tokens.
         max_num_seqs: requests that run at the same time.
@@ -31,7 +33,8 @@ class EngineConfig:
         ageing: seconds of waiting that weigh as much as one level of priority ("priority"), as a
             thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").
         max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
-        attention_backend: "auto", "reference" or "sdpa".
+        kernels: "auto", "native" (C++, on a CPU) or "torch".
+        attention_backend: "auto", "cpu" (of the native kernels), "sdpa" or "reference".
         threads: CPU threads; None: the cores this process may use.
         load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
         seed: of requests that bring none.
@@ -39,6 +42,7 @@ class EngineConfig:
 
     model: str = ""
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -54,6 +58,7 @@ class EngineConfig:
     ageing: float = 10.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
+    kernels: str = "auto"
     attention_backend: str = "auto"
     threads: int | None = None
     load_format: str = "safetensors"
@@ -92,7 +97,9 @@ class RunnerConfig:
     device: str
     attention_backend: str
     threads: int
+    kernels: str = "torch"
     load_format: str = "safetensors"
+    quantization: str = "none"
     seed: int = 0
 
 

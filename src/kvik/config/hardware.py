@@ -9,19 +9,30 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 # Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
 ISA_FLAGS = frozenset(
     (
-        *("avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx_vnni"),
+        *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+        *("avx512_bf16", "avx512_vnni"),
         *("amx_tile", "amx_bf16", "amx_int8"),
         *("asimd", "bf16", "i8mm", "sve"),
     )
 )
+
+# What the native kernels need of a CPU, best first (csrc/isa.cpp).
+_AVX512 = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"))
+NATIVE_ISAS: Mapping[str, frozenset[str]] = {
+    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2_vnni": frozenset(("avx2", "fma", "avx_vnni")),
+    "avx2": frozenset(("avx2", "fma")),
+}
 
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 FALLBACK_MEMORY = 4 << 30  # of a system that tells nothing
@@ -48,6 +59,7 @@ class Hardware:
     isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
     gpus: devices that may be used.
     cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
+    native: kvik was installed with its native kernels.
     """
 
     cpu_name: str
@@ -57,11 +69,20 @@ class Hardware:
     isa: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     cuda_build: bool = False
+    native: bool = False
 
     @property
     def fast_bf16(self) -> bool:
         """Whether the CPU multiplies bfloat16 matrices in hardware."""
         return bool(self.isa & {"avx512_bf16", "amx_bf16", "bf16"})
+
+    @property
+    def native_isa(self) -> str:
+        """The best instruction set that the native kernels are compiled for and this CPU runs."""
+        for name, needed in NATIVE_ISAS.items():
+            if needed <= self.isa:
+                return name
+        return "portable"
 
 
 def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
@@ -77,6 +98,7 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
         & ISA_FLAGS,
         gpus=gpus,
         cuda_build=is_cuda_build(),
+        native=find_spec("kvik.kernels.cpu._native") is not None,
     )
 
 

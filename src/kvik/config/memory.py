@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvik.config.kv_spec import KVGroup, block_bytes, group_layers, max_blocks
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+from kvik.config.quantization import weight_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -20,6 +21,9 @@ RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more, GPU or not
 # Reference count, links and hash of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 160
+# What quantising, and multiplying with quantised weights, takes beside the matrices themselves.
+QUANTIZED_SCRATCH_BYTES = 64 * MIB
+LOGIT_BYTES = 4  # of the model's, whatever its dtype
 # One logit in the sampler with every rule on: fp32 copies and penalties, then in double precision
 # its share, its distance from the entropy, their order and two running sums.
 SAMPLER_BYTES_PER_LOGIT = 72
@@ -46,6 +50,7 @@ class Footprint:
 
     spec: ModelSpec
     dtype: str
+    quantization: str
     device: str  # "cpu" or "cuda"
     attention_backend: str
     block_size: int
@@ -57,7 +62,12 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        return self.spec.weight_bytes(self.dtype)
+        return weight_bytes(self.spec, self.dtype, self.quantization)
+
+    @property
+    def stored_as(self) -> str:
+        """In what, in a word."""
+        return self.dtype if self.quantization == "none" else self.quantization
 
     @property
     def block_bytes(self) -> int:
@@ -78,30 +88,47 @@ class Footprint:
         spec, item = self.spec, DTYPE_BYTES[self.dtype]
         tokens = size.max_num_batched_tokens
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the sum of both
+        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the next residual
         norm = tokens * spec.hidden_size * 16
         qkv = tokens * (queries + 2 * keys) * item
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.intermediate_size * (3 * item + 20)
         logits = spec.vocab_size * max(
-            min(size.max_num_seqs, tokens) * (item + SAMPLER_BYTES_PER_LOGIT),
-            min(PROMPT_LOGPROB_ROWS, tokens) * (item + PROMPT_BYTES_PER_LOGIT),
+            min(size.max_num_seqs, tokens) * (LOGIT_BYTES + SAMPLER_BYTES_PER_LOGIT),
+            min(PROMPT_LOGPROB_ROWS, tokens) * (LOGIT_BYTES + PROMPT_BYTES_PER_LOGIT),
         )
-        return stream + max(norm, rotary, attended, mlp, logits) + self._masks(size)
+        widest = max(norm, rotary, attended, mlp, logits, self._quantized_product(size))
+        return stream + widest + self._masks(size)
 
     def overhead(self, size: StepSize) -> int:
-        """Runtime, the tables of running requests, the largest matrix while it is packed."""
+        """Runtime, the tables of running requests and of rotary positions, the largest matrix
+        while it is packed."""
         spec = self.spec
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
+        rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
         widest = max(spec.vocab_size, 2 * spec.intermediate_size) * spec.hidden_size
-        return self.runtime + table + seen + widest * DTYPE_BYTES[self.dtype]
+        packing = widest * DTYPE_BYTES[self.dtype]
+        if self.quantization != "none":
+            packing += QUANTIZED_SCRATCH_BYTES
+        return self.runtime + table + seen + rotation + packing
 
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size)
+
+    def _quantized_product(self, size: StepSize) -> int:
+        """x and its rounded copy, y before and after its activation, in fp32 if weights are
+        quantised."""
+        if self.quantization == "none":
+            return 0
+        spec, item = self.spec, DTYPE_BYTES[self.dtype]
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        inputs = max(spec.hidden_size, queries, spec.intermediate_size)
+        outputs = max(spec.hidden_size, queries + 2 * keys, 3 * spec.intermediate_size)
+        return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
     def _attention_scratch(self, size: StepSize) -> int:
         """K and V gathered from the cache in one layer, and scores where they are written out."""

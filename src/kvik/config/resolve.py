@@ -30,6 +30,7 @@ from kvik.config.config import (
 )
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.kernels import choose_attention, choose_kernels, native_reason
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     GIB,
@@ -39,6 +40,7 @@ from kvik.config.memory import (
     StepSize,
 )
 from kvik.config.model_spec import ModelSpec
+from kvik.config.quantization import SCHEMES, weight_bytes
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic
@@ -65,14 +67,17 @@ def resolve(
     device, gpu = _device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
     dtype = _dtype(config, spec, hardware, gpu, limit, notes)
-    backend = config.attention_backend
-    if backend == "auto":
-        backend = notes.add("attention_backend", "sdpa", "the fastest backend in this build")
+    kernels = choose_kernels(config, hardware, device, dtype, notes.add)
+    backend = choose_attention(config, spec, kernels, notes.add)
+    asked = ASKED if config.quantization != "none" else "the default"
+    notes.add("quantization", config.quantization, f"{asked}: {SCHEMES[config.quantization]}")
     kind = "cuda" if gpu else "cpu"
     runtime = RUNTIME_BYTES[kind]
     if kind == "cpu" and hardware.cuda_build:
         runtime += CUDA_BUILD_BYTES
-    footprint = Footprint(spec, dtype, kind, backend, config.block_size, runtime)
+    footprint = Footprint(
+        spec, dtype, config.quantization, kind, backend, config.block_size, runtime
+    )
     size = _step_size(config, footprint, limit, notes)
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
@@ -101,7 +106,15 @@ def resolve(
             max_queued_tokens=config.max_queued_tokens,
         ),
         runner=RunnerConfig(
-            model_path, dtype, device, backend, threads, config.load_format, config.seed
+            model_path=model_path,
+            dtype=dtype,
+            device=device,
+            attention_backend=backend,
+            threads=threads,
+            kernels=kernels,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
         ),
         memory=plan,
         seed=config.seed,
@@ -159,13 +172,15 @@ def _dtype(
         return notes.add("dtype", "float16", f"{gpu.name} has no bfloat16")
     if gpu:
         return notes.add("dtype", spec.dtype, "the checkpoint's")
-    full = spec.weight_bytes("float32")
+    full = weight_bytes(spec, "float32", config.quantization)
     if spec.dtype == "float32":
         if full <= limit.size // 2:
             return notes.add("dtype", "float32", "the checkpoint's")
         return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
     if hardware.fast_bf16:
         return notes.add("dtype", "bfloat16", "half the bytes to read, and this CPU multiplies it")
+    if native_reason(hardware) is None and config.kernels != "torch":
+        return notes.add("dtype", "bfloat16", "half the bytes to read, widened as they are read")
     if full <= limit.size // 2:
         return notes.add("dtype", "float32", "this CPU has no bfloat16 arithmetic")
     return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")

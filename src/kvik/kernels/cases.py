@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
+from kvik.kernels.weights import Activation, FloatWeight, Int4Weight, Int8Weight, Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # An implementation may round intermediate results to the dtype; the reference rounds once.
 _RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
+# Sums of many products of either sign: errors are those of the terms, not of the small result.
+_PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+Argument = Tensor | float | Weight | str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +42,50 @@ class Maker:
     def permutation(self, n: int) -> Tensor:
         return torch.randperm(n, generator=self.generator).to(self.device)
 
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        """In low..high, both included."""
+        drawn = torch.randint(low, high + 1, shape, generator=self.generator)
+        return drawn.to(self.device, dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """Attributes:
     op: a field of `Ops`.
     make: the arguments.
+    run: the operation on the arguments; None: simply that.
     written: indices of the arguments that the operation changes.
-    exact: the operation only moves data.
+    spoiled: indices of the arguments that it may use as scratch.
+    exact: the operation only moves data, or its result has one right value.
+    product: sums products.
     """
 
     op: str
     name: str
-    make: Callable[[Maker], tuple[Tensor | float, ...]]
+    make: Callable[[Maker], tuple[Argument, ...]]
+    run: Callable[..., object] | None = None
     written: tuple[int, ...] = ()
+    spoiled: tuple[int, ...] = ()
     exact: bool = False
+    product: bool = False
 
     def tolerance(self, dtype: torch.dtype) -> tuple[float, float]:
         """rtol, atol."""
-        return (0.0, 0.0) if self.exact else (_RTOL[dtype], _ATOL[dtype])
+        if self.exact:
+            return 0.0, 0.0
+        return _RTOL[dtype], (_PRODUCT_ATOL if self.product else _ATOL)[dtype]
 
 
 def arguments(
     case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> tuple[Tensor | float, ...]:
+) -> tuple[Argument, ...]:
     """Equal seeds give equal arguments."""
     return case.make(Maker(torch.Generator().manual_seed(seed), dtype, device))
 
 
-def outputs(ops: Ops, case: Case, args: tuple[Tensor | float, ...]) -> tuple[Tensor, ...]:
+def outputs(ops: Ops, case: Case, args: tuple[Argument, ...]) -> tuple[Tensor, ...]:
     """Run one case: what the operation returns, then the arguments it writes to."""
-    result = getattr(ops, case.op)(*args)
+    result = case.run(ops, *args) if case.run else getattr(ops, case.op)(*args)
     returned = () if result is None else result if isinstance(result, tuple) else (result,)
     written = (arg for i, arg in enumerate(args) if i in case.written)
     return (*returned, *(arg for arg in written if isinstance(arg, Tensor)))
@@ -79,7 +97,6 @@ def _norms() -> list[Case]:
         name = f"{rows}x{dim}"
         cases += [
             Case("rms_norm", name, _rms_norm(rows, dim)),
-            Case("add_rms_norm", name, _add_rms_norm(rows, dim)),
             Case("layer_norm", name, _layer_norm(rows, dim)),
         ]
     zeros = Case("rms_norm", "zeros", lambda m: (m.normal(3, 64) * 0, m.normal(64), 1e-6))
@@ -88,15 +105,11 @@ def _norms() -> list[Case]:
     return [*cases, zeros, large, heads]
 
 
-def _rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Tensor | float, ...]]:
+def _rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
     return lambda m: (m.normal(rows, dim), m.normal(dim), 1e-5)
 
 
-def _add_rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Tensor | float, ...]]:
-    return lambda m: (m.normal(rows, dim), m.normal(rows, dim), m.normal(dim), 1e-5)
-
-
-def _layer_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Tensor | float, ...]]:
+def _layer_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
     return lambda m: (m.normal(rows, dim, scale=3.0), m.normal(dim), m.normal(dim), 1e-5)
 
 
@@ -109,12 +122,14 @@ def _rotaries() -> list[Case]:
             qkv = m.normal(tokens, heads + 2 * kv_heads, dim)
             q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
             angle = m.normal(tokens, dim // 2, scale=10.0, dtype=torch.float32)
-            return q, k, angle.cos(), angle.sin()
+            return q, k, torch.cat((angle.cos(), angle.sin()), dim=-1)
 
         return arguments
 
     shapes = ((1, 8, 4, 32), (5, 3, 1, 2), (7, 4, 4, 64), (3, 14, 2, 10))
-    return [Case("rotary", "x".join(map(str, shape)), make(*shape)) for shape in shapes]
+    return [
+        Case("rotary", "x".join(map(str, shape)), make(*shape), spoiled=(0, 1)) for shape in shapes
+    ]
 
 
 def _activations() -> list[Case]:
@@ -166,4 +181,149 @@ def _caches() -> list[Case]:
     return [*stores, *copies]
 
 
-CASES = (*_norms(), *_rotaries(), *_activations(), *_caches())
+def _products() -> list[Case]:
+    """Each kind of weight with what may follow it; "pack" is run on the way."""
+    kinds: tuple[tuple[str, MakeWeight, tuple[tuple[int, int, int], ...]], ...] = (
+        ("float", _float_weight, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
+        ("int8", _int8_weight, ((1, 33, 7), (5, 257, 64))),
+        ("w8a8", _w8a8_weight, ((1, 33, 7), (5, 257, 64))),
+        ("int4-32", _int4_weight(32, zeros=True), ((1, 96, 7), (5, 288, 64))),
+        ("int4-128", _int4_weight(128, zeros=True), ((3, 256, 33),)),
+        ("int4-symmetric", _int4_weight(64, zeros=False), ((3, 192, 33),)),
+    )
+    activations: tuple[Activation | None, ...] = (None, "silu_and_mul", "gelu_tanh")
+    cases = []
+    for (kind, weight, shapes), activation in product(kinds, activations):
+        for shape, bias, residual in zip(
+            (*shapes, shapes[0], shapes[-1]),
+            (False, True, True, False, True),
+            (True, False, True, False, True),
+            strict=False,
+        ):
+            extras = ("bias",) * bias + ("residual",) * residual
+            name = "-".join(("x".join(map(str, shape)), kind, activation or "plain", *extras))
+            make = _product(shape, weight, activation, bias, residual)
+            cases.append(Case("linear", name, make, _run_linear, spoiled=(2,), product=True))
+    cases += [
+        Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
+        for kind, weight in (("float", _float_weight), ("w8a8", _w8a8_weight))
+    ]
+    cases += [
+        Case("matrix_rows", kind, _rows_of(weight, shapes[0]), _run_matrix_rows)
+        for kind, weight, shapes in kinds
+    ]
+    return cases
+
+
+MakeWeight = Callable[[Maker, int, int], Weight]
+
+
+def _float_weight(m: Maker, outputs: int, inputs: int) -> FloatWeight:
+    return FloatWeight(m.normal(outputs, inputs, scale=inputs**-0.5))
+
+
+def _int8_weight(m: Maker, outputs: int, inputs: int) -> Int8Weight:
+    values = m.integers(-127, 127, outputs, inputs, dtype=torch.int8)
+    scales = m.normal(outputs, dtype=torch.float32).abs() * (inputs**-0.5 / 70)
+    return Int8Weight(values, scales, quantize_activations=False)
+
+
+def _w8a8_weight(m: Maker, outputs: int, inputs: int) -> Int8Weight:
+    weight = _int8_weight(m, outputs, inputs)
+    return Int8Weight(weight.values, weight.scales, quantize_activations=True)
+
+
+def _int4_weight(group: int, *, zeros: bool) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Int4Weight:
+        values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+        groups = (outputs, inputs // group)
+        scales = m.normal(*groups, dtype=torch.float32).abs() * (inputs**-0.5 / 5)
+        points = m.integers(0, 15, *groups, dtype=torch.uint8) if zeros else None
+        return Int4Weight(values, scales, points, group)
+
+    return make
+
+
+def _product(
+    shape: tuple[int, int, int],
+    weight: MakeWeight,
+    activation: Activation | None,
+    bias: bool,
+    residual: bool,
+) -> Callable[[Maker], tuple[Argument, ...]]:
+    tokens, inputs, outputs = shape
+    rows = 2 * outputs if activation == "silu_and_mul" else outputs
+
+    def arguments(m: Maker) -> tuple[Argument, ...]:
+        x = m.normal(tokens, inputs + 3)[:, :inputs]  # strided
+        x[-1] = 0  # nothing to scale
+        return (
+            x,
+            weight(m, rows, inputs),
+            m.normal(rows) if bias else None,
+            activation,
+            m.dtype,
+            m.normal(tokens, outputs) if residual else None,
+        )
+
+    return arguments
+
+
+def _wide_out(weight: MakeWeight) -> Callable[[Maker], tuple[Argument, ...]]:
+    return lambda m: (m.normal(5, 64), weight(m, 33, 64), None, None, torch.float32, None)
+
+
+def _run_linear(
+    ops: Ops,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+) -> Tensor:
+    return ops.linear(x, ops.pack(weight, bias, activation, out_dtype), residual)
+
+
+def _rows_of(
+    weight: MakeWeight, shape: tuple[int, int, int]
+) -> Callable[[Maker], tuple[Argument, ...]]:
+    _, inputs, outputs = shape
+    return lambda m: (
+        weight(m, outputs, inputs),
+        m.integers(0, outputs - 1, 9, dtype=torch.int64),
+        m.dtype,
+    )
+
+
+def _run_matrix_rows(ops: Ops, weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return ops.matrix_rows(ops.pack(weight, None, None, torch.float32), ids, dtype)
+
+
+def _rows() -> list[Case]:
+    def logits(rows: int, vocab: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+        def arguments(m: Maker) -> tuple[Tensor, ...]:
+            drawn = m.integers(-9, 9, rows, vocab, dtype=m.dtype)  # with equals
+            drawn[0, vocab // 2 :] = -torch.inf
+            drawn[-1] = -torch.inf
+            return (drawn,)
+
+        return arguments
+
+    def gather(rows: int, dim: int, n: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+        return lambda m: (m.normal(rows, dim), m.integers(0, rows - 1, n, dtype=torch.int64))
+
+    def add(rows: int, dim: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+        return lambda m: (m.normal(rows, dim), m.normal(rows, dim))
+
+    return [
+        *(Case("largest", f"{r}x{v}", logits(r, v), exact=True) for r, v in ((1, 1), (4, 1003))),
+        *(
+            Case("gather_rows", f"{n} of {r}x{d}", gather(r, d, n), exact=True)
+            for r, d, n in ((1, 3, 1), (7, 33, 9))
+        ),
+        *(Case("add", f"{r}x{d}", add(r, d), exact=True) for r, d in ((1, 1), (5, 67))),
+    ]
+
+
+CASES = (*_products(), *_rows(), *_norms(), *_rotaries(), *_activations(), *_caches())

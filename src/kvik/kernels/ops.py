@@ -1,7 +1,8 @@
-"""Every operation of a forward pass beside matrix products, behind one table.
+"""Every operation of a forward pass beside attention, behind one table.
 
 A row of `Ops` is a contract; `reference/` holds the plain-torch meaning of each row, and faster
-implementations (C++, Triton) replace rows without anyone above noticing.
+implementations (C++, Triton) replace rows without anyone above noticing. A model's forward is made
+of these rows, attention and views alone.
 """
 
 from __future__ import annotations
@@ -9,18 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from kvik.kernels.weights import Activation, Matrix, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each operation.
 
+    pack(weight [outputs, inputs], bias [outputs] or None, activation or None, out_dtype) -> Matrix;
+        may take over or free the memory of the weight and the bias
+    linear(x [tokens, inputs], matrix, residual [tokens, outputs] or None) -> [tokens, outputs],
+        activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided.
+        Where the weight says so, x is first rounded to x_scale * (-127..127), x_scale = a token's
+        absmax / 127 or else 1, half to even
+    matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix
+        without activation
+    gather_rows(table [rows, dim], ids [n] int64) -> [n, dim]
+    add(x, y of the same shape and dtype) -> x + y
+    largest(logits [rows, vocab]) -> (top [rows] fp32, ids [rows] int64), of equals the first; NaN
+        anywhere in a row makes its top NaN, and its id any
     rms_norm(x [..., dim], weight [dim], eps) -> [..., dim]
-    add_rms_norm(x, residual, weight, eps) -> (normed, x + residual)
     layer_norm(x, weight, bias, eps) -> [..., dim]
-    rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], cos, sin
-        [tokens, head_dim / 2] fp32) -> (q, k), rotated in halves (not interleaved)
+    rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
+        fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
+        and return its arguments, so the caller uses only what it gets back
     silu_and_mul(gate_up [tokens, 2 * inner]) -> [tokens, inner]
     gelu_tanh(x) -> same shape
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
@@ -28,10 +44,15 @@ class Ops:
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
     """
 
+    pack: Callable[[Weight, Tensor | None, Activation | None, torch.dtype], Matrix]
+    linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
+    matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
+    gather_rows: Callable[[Tensor, Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], Tensor]
+    largest: Callable[[Tensor], tuple[Tensor, Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

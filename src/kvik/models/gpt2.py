@@ -27,10 +27,10 @@ class GPT2Attention:
         )
         builder.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
 
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
         q, k, v = self.qkv(x).view(-1, *self.heads).unbind(1)  # [tokens, heads, head_dim] each
-        return self.o(self.attend(q, k, v, ctx))
+        return self.o(self.attend(q, k, v, ctx), residual)
 
 
 class GPT2Layer:
@@ -47,8 +47,8 @@ class GPT2Layer:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """The residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = x + self.attention(self.attention_norm(x), ctx)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention(self.attention_norm(x), x, ctx)
+        return self.mlp(self.mlp_norm(x), x)
 
 
 class GPT2:
@@ -56,21 +56,23 @@ class GPT2:
 
     def __init__(self, spec: ModelSpec, builder: Builder) -> None:
         trunk = builder.at("transformer", optional=True)
-        self.embed = trunk.embedding("wte", spec.vocab_size, spec.hidden_size, shard="column")
+        self.embed = trunk.token_embedding(
+            "wte", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
+        )
         self.embed_position = trunk.embedding("wpe", spec.max_position_embeddings, spec.hidden_size)
         self.layers = [
             GPT2Layer(spec, trunk.at("h").at(layer), layer) for layer in range(spec.num_layers)
         ]
         self.norm = trunk.layer_norm("ln_f", spec.hidden_size, spec.norm_eps)
-        self.lm_head = builder.lm_head("lm_head", self.embed, tied=spec.tie_word_embeddings)
+        self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        x = self.embed(ids) + self.embed_position(ctx.positions)
+        x = self.embed_position.add(ctx.positions, self.embed(ids))
         for layer in self.layers:
             x = layer(x, ctx)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
         return self.lm_head(hidden)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
-from kvik.nn.rope import Rope, Rotation
+from kvik.nn.rope import Rope
 
 
 class LlamaAttention:
@@ -37,17 +37,21 @@ class LlamaAttention:
         )
         builder.ignore("rotary_emb.inv_freq")
 
-    def __call__(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         qkv = self.qkv(x).view(-1, *self.heads)  # [tokens, heads + 2 kv_heads, head_dim]
         q, k, v = qkv.split_with_sizes(self.split, 1)
         q, k = self.rope.rotate(q, k, rotation)
-        return self.o(self.attend(q, k, v, ctx))
+        return self.o(self.attend(q, k, v, ctx), residual)
 
 
 class AttentionBlock(Protocol):
-    def __call__(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         ...
 
 
@@ -66,18 +70,10 @@ class LlamaLayer:
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> tuple[Tensor, Tensor]:
-        """x, not yet added to the residual stream -> the same, one layer later."""
-        x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, rotation, ctx)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attention(self.attention_norm(x), x, rotation, ctx)
+        return self.mlp(self.mlp_norm(x), x)
 
 
 class Llama:
@@ -88,8 +84,8 @@ class Llama:
     ) -> None:
         assert spec.rope is not None
         trunk = builder.at("model", optional=True)
-        self.embed = trunk.embedding(
-            "embed_tokens", spec.vocab_size, spec.hidden_size, shard="column"
+        self.embed = trunk.token_embedding(
+            "embed_tokens", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
         )
         self.rope = builder.rope(spec.rope, spec.head_dim)
         self.layers = [
@@ -97,17 +93,16 @@ class Llama:
             for layer in range(spec.num_layers)
         ]
         self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)
-        self.lm_head = builder.lm_head("lm_head", self.embed, tied=spec.tie_word_embeddings)
+        self.lm_head = builder.lm_head("lm_head", self.embed)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
         rotation = self.rope.at(ctx.positions)
-        x: Tensor = self.embed(ids)
-        residual: Tensor | None = None
+        x = self.embed(ids)
         for layer in self.layers:
-            x, residual = layer(x, residual, rotation, ctx)
-        return self.norm.add(x, residual)[0]
+            x = layer(x, rotation, ctx)
+        return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
         return self.lm_head(hidden)

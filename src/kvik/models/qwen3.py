@@ -8,7 +8,7 @@ from kvik.config.model_spec import ModelSpec
 from kvik.models.llama import Llama
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
-from kvik.nn.rope import Rope, Rotation
+from kvik.nn.rope import Rope
 
 
 class Qwen3Attention:
@@ -33,12 +33,14 @@ class Qwen3Attention:
             "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
         )
 
-    def __call__(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         qkv = self.qkv(x).view(-1, *self.heads)  # [tokens, heads + 2 kv_heads, head_dim]
         q, k, v = qkv.split_with_sizes(self.split, 1)
         q, k = self.rope.rotate(self.q_norm(q), self.k_norm(k), rotation)
-        return self.o(self.attend(q, k, v, ctx))
+        return self.o(self.attend(q, k, v, ctx), residual)
 
 
 def qwen3(spec: ModelSpec, builder: Builder) -> Llama:

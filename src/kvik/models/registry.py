@@ -26,7 +26,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab]."""
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
         ...
 
 
@@ -45,7 +45,7 @@ def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
     A builder without a checkpoint makes random weights from `seed`.
 
     Raises:
-        ModelError: the checkpoint does not fit the spec.
+        ModelError: the checkpoint does not fit the spec, or cannot be quantised.
     """
     model = MODELS[spec.architecture](spec, builder)
     if builder.checkpoint is None:

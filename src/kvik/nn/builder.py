@@ -5,25 +5,29 @@ A model therefore has no loading code, and does not know how its weights are sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.config.kv_spec import KVGroup
+from kvik.config.quantization import layer_scheme
 from kvik.config.rope_spec import RopeSpec
 from kvik.kernels.ops import Ops
+from kvik.kernels.weights import Activation
 from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.embedding import Embedding, LMHead, TiedHead
-from kvik.nn.formats.base import LinearShape, Shard
+from kvik.nn.embedding import Embedding, TiedEmbedding
+from kvik.nn.formats.base import LinearShape, Param, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
-from kvik.nn.linear import Linear
+from kvik.nn.linear import Fill, Linear
 from kvik.nn.mlp import MLP, GatedMLP
 from kvik.nn.norm import LayerNorm, RMSNorm
+from kvik.nn.quantizer import quantizer
 from kvik.nn.rope import Rope
 
 
@@ -32,16 +36,20 @@ class DeclaredTensor:
     """A tensor the checkpoint must hold.
 
     Attributes:
-        name: in the checkpoint.
-        target: unfilled view, with the shape the checkpoint's tensor has.
+        name, shape: in the checkpoint.
+        dtype: it is held in until its layer is finished.
         kind: "matrix", "gain" or "bias": what random weights look like here.
         shard_axis: axis that ranks divide among them; None: every rank has the whole.
+        fill: calls what it is given with the unfilled memory, of `shape` and `dtype`. To be called
+            once: with the last of a layer's tensors the layer is finished.
     """
 
     name: str
-    target: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     kind: str
     shard_axis: int | None
+    fill: Fill
 
 
 @dataclass(slots=True)
@@ -50,12 +58,6 @@ class Declarations:
 
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
-    linears: list[Linear] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """After loading: let each format prepare its weights."""
-        for linear in self.linears:
-            linear.finish()
 
 
 class Builder:
@@ -71,14 +73,16 @@ class Builder:
         device: torch.device,
         max_model_len: int,
         checkpoint: Checkpoint | None,
-        quantization: Mapping[str, object] | None = None,
+        stored_quantization: Mapping[str, object] | None = None,
+        quantization: str = "none",
     ) -> None:
         """
         Args:
             groups: KV groups in the order of `ForwardContext.metadata`.
-            max_model_len: fixes the base of "dynamic" rotary positions.
+            max_model_len: positions; fixes the base of "dynamic" rotary ones.
             checkpoint: whose names decide how weights are stored; None: random weights.
-            quantization: config.json's quantization_config.
+            stored_quantization: config.json's quantization_config.
+            quantization: of linear layers as they are loaded, as in `EngineConfig`.
         """
         self.ops = ops
         self.backend = backend
@@ -86,6 +90,7 @@ class Builder:
         self.device = device
         self.max_model_len = max_model_len
         self.checkpoint = checkpoint
+        self.stored_quantization = stored_quantization
         self.quantization = quantization
         self.declared = Declarations()
         self._scope = ""
@@ -123,63 +128,68 @@ class Builder:
         bias: bool,
         shard: Shard,
         transposed: bool = False,
+        activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
             transposed: the checkpoint stores [inputs, outputs].
+            activation: of the outputs; "silu_and_mul" halves them.
         """
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
-        layers = [self._name(name) for name in names]
-        stored = frozenset(self._stored.get(layers[0], ())) - {"bias"}
-        format = choose_format(layers[0], stored, self.quantization)
         shape = LinearShape(inputs, outputs, transposed)
-        params = format.params(shape, shard, self.dtype, self.device)
-        for suffix, param in params.items():
-            for layer, part in zip(layers, param.parts, strict=True):
-                self._declare(f"{layer}.{suffix}", part, "matrix", param.shard_axis)
-        offset = None
-        if bias:
-            offset = self._empty(sum(outputs))
-            for layer, part in zip(layers, offset.split(outputs), strict=True):
-                self._declare(f"{layer}.bias", part, "bias", 0 if shard == "column" else None)
-        linear = Linear(format, {name: param.tensor for name, param in params.items()}, offset)
-        self.declared.linears.append(linear)
-        return linear
+        return self._linear(names, shape, bias=bias, shard=shard, activation=activation)
 
     def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> GatedMLP:
         """gate_proj, up_proj and down_proj of this scope."""
         gate_up = self.linear(
-            ("gate_proj", "up_proj"), hidden, (inner, inner), bias=bias, shard="column"
+            ("gate_proj", "up_proj"),
+            hidden,
+            (inner, inner),
+            bias=bias,
+            shard="column",
+            activation="silu_and_mul",
         )
-        return GatedMLP(
-            self.ops, gate_up, self.linear("down_proj", inner, hidden, bias=bias, shard="row")
-        )
+        return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, shard="row"))
 
     def mlp(
         self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
     ) -> MLP:
         """The two matrices `up` and `down` of this scope."""
         return MLP(
-            self.ops,
-            self.linear(up, hidden, inner, bias=bias, shard="column", transposed=transposed),
+            self.linear(
+                up,
+                hidden,
+                inner,
+                bias=bias,
+                shard="column",
+                transposed=transposed,
+                activation="gelu_tanh",
+            ),
             self.linear(down, inner, hidden, bias=bias, shard="row", transposed=transposed),
         )
 
     def embedding(self, name: str, rows: int, hidden: int, *, shard: Shard = None) -> Embedding:
         """A table [rows, hidden]; "column" lets ranks divide its rows."""
-        weight = self._empty(rows, hidden)
-        self._declare(self._name(f"{name}.weight"), weight, "matrix", 0 if shard else None)
-        return Embedding(weight)
+        table = self._empty(rows, hidden)
+        self._declare(self._name(f"{name}.weight"), table, "matrix", 0 if shard else None)
+        return Embedding(self.ops, table)
 
-    def lm_head(self, name: str, embedding: Embedding, *, tied: bool) -> LMHead:
-        """Logits over the rows of `embedding`, by its weight or by a matrix of their own."""
+    def token_embedding(
+        self, name: str, vocab: int, hidden: int, *, tied: bool
+    ) -> Embedding | TiedEmbedding:
+        """The vectors of tokens; tied: their matrix is the head's too."""
         if tied:
+            return TiedEmbedding(self._head(name, vocab, hidden), self.dtype)
+        return self.embedding(name, vocab, hidden, shard="column")
+
+    def lm_head(self, name: str, embedding: Embedding | TiedEmbedding) -> Linear:
+        """Logits over the rows of `embedding`, by its weight or by a matrix of their own."""
+        if isinstance(embedding, TiedEmbedding):
             self.ignore(f"{name}.weight")
-            return TiedHead(embedding)
-        vocab, hidden = embedding.weight.shape
-        return self.linear(name, hidden, vocab, bias=False, shard="column")
+            return embedding.head
+        return self._head(name, *embedding.table.shape)
 
     def rms_norm(self, name: str, dim: int, eps: float) -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
@@ -196,6 +206,50 @@ class Builder:
         """Attention of a layer with the usual scale, 1 / sqrt(head_dim)."""
         return Attention(self.backend, layer, self._group_of[layer], head_dim**-0.5)
 
+    def _head(self, name: str, vocab: int, hidden: int) -> Linear:
+        """Its logits are fp32, because their differences are what counts."""
+        shape = LinearShape(hidden, (vocab,))
+        return self._linear((name,), shape, bias=False, shard="column", head=True)
+
+    def _linear(
+        self,
+        names: tuple[str, ...],
+        shape: LinearShape,
+        *,
+        bias: bool,
+        shard: Shard,
+        activation: Activation | None = None,
+        head: bool = False,
+    ) -> Linear:
+        layers = [self._name(name) for name in names]
+        stored = frozenset(self._stored.get(layers[0], ())) - {"bias"}
+        format = choose_format(layers[0], stored, self.stored_quantization)
+        # Bound to none of the builder's own, which a model would then keep alive.
+        params = partial(_params, format, shape, shard, bias, self.dtype)
+        scheme = layer_scheme(self.quantization, shape.inputs, head=head)
+        linear = Linear(
+            self.ops,
+            format,
+            partial(params, self.device),
+            activation=activation,
+            out_dtype=torch.float32 if head else self.dtype,
+            quantizer=quantizer(scheme, " + ".join((layers[0], *names[1:]))),
+        )
+        for suffix, param in params(torch.device("meta")).items():
+            kind = "bias" if suffix == "bias" else "matrix"
+            for i, (layer, part) in enumerate(zip(layers, param.parts, strict=True)):
+                self.declared.tensors.append(
+                    DeclaredTensor(
+                        f"{layer}.{suffix}",
+                        tuple(part.shape),
+                        part.dtype,
+                        kind,
+                        param.shard_axis,
+                        linear.place(suffix, i),
+                    )
+                )
+        return linear
+
     def _gain(self, name: str, dim: int) -> Tensor:
         weight = self._empty(dim)
         self._declare(self._name(f"{name}.weight"), weight, "gain", None)
@@ -205,7 +259,37 @@ class Builder:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _declare(self, name: str, target: Tensor, kind: str, shard_axis: int | None) -> None:
-        self.declared.tensors.append(DeclaredTensor(name, target, kind, shard_axis))
+        self.declared.tensors.append(
+            DeclaredTensor(
+                name,
+                tuple(target.shape),
+                target.dtype,
+                kind,
+                shard_axis,
+                partial(_fill_in, target),
+            )
+        )
 
     def _name(self, name: str) -> str:
         return f"{self._scope}.{name}" if self._scope else name
+
+
+def _params(
+    format: WeightFormat,
+    shape: LinearShape,
+    shard: Shard,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Param]:
+    """The unfilled tensors of a layer, its bias included."""
+    params = format.params(shape, shard, dtype, device)
+    if bias:
+        offset = torch.empty(sum(shape.outputs), dtype=dtype, device=device)
+        axis = 0 if shard == "column" else None
+        params["bias"] = Param(offset, tuple(offset.split(shape.outputs)), axis)
+    return params
+
+
+def _fill_in(target: Tensor, write: Callable[[Tensor], object]) -> None:
+    write(target)

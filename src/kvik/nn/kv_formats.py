@@ -11,6 +11,10 @@ from kvik.attention.base import LayerKV
 from kvik.config.kv_spec import KVCacheSpec, KVGroup
 
 
+class Zeros(Protocol):
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
 class KVFormat(Protocol):
     """Storage of the KV cache."""
 
@@ -32,8 +36,13 @@ class DenseKV:
 
     name = "dense"
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> None:
+        """
+        Args:
+            zeros: where the memory comes from.
+        """
         self.dtype = dtype
+        self._zeros = zeros
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
         return 2 * num_kv_heads * head_dim * self.dtype.itemsize
@@ -45,8 +54,8 @@ class DenseKV:
         out zero pages only when they are first written, so an unused block costs nothing."""
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         return LayerKV(
-            k=torch.zeros(shape, dtype=self.dtype, device=device),
-            v=torch.zeros(shape, dtype=self.dtype, device=device),
+            k=self._zeros(*shape, dtype=self.dtype, device=device),
+            v=self._zeros(*shape, dtype=self.dtype, device=device),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,21 +25,21 @@ MAX_LISTED = 3  # names repeated in an error
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     """Copy each tensor of the checkpoint to its place, casting float types.
 
-    Each is copied straight into the (fused) tensor that is used, so that beside the model itself
-    only the pages of one tensor are in memory.
+    Each is copied straight into the (fused) tensor of its layer, and a layer is finished with its
+    last tensor. So beside the finished layers only one that is being filled is in memory, if the
+    files hold a layer's tensors together, as they usually do.
 
     Raises:
-        ModelError: tensors missing, left over, or of the wrong shape or type; found before the
-            first one is copied.
+        ModelError: tensors missing, left over, or of the wrong shape or type, found before the
+            first one is copied; or weights that cannot be quantised.
     """
     wanted = {tensor.name: tensor for tensor in declared.tensors}
     _check(wanted, checkpoint.entries, declared.ignored)
     with torch.inference_mode(), _progress(checkpoint.num_bytes) as advance:
         for name, tensor in checkpoint.tensors():
             if name in wanted:
-                wanted[name].target.copy_(tensor)
+                wanted[name].fill(partial(_copy, tensor))
             advance(tensor.nbytes)
-    declared.finish()
 
 
 def random_weights(declared: Declarations, seed: int) -> None:
@@ -46,18 +47,26 @@ def random_weights(declared: Declarations, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     with torch.inference_mode():
         for tensor in declared.tensors:
-            device = tensor.target.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(seed)
             if tensor.kind == "matrix":
-                _fill(tensor.target, generators[device])
+                tensor.fill(partial(_draw, generators, seed))
             else:
-                tensor.target.fill_(1.0 if tensor.kind == "gain" else 0.0)
-    declared.finish()
+                tensor.fill(partial(_set, 1.0 if tensor.kind == "gain" else 0.0))
 
 
-def _fill(matrix: Tensor, generator: torch.Generator) -> None:
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _set(value: float, target: Tensor) -> None:
+    target.fill_(value)
+
+
+def _draw(generators: dict[torch.device, torch.Generator], seed: int, matrix: Tensor) -> None:
     """Random rows; a large matrix repeats its first ones, as drawing takes longer than copying."""
+    device = matrix.device
+    if device not in generators:
+        generators[device] = torch.Generator(device).manual_seed(seed)
+    generator = generators[device]
     rows = max(1, RANDOM_DRAWS // matrix.shape[1])
     matrix[:rows].normal_(std=RANDOM_STD, generator=generator)
     for start in range(rows, len(matrix), rows):
@@ -75,16 +84,16 @@ def _check(
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():
-        entry, target = entries[name], tensor.target
-        if entry.shape != tuple(target.shape):
+        entry = entries[name]
+        if entry.shape != tensor.shape:
             raise ModelError(
                 "model",
-                f"tensor {shown(name)} must have shape {list(target.shape)} by config.json, "
+                f"tensor {shown(name)} must have shape {list(tensor.shape)} by config.json, "
                 f"not {list(entry.shape)}",
             )
         dtype = TORCH_DTYPES[entry.dtype]
-        castable = target.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize > 1
-        if dtype != target.dtype and not castable:
+        castable = tensor.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize > 1
+        if dtype != tensor.dtype and not castable:
             raise ModelError(
                 "model", f"tensor {shown(name)} must be F32, BF16, F16 or F64, not {entry.dtype}"
             )

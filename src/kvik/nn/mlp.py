@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvik.kernels.ops import Ops
 from kvik.nn.linear import Linear
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020); gate and up are one matrix product."""
+    """down(silu(gate(x)) * up(x)) + residual (SwiGLU, Shazeer 2020).
 
-    __slots__ = ("down", "gate_up", "ops")
+    Gate and up are one matrix product, with the activation behind it.
+    """
 
-    def __init__(self, ops: Ops, gate_up: Linear, down: Linear) -> None:
-        self.ops = ops
+    __slots__ = ("down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        return self.down(self.gate_up(x), residual)
 
 
 class MLP:
-    """down(gelu(up(x))), with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+    """down(gelu(up(x))) + residual, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
 
-    __slots__ = ("down", "ops", "up")
+    __slots__ = ("down", "up")
 
-    def __init__(self, ops: Ops, up: Linear, down: Linear) -> None:
-        self.ops = ops
+    def __init__(self, up: Linear, down: Linear) -> None:
         self.up = up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.ops.gelu_tanh(self.up(x)))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        return self.down(self.up(x), residual)

@@ -1,4 +1,4 @@
-"""Normalisation layers. Each also adds the residual stream it normalises."""
+"""Normalisation layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); no residual counts as zero. All [tokens, dim]."""
-        if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm:

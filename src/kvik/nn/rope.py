@@ -10,8 +10,6 @@ from torch import Tensor
 from kvik.config.rope_spec import RopeSpec
 from kvik.kernels.ops import Ops
 
-Rotation = tuple[Tensor, Tensor]  # cosine and sine
-
 
 class Rope:
     """Turns each pair (i, i + head_dim / 2) of q and k by an angle of position * frequency i."""
@@ -20,24 +18,30 @@ class Rope:
         self, ops: Ops, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
     ) -> None:
         self.ops = ops
-        self.frequencies = frequencies(spec, head_dim, max_model_len).to(device)
-        self.scale = attention_factor(spec)
+        # [max_model_len, head_dim] fp32, for each position cosines and then sines
+        self.table = _table(spec, head_dim, max_model_len, device)
 
-    def at(self, positions: Tensor) -> Rotation:
-        """Cosine and sine, [tokens, head_dim / 2] fp32 each. Computed once per step.
+    def at(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, [tokens, head_dim] fp32; the same for all layers of a step.
 
         Args:
-            positions: [tokens] integers.
+            positions: [tokens] int64, below max_model_len.
         """
-        angles = positions[:, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return cos, sin
+        return self.ops.gather_rows(self.table, positions)
 
-    def rotate(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim], turned."""
-        return self.ops.rotary(q, k, *rotation)
+    def rotate(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim], turned; the old ones may
+        be overwritten."""
+        return self.ops.rotary(q, k, rotation)
+
+
+def _table(spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
+    positions = torch.arange(max_model_len, device=device)
+    angles = positions[:, None] * frequencies(spec, head_dim, max_model_len).to(device)
+    table = torch.empty(max_model_len, head_dim, dtype=torch.float32, device=device)
+    torch.cos(angles, out=table[:, : head_dim // 2])
+    torch.sin(angles, out=table[:, head_dim // 2 :])
+    return table.mul_(attention_factor(spec))
 
 
 def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.core.plan import SchedulerOutput
 from kvik.worker.request_table import RequestTable
+from kvik.worker.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,7 @@ class InputBatch:
     logits_indices: Tensor
 
 
-def build_input_batch(
-    plan: SchedulerOutput, table: RequestTable, device: torch.device
-) -> InputBatch:
+def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepInputs) -> InputBatch:
     """Gather the step's inputs. The plan's diff must have been applied to the table."""
     slots = np.array(plan.slots, np.int64)
     scheduled = np.array(plan.num_scheduled_tokens, np.int64)
@@ -52,36 +50,33 @@ def build_input_batch(
     input_ids = table.token_ids[token_slots, positions].astype(np.int64)
     sampling_rows = np.flatnonzero(np.array(plan.samples, np.bool_))
 
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     def kv_positions(block_table: np.ndarray) -> np.ndarray:
         return block_table[token_slots, block].astype(np.int64) * block_size + offset
 
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)
     block, offset = np.divmod(positions, block_size)
-    query_start_loc = put(starts.astype(np.int32))
-    seq_lens_tensor = put(seq_lens.astype(np.int32))
+    query_start_loc = inputs.put("query_start_loc", starts.astype(np.int32))
+    seq_lens_tensor = inputs.put("seq_lens", seq_lens.astype(np.int32))
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
     layouts = tuple(
         StepLayout(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens_tensor,
-            block_table=put(block_table[slots, :max_blocks]),
-            slot_mapping=put(kv_positions(block_table)),
+            block_table=inputs.put(f"block_table {group}", block_table[slots, :max_blocks]),
+            slot_mapping=inputs.put(f"slot_mapping {group}", kv_positions(block_table)),
             num_scheduled=num_scheduled,
             contexts=contexts,
             block_size=block_size,
         )
-        for block_table in table.block_tables
+        for group, block_table in enumerate(table.block_tables)
     )
     return InputBatch(
-        input_ids=put(input_ids),
-        positions=put(positions),
+        input_ids=inputs.put("input_ids", input_ids),
+        positions=inputs.put("positions", positions),
         layouts=layouts,
         slots=slots,
         starts=starts,
         sampling_rows=sampling_rows,
-        logits_indices=put(starts[1:][sampling_rows] - 1),
+        logits_indices=inputs.put("logits_indices", starts[1:][sampling_rows] - 1),
     )

@@ -9,17 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, LayerKV
-from kvik.config.kv_spec import KVGroup
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
-from kvik.kernels.ops import Ops
-from kvik.models.registry import Model
-from kvik.nn.context import ForwardContext
+from kvik.worker.graphs import Graph, Network
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler, token_logprobs
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import StepInputs
 
 _LOGPROB_ROWS = 256  # prompt positions whose logits are held at once
 
@@ -37,24 +34,20 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
-        kv: tuple[LayerKV, ...],
-        groups: tuple[KVGroup, ...],
-        backend: AttentionBackend,
-        ops: Ops,
+        network: Network,
+        graph: Graph,
+        inputs: StepInputs,
         table: RequestTable,
         sampling: SamplingTable,
         device: torch.device,
         clock: Callable[[], float],
     ) -> None:
-        self.model = model
-        self.kv = kv
-        self.groups = groups
-        self.backend = backend
-        self.ops = ops
+        self.network = network
+        self.graph = graph
+        self.inputs = inputs
         self.table = table
         self.sampling = sampling
-        self.sampler = Sampler()
+        self.sampler = Sampler(network.ops)
         self.device = device
         self.clock = clock
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}  # by slot
@@ -68,18 +61,17 @@ class ModelRunner:
         """
         started = self.clock()
         refused = self._apply(plan)
-        batch = build_input_batch(plan, self.table, self.device)
-        hidden = self._forward(batch)
+        batch = build_input_batch(plan, self.table, self.inputs)
+        output = self.graph.run(batch)
         self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
         errors: dict[int, str] = {}
         if refused:
             errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
-        prompt_logprobs = self._read_prompt_logprobs(batch, hidden, errors)
+        prompt_logprobs = self._read_prompt_logprobs(batch, output.hidden, errors)
         token_ids: list[list[int]] = [[] for _ in plan.slots]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if len(batch.sampling_rows):
-            logits = self.model.logits(hidden[batch.logits_indices])  # [sampling rows, vocab]
-            self._sample(batch, logits, token_ids, logprobs, errors)
+            self._sample(batch, output.logits, token_ids, logprobs, errors)
         return ModelRunnerOutput(
             step=plan.step,
             token_ids=token_ids,
@@ -106,9 +98,9 @@ class ModelRunner:
             self.table.add_blocks(slot, group, ids)
         if plan.block_copies:
             source, target = torch.tensor(plan.block_copies, device=self.device).unbind(1)
-            for cache in {id(layer): layer for layer in self.kv}.values():
-                self.ops.copy_blocks(cache.k, source, target)
-                self.ops.copy_blocks(cache.v, source, target)
+            for cache in {id(layer): layer for layer in self.network.kv}.values():
+                self.network.ops.copy_blocks(cache.k, source, target)
+                self.network.ops.copy_blocks(cache.v, source, target)
         return refused
 
     def _set_up(self, new: NewRequest) -> None:
@@ -117,14 +109,6 @@ class ModelRunner:
         self.sampling.set(new.slot, new.params, new.seed, prompt, output, new.stop_ids)
         if new.params.prompt_logprobs is not None:
             self._prompt_logprobs[new.slot] = _PromptLogprobs(new.params.prompt_logprobs)
-
-    def _forward(self, batch: InputBatch) -> Tensor:
-        metadata = tuple(
-            self.backend.plan(layout, group.spec.window)
-            for layout, group in zip(batch.layouts, self.groups, strict=True)
-        )
-        ctx = ForwardContext(batch.positions, metadata, self.kv)
-        return self.model.forward(batch.input_ids, ctx)
 
     def _sample(
         self,
@@ -181,7 +165,7 @@ class ModelRunner:
                 for begin in range(first, last, _LOGPROB_ROWS):
                     stop = min(begin + _LOGPROB_ROWS, last)
                     at = start - first
-                    logits = self.model.logits(hidden[at + begin : at + stop])
+                    logits = self.network.model.logits(hidden[at + begin : at + stop])
                     targets = self.table.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
                     ids = torch.from_numpy(targets).to(self.device)
                     wanted.found += token_logprobs(logits, ids, wanted.top)

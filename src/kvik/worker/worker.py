@@ -6,20 +6,18 @@ import time
 
 import torch
 
-from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.kernels.select import select as select_ops
 from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint, open_checkpoint
-from kvik.nn.kv_formats import DenseKV, allocate_kv
+from kvik.nn.kv_formats import allocate_kv
+from kvik.worker.graphs import Network
 from kvik.worker.model_runner import ModelRunner
+from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Worker:
@@ -27,45 +25,45 @@ class Worker:
 
     def __init__(self, config: ResolvedConfig) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
-        device, dtype = torch.device(runner.device), _DTYPES[runner.dtype]
-        self._threads = runner.threads if device.type == "cpu" else None
-        if device.type != "cpu" and not torch.cuda.is_available():
+        self._threads = runner.threads if runner.device == "cpu" else None
+        if runner.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         self._set_threads()
-        ops = select_ops(device)
-        backend = select_backend(runner.attention_backend, ops, device, dtype)
+        chosen = platform(config)
+        parts = chosen.parts
         checkpoint: Checkpoint | None = None
         if runner.load_format == "safetensors":
             checkpoint = open_checkpoint(runner.model_path)
         builder = Builder(
-            ops,
-            backend,
+            parts.ops,
+            parts.backend,
             cache.groups,
-            dtype=dtype,
-            device=device,
+            dtype=parts.dtype,
+            device=parts.device,
             max_model_len=scheduler.max_model_len,
             checkpoint=checkpoint,
-            quantization=config.model.quantization,
+            stored_quantization=config.model.quantization,
+            quantization=runner.quantization,
         )
         with torch.inference_mode():
             model = load_model(config.model, builder, seed=runner.seed)
             kv = allocate_kv(
-                cache.groups, cache.num_blocks, cache.block_size, DenseKV(dtype), device
+                cache.groups, cache.num_blocks, cache.block_size, parts.kv_format, parts.device
             )
+            network = Network(model, parts.ops, parts.backend, cache.groups, kv)
+            graph, inputs = chosen.graph(network)
         self._runner: ModelRunner | None = ModelRunner(
-            model=model,
-            kv=kv,
-            groups=cache.groups,
-            backend=backend,
-            ops=ops,
+            network=network,
+            graph=graph,
+            inputs=inputs,
             table=RequestTable(
                 scheduler.max_num_seqs,
                 scheduler.max_model_len,
                 len(cache.groups),
                 cache.block_size,
             ),
-            sampling=SamplingTable(scheduler.max_num_seqs, config.model.vocab_size, device),
-            device=device,
+            sampling=SamplingTable(scheduler.max_num_seqs, config.model.vocab_size, parts.device),
+            device=parts.device,
             clock=time.monotonic,
         )
 

@@ -17,19 +17,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum is rounded to the dtype of x before it is normalised: it is the next residual.
-
-    Args:
-        x, residual: [..., dim]. weight: [dim].
-
-    Returns:
-        rms_norm(x + residual), x + residual.
-    """
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension (Ba et al. 2016).
 

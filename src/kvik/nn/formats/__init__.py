@@ -1,1 +1,1 @@
-"""Weight formats: how a linear layer is stored and multiplied."""
+"""Weight formats: how checkpoints store linear layers."""

@@ -1,4 +1,4 @@
-"""The weight-format seam: how a linear layer's weight is stored and multiplied."""
+"""The weight-format seam: how a checkpoint stores the weight of a linear layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from kvik.kernels.weights import Weight
 
 # How tensor parallelism cuts a matrix (Shoeybi et al. 2019): "column" splits the outputs, "row"
 # the inputs; None keeps the whole on every rank.
@@ -42,7 +44,7 @@ class Param:
 
 
 class WeightFormat(Protocol):
-    """Storage and arithmetic of weights. Stateless: one object serves all layers."""
+    """How a checkpoint stores weights. Stateless: one object serves all layers."""
 
     name: str
 
@@ -57,10 +59,6 @@ class WeightFormat(Protocol):
         """Unfilled tensors of a layer by their name in the checkpoint, without the bias."""
         ...
 
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `apply` needs, made once after loading (prepacked, say)."""
-        ...
-
-    def apply(self, x: Tensor, params: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-        """x [tokens, inputs] -> [tokens, outputs of all parts]."""
+    def weight(self, params: dict[str, Tensor]) -> Weight:
+        """What the filled tensors mean: the weight of all parts, [outputs, inputs]."""
         ...

@@ -1,13 +1,13 @@
-"""Plain float weights, multiplied by torch."""
+"""Plain float weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kvik.kernels.weights import FloatWeight
 from kvik.nn.formats.base import LinearShape, Param, Shard
 
 
@@ -30,8 +30,5 @@ class Dense:
             axis = None if axis is None else 1 - axis
         return {"weight": Param(weight, tuple(parts), axis)}
 
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return params
-
-    def apply(self, x: Tensor, params: dict[str, Tensor], bias: Tensor | None) -> Tensor:
-        return F.linear(x, params["weight"], bias)
+    def weight(self, params: dict[str, Tensor]) -> FloatWeight:
+        return FloatWeight(params["weight"])

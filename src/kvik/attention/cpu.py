@@ -1,0 +1,84 @@
+"""Attention by the native kernels, over a cache laid out for vector lanes.
+
+One kernel serves decodes, whole and chunked prefills and any mix of them. It reads the step's
+layout itself, so there is nothing to plan, and a query's result has the same bits whatever it
+shares the step with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.kernels.cpu.native import DTYPES, Native
+
+
+class CpuAttention:
+    """See csrc/attention.hpp."""
+
+    caps = BackendCaps("cpu", frozenset({"cpu"}), frozenset({torch.float32, torch.bfloat16}))
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+
+    def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
+        return AttentionMetadata(layout, window)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        layout = metadata.layout
+        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
+        self.native.launch(
+            "store_kv",
+            k=k.data_ptr(),
+            k_stride=k.stride(0),
+            v=v.data_ptr(),
+            v_stride=v.stride(0),
+            k_cache=kv.k.data_ptr(),
+            v_cache=kv.v.data_ptr(),
+            k_scales=0,
+            v_scales=0,
+            slot_mapping=layout.slot_mapping.data_ptr(),
+            rows=self.native.rows(k),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=layout.block_size,
+            dtype=DTYPES[k.dtype],
+            kv_dtype=DTYPES[kv.k.dtype],
+        )
+        out = self.native.empty(q.shape[0], heads, head_dim, dtype=q.dtype)
+        self.native.launch(
+            "attention",
+            q=q.data_ptr(),
+            q_stride=q.stride(0),
+            k_cache=kv.k.data_ptr(),
+            v_cache=kv.v.data_ptr(),
+            k_scales=0,
+            v_scales=0,
+            block_table=layout.block_table.data_ptr(),
+            table_stride=layout.block_table.stride(0),
+            query_start_loc=layout.query_start_loc.data_ptr(),
+            seq_lens=layout.seq_lens.data_ptr(),
+            num_seqs=self.native.rows(layout.seq_lens),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=layout.block_size,
+            window=metadata.window or 0,
+            tree_mask=0,
+            tree_words=0,
+            scale=scale,
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            dtype=DTYPES[q.dtype],
+            kv_dtype=DTYPES[kv.k.dtype],
+        )
+        return out

@@ -1,0 +1,1 @@
+"""Native kernels for CPUs (C++, `csrc/`): the rows of `Ops` and paged attention."""

@@ -1,0 +1,33 @@
+from collections.abc import Sequence
+
+import numpy as np
+
+def instruction_sets() -> list[str]:
+    """What this build has and this machine runs, best first."""
+
+def kernels() -> list[tuple[str, list[tuple[str, str]]]]:
+    """By id: name; of each argument name and "p" (pointer), "i" (integer) or "f" (float)."""
+
+def has_openmp() -> bool: ...
+def allocate(bytes: int) -> np.ndarray:
+    """[bytes] uint8 zeros on huge pages, not yet touched."""
+
+class Tape:
+    num_calls: int
+    num_inputs: int
+    calls: list[int]
+    def __init__(self) -> None: ...
+    def append(
+        self, kernel: int, values: Sequence[int | float], inputs: Sequence[tuple[int, int]]
+    ) -> None:
+        """`inputs`: position of an argument, index among the inputs of a replay."""
+
+class Runtime:
+    isa: str
+    lanes: int
+    threads: int
+    def __init__(self, isa: str, threads: int) -> None: ...
+    def run(self, kernel: int, values: Sequence[int | float]) -> None: ...
+    def replay(self, tape: Tape, inputs: Sequence[int]) -> None: ...
+    def replay_timed(self, tape: Tape, inputs: Sequence[int]) -> list[int]:
+        """Nanoseconds of each call."""

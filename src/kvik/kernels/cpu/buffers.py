@@ -1,0 +1,67 @@
+"""Memory of the native kernels: on huge pages, and of a tape's intermediate results."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu._native import allocate
+
+CHUNK = 32 << 20  # small weights share pieces of this size
+ALIGNMENT = 4096
+
+
+CPU = torch.device("cpu")
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """As torch.zeros on a CPU: on pages of their own, which cost nothing until they are written."""
+    memory = allocate(max(1, math.prod(shape) * dtype.itemsize))
+    return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
+
+
+class WeightMemory:
+    """Weights one behind the other, so that small ones lie on huge pages too. Nothing is given back
+    before all of it is."""
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 zeros, aligned to a page."""
+        if num_bytes >= CHUNK // 2:
+            return torch.from_numpy(allocate(num_bytes))
+        if self._used + num_bytes > len(self._chunk):
+            self._chunk, self._used = allocate(CHUNK), 0
+        start = self._used
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return torch.from_numpy(self._chunk[start : start + num_bytes])
+
+
+class BufferPool:
+    """Buffers for the results of recorded calls. A buffer is free for later calls once the last
+    tensor on it is gone, as in a run; so a tape works in as little memory as a run would."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The smallest free buffer that is large enough without wasting half, or a new one."""
+        size = max(1, math.prod(shape) * dtype.itemsize)
+        fitting = [b for b in self._free if size <= len(b) <= 2 * size]
+        if fitting:
+            buffer = min(fitting, key=len)
+            self._free = [b for b in self._free if b is not buffer]
+        else:
+            buffer = allocate(size)
+        view = buffer[:size]  # lives as long as a tensor uses its storage
+        weakref.finalize(view, self._free_again, buffer).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _free_again(self, buffer: np.ndarray) -> None:
+        self._free.append(buffer)

@@ -1,0 +1,94 @@
+"""The native kernels as Python calls them: at once, or into a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu import _native
+from kvik.kernels.cpu.buffers import WeightMemory
+from kvik.kernels.cpu.recording import OnlyViews, Recording
+
+# By name: id, and the names of the arguments in order.
+_KERNELS = {
+    name: (kernel, tuple(argument for argument, _ in arguments))
+    for kernel, (name, arguments) in enumerate(_native.kernels())
+}
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class Native:
+    """Kernels of one instruction set, and the threads that run them. Not for two threads at once.
+
+    Whoever calls has checked shapes and types: kernels read what they are pointed at.
+    """
+
+    def __init__(self, threads: int, isa: str | None = None) -> None:
+        """
+        Args:
+            isa: one of `instruction_sets()`; None: the best.
+        """
+        self._runtime = _native.Runtime(isa or _native.instruction_sets()[0], threads)
+        self._recording: Recording | None = None
+        self.weights = WeightMemory()
+
+    @property
+    def isa(self) -> str:
+        return self._runtime.isa
+
+    def launch(self, kernel: str, **arguments: int | float) -> None:
+        """Run a kernel, or record it."""
+        number, names = _KERNELS[kernel]
+        if len(arguments) != len(names):
+            raise TypeError(f"{kernel} takes {', '.join(names)}")
+        values = [arguments[name] for name in names]
+        if self._recording is None:
+            self._runtime.run(number, values)
+        else:
+            self._recording.append(number, values)
+
+    def rows(self, tensor: Tensor) -> int:
+        """Rows of a tensor, as an argument of `launch`."""
+        count = tensor.shape[0]
+        return count if self._recording is None else self._recording.rows(count)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Room for a kernel's result."""
+        if self._recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self._recording.pool.take(shape, dtype)
+
+    @contextmanager
+    def record(self, sizes: Mapping[int, int]) -> Iterator[Recording]:
+        """Record everything launched inside; nothing runs.
+
+        Args:
+            sizes: see `Recording`.
+
+        Raises:
+            CaptureError: something inside cannot be recorded.
+        """
+        self._recording = Recording(sizes)
+        try:
+            with OnlyViews():
+                yield self._recording
+        finally:
+            self._recording = None
+
+    def replay(self, recording: Recording, inputs: Sequence[int]) -> None:
+        """Run a recording.
+
+        Args:
+            inputs: rows of this step, by the indices of the recording's `sizes`.
+        """
+        self._runtime.replay(recording.tape, inputs)
+
+    def replay_timed(self, recording: Recording, inputs: Sequence[int]) -> list[tuple[str, int]]:
+        """Run a recording: each call's kernel and nanoseconds."""
+        times = self._runtime.replay_timed(recording.tape, inputs)
+        names = list(_KERNELS)
+        return [(names[k], t) for k, t in zip(recording.tape.calls, times, strict=True)]

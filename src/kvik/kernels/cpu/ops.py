@@ -1,0 +1,169 @@
+"""The native rows of `Ops`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.cpu.matrix import Matrices
+from kvik.kernels.cpu.native import DTYPES, Native
+from kvik.kernels.ops import Ops
+from kvik.kernels.torch_ops import TORCH
+
+
+def native_ops(native: Native) -> Ops:
+    """Operations on float32 and bfloat16 tensors whose last axis is dense. What moves blocks of the
+    cache from one place to another is not part of a forward and stays with torch."""
+    matrices = Matrices(native)
+    rows = _Rows(native)
+    return Ops(
+        pack=matrices.pack,
+        linear=matrices.linear,
+        matrix_rows=matrices.rows,
+        gather_rows=rows.gather,
+        add=rows.add,
+        largest=rows.largest,
+        rms_norm=rows.rms_norm,
+        layer_norm=rows.layer_norm,
+        rotary=rows.rotary,
+        silu_and_mul=rows.silu_and_mul,
+        gelu_tanh=rows.gelu_tanh,
+        store_kv=TORCH.store_kv,
+        copy_blocks=TORCH.copy_blocks,
+    )
+
+
+class _Rows:
+    """Operations row by row. All results are new tensors, but for `rotary`."""
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+
+    def gather(self, table: Tensor, ids: Tensor) -> Tensor:
+        out = self.native.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
+        item = table.dtype.itemsize
+        self.native.launch(
+            "gather_rows",
+            table=table.data_ptr(),
+            table_stride=table.stride(0) * item,
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0) * item,
+            rows=self.native.rows(ids),
+            row_bytes=table.shape[1] * item,
+        )
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "add",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=self.native.rows(x),
+            dim=x.shape[1],
+            dtype=DTYPES[x.dtype],
+        )
+        return out
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        top = self.native.empty(logits.shape[0], dtype=torch.float32)
+        ids = self.native.empty(logits.shape[0], dtype=torch.int64)
+        self.native.launch(
+            "largest",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            rows=self.native.rows(logits),
+            vocab=logits.shape[1],
+            top=top.data_ptr(),
+            ids=ids.data_ptr(),
+        )
+        return top, ids
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        inner = x.shape[1] if x.dim() == 3 else 1  # heads, each normalised on its own
+        self.native.launch(
+            "rms_norm",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_inner_stride=x.stride(-2),
+            weight=weight.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            y_inner_stride=y.stride(-2),
+            rows=self.native.rows(x),
+            inner=inner,
+            dim=x.shape[-1],
+            eps=eps,
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "layer_norm",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            bias=bias.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            rows=self.native.rows(x),
+            dim=x.shape[1],
+            eps=eps,
+            dtype=DTYPES[x.dtype],
+        )
+        return y
+
+    def rotary(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """In place."""
+        self.native.launch(
+            "rotary",
+            q=q.data_ptr(),
+            q_stride=q.stride(0),
+            heads=q.shape[1],
+            k=k.data_ptr(),
+            k_stride=k.stride(0),
+            kv_heads=k.shape[1],
+            rotation=rotation.data_ptr(),
+            rows=self.native.rows(q),
+            head_dim=q.shape[2],
+            dtype=DTYPES[q.dtype],
+        )
+        return q, k
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        inner = gate_up.shape[1] // 2
+        y = self.native.empty(gate_up.shape[0], inner, dtype=gate_up.dtype)
+        self.native.launch(
+            "silu_and_mul",
+            x=gate_up.data_ptr(),
+            x_stride=gate_up.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            rows=self.native.rows(gate_up),
+            inner=inner,
+            dtype=DTYPES[gate_up.dtype],
+        )
+        return y
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "gelu_tanh",
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            rows=self.native.rows(x),
+            dim=x.shape[1],
+            dtype=DTYPES[x.dtype],
+        )
+        return y

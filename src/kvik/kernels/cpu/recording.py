@@ -1,0 +1,78 @@
+"""Recording kernel calls to a tape instead of running them, noticing what cannot be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvik.kernels.cpu._native import Tape
+from kvik.kernels.cpu.buffers import BufferPool
+
+
+class CaptureError(RuntimeError):
+    """A forward pass does something that a tape cannot repeat."""
+
+
+class Input(int):
+    """A number that is not known before a replay: its index among the replay's inputs."""
+
+
+class Recording:
+    """A tape in the making.
+
+    A recorded forward runs on tensors as large as any step's. What differs from step to step is how
+    many rows of them count, and every kernel takes that number as an argument. So the sizes that
+    stand for "rows of this step" are told apart by their value: `sizes` maps each to the index of
+    the replay's input that takes its place.
+    """
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self.tape = Tape()
+        self.pool = BufferPool()
+        self._sizes = {size: Input(index) for size, index in sizes.items()}
+
+    def append(self, kernel: int, values: Sequence[int | float]) -> None:
+        inputs = [(i, int(value)) for i, value in enumerate(values) if isinstance(value, Input)]
+        self.tape.append(kernel, values, inputs)
+
+    def rows(self, count: int) -> Input:
+        """The input that stands for `count` rows.
+
+        Raises:
+            CaptureError: the number of rows is none of the step's sizes.
+        """
+        if count not in self._sizes:
+            raise CaptureError(f"a kernel over {count} rows, which is no size of a step")
+        return self._sizes[count]
+
+
+class OnlyViews(TorchDispatchMode):
+    """While a forward is recorded, torch may make views of tensors and nothing else: arithmetic
+    would run once, on buffers without content, and be missing from the tape.
+
+    Raises:
+        CaptureError: from the operation that computes or copies.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not func.is_view:
+            raise CaptureError(f"{func} has no native kernel")
+        result = func(*args, **(kwargs or {}))
+        made = [result] if isinstance(result, Tensor) else result
+        # reshape, for one, copies what it cannot view
+        if any(_storage(tensor) != _storage(args[0]) for tensor in made):
+            raise CaptureError(f"{func} has no native kernel where it copies")
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,116 @@
+"""Round to nearest: float weights -> eight or four bits, without data to calibrate on.
+
+Works on a few rows at a time, so that the fp32 copies stay small beside the weight itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.weights import SYMMETRIC_ZERO, Int4Weight, Int8Weight
+
+PIECE = 1 << 21  # weights in fp32 at a time; a handful of copies are alive at once
+INT8_MAX = 127
+INT4_MAX = 15
+INT4_SYMMETRIC_MAX = 7
+
+
+def round_int8(values: Tensor, quantize_activations: bool) -> Int8Weight:
+    """Symmetric, one scale for each output: absmax / 127.
+
+    Args:
+        values: [outputs, inputs], any float dtype.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    rounded = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows, wide in _pieces(values):
+        scale = _scale(wide.abs().amax(1), INT8_MAX)
+        q = (wide / scale[:, None]).round_()
+        # A scale so small that it has lost its digits would lead beyond the range.
+        rounded[rows] = q.clamp_(-INT8_MAX, INT8_MAX)
+        scales[rows] = scale
+    return Int8Weight(rounded, scales, quantize_activations)
+
+
+def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
+    """One scale for each `group` neighbouring inputs of an output.
+
+    Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
+    spread over 0..15 with an integer zero point, so that 0 stays exactly 0.
+
+    Args:
+        values: [outputs, inputs], any float dtype.
+        group: even, divides the inputs.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    outputs, inputs = values.shape
+    groups = (outputs, inputs // group)
+    packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(groups, dtype=torch.float32, device=values.device)
+    zeros = None
+    if not symmetric:
+        zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
+    for rows, wide in _pieces(values):
+        grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
+        if zeros is None:
+            scale = _scale(grouped.abs().amax(-1), INT4_SYMMETRIC_MAX)
+            q = (grouped / scale[:, :, None]).round_()
+            q = q.clamp_(-INT4_SYMMETRIC_MAX, INT4_SYMMETRIC_MAX).add_(SYMMETRIC_ZERO)
+        else:
+            low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+            # divided first: the difference of two finite numbers may be infinite
+            scale = _scale(high / INT4_MAX - low / INT4_MAX, 1)
+            zero = (-low / scale).round_().clamp_(0, INT4_MAX)
+            q = (grouped / scale[:, :, None]).round_()
+            q = q.add_(zero[:, :, None]).clamp_(0, INT4_MAX)
+            zeros[rows] = zero.to(torch.uint8)
+        halves = q.to(torch.uint8).view(len(wide), -1, 2)
+        packed[rows] = halves[:, :, 0] | halves[:, :, 1] << 4
+        scales[rows] = scale
+    return Int4Weight(packed, scales, zeros, group)
+
+
+def round_tokens(x: Tensor) -> Tensor:
+    """What eight bits keep of each token: symmetric, scale = absmax / 127, ties to even.
+
+    Args:
+        x: [tokens, inputs], any float dtype.
+
+    Returns:
+        The same in fp32, multiplied out again.
+    """
+    wide = x.float()
+    scale = _nonzero(wide.abs().amax(-1, keepdim=True) / INT8_MAX)
+    return (wide / scale).round_().mul_(scale)
+
+
+def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of rows, and these rows in fp32."""
+    rows = max(1, PIECE // values.shape[1])
+    for start in range(0, len(values), rows):
+        piece = slice(start, start + rows)
+        yield piece, values[piece].float()
+
+
+def _scale(largest: Tensor, steps: int) -> Tensor:
+    """The width of a step.
+
+    Raises:
+        ValueError: `largest` is NaN or infinite, and so is a weight behind it.
+    """
+    if not bool(largest.isfinite().all()):
+        raise ValueError("its weights hold NaN or infinity, which cannot be quantised")
+    return _nonzero(largest / steps)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """1 where there is nothing to scale."""
+    return scale.masked_fill_(scale == 0, 1.0)

@@ -1,0 +1,61 @@
+"""Capture and replay on a CPU: a forward as one sequence of native calls."""
+
+from __future__ import annotations
+
+from kvik.attention.base import LayerKV, StepLayout
+from kvik.kernels.cpu.native import Native
+from kvik.kernels.cpu.recording import Recording
+from kvik.worker.graphs import Network, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.step_inputs import FixedInputs
+
+
+class CpuTape:
+    """A forward of the largest step as one sequence of native calls, for steps of every size."""
+
+    def __init__(
+        self,
+        native: Native,
+        recording: Recording,
+        output: StepOutput,
+        kv: tuple[LayerKV, ...],
+    ) -> None:
+        self.native = native
+        self.recording = recording
+        self.output = output
+        self._kv = kv  # the tape holds pointers into it
+
+    @staticmethod
+    def capture(native: Native, network: Network, inputs: FixedInputs, block_size: int) -> CpuTape:
+        """Record the network's forward over `inputs`.
+
+        Raises:
+            CaptureError: the model uses an operation that has no native kernel.
+        """
+        sizes = inputs.sizes
+        layouts = [
+            StepLayout(
+                query_start_loc=inputs.whole("query_start_loc"),
+                seq_lens=inputs.whole("seq_lens"),
+                block_table=inputs.whole(f"block_table {group}"),
+                slot_mapping=inputs.whole(f"slot_mapping {group}"),
+                num_scheduled=(),  # known only in a replay
+                contexts=(),
+                block_size=block_size,
+            )
+            for group in range(len(network.groups))
+        ]
+        with native.record({sizes.tokens: 0, sizes.seqs: 1, sizes.samples: 2}) as recording:
+            output = network.forward(
+                inputs.whole("input_ids"),
+                inputs.whole("positions"),
+                layouts,
+                inputs.whole("logits_indices"),
+            )
+        return CpuTape(native, recording, output, network.kv)
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        """The batch must lie in the inputs that were recorded."""
+        tokens, samples = len(batch.input_ids), len(batch.logits_indices)
+        self.native.replay(self.recording, (tokens, len(batch.slots), samples))
+        return StepOutput(self.output.hidden[:tokens], self.output.logits[:samples])

@@ -1,0 +1,76 @@
+"""From a batch to logits: eagerly, or by replaying a forward that was captured once.
+
+A small model spends more time in Python and in dispatch than in its kernels. So where it can be,
+its forward is captured at start, and each step replays it. The model itself stays ordinary Python
+and knows nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
+from kvik.config.kv_spec import KVGroup
+from kvik.kernels.ops import Ops
+from kvik.models.registry import Model
+from kvik.nn.context import ForwardContext
+from kvik.worker.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Attributes:
+    hidden: [tokens, hidden], normalised.
+    logits: [sampling rows, vocab] fp32. Both are valid until the next step.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class Graph(Protocol):
+    def run(self, batch: InputBatch) -> StepOutput:
+        """The forward of one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A model, its cache, and what it computes with."""
+
+    model: Model
+    ops: Ops
+    backend: AttentionBackend
+    groups: tuple[KVGroup, ...]
+    kv: tuple[LayerKV, ...]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        layouts: Sequence[StepLayout],
+        logits_indices: Tensor,
+    ) -> StepOutput:
+        """One forward over a step; the head only for rows that sample."""
+        metadata = tuple(
+            self.backend.plan(layout, group.spec.window)
+            for layout, group in zip(layouts, self.groups, strict=True)
+        )
+        hidden = self.model.forward(input_ids, ForwardContext(positions, metadata, self.kv))
+        return StepOutput(hidden, self.model.logits(self.ops.gather_rows(hidden, logits_indices)))
+
+
+class Eager:
+    """Runs the model each step."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        return self.network.forward(
+            batch.input_ids, batch.positions, batch.layouts, batch.logits_indices
+        )

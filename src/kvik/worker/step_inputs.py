@@ -1,0 +1,74 @@
+"""Where the arrays of a step's inputs go: to new tensors, or to the same memory every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class StepInputs(Protocol):
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        """The array as a tensor on the device, valid until the next step.
+
+        Args:
+            name: a field of `InputBatch` or `StepLayout`; the latter's are followed by the number
+                of the KV group where groups differ.
+        """
+        ...
+
+
+class FreshInputs:
+    """A new tensor each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The largest step. The three differ, so that a size says what it counts."""
+
+    tokens: int
+    seqs: int
+    samples: int  # rows that sample
+
+    @staticmethod
+    def of(max_num_batched_tokens: int, max_num_seqs: int) -> StepSizes:
+        tokens, seqs = max_num_batched_tokens, max_num_seqs
+        seqs += seqs == tokens
+        samples = next(n for n in range(max_num_seqs, seqs + 3) if n not in (tokens, seqs))
+        return StepSizes(tokens, seqs, samples)
+
+
+class FixedInputs:
+    """Host memory that recorded kernels read; each step overwrites the first part of it."""
+
+    def __init__(self, sizes: StepSizes, num_groups: int, max_blocks: int) -> None:
+        self.sizes = sizes
+        self._arrays: dict[str, np.ndarray] = {
+            "input_ids": np.zeros(sizes.tokens, np.int64),
+            "positions": np.zeros(sizes.tokens, np.int64),
+            "query_start_loc": np.zeros(sizes.seqs + 1, np.int32),
+            "seq_lens": np.zeros(sizes.seqs, np.int32),
+            "logits_indices": np.zeros(sizes.samples, np.int64),
+        }
+        for group in range(num_groups):
+            self._arrays[f"slot_mapping {group}"] = np.zeros(sizes.tokens, np.int64)
+            self._arrays[f"block_table {group}"] = np.zeros((sizes.seqs, max_blocks), np.int32)
+        self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        part = tuple(map(slice, array.shape))
+        self._arrays[name][part] = array
+        return self._tensors[name][part]
+
+    def whole(self, name: str) -> Tensor:
+        """As large as the largest step's."""
+        return self._tensors[name]

@@ -1,0 +1,34 @@
+"""Which layer is quantised how, and what it weighs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.config.quantization import LayerScheme, layer_scheme
+
+W8A8 = LayerScheme(8, quantize_activations=True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "inputs", "head", "scheme"),
+    [
+        ("none", 128, False, None),
+        ("none", 128, True, None),
+        ("int8", 100, False, W8A8),
+        ("int8", 100, True, W8A8),
+        ("int8-weight-only", 128, False, LayerScheme(8)),
+        ("int8-weight-only", 128, True, LayerScheme(8)),
+        ("int4", 4864, False, LayerScheme(4, 128)),
+        ("int4", 704, False, LayerScheme(4, 64)),
+        ("int4", 288, False, LayerScheme(4, 32)),
+        ("int4", 100, False, W8A8),
+        ("int4", 128, True, W8A8),
+    ],
+)
+def test_scheme(quantization: str, inputs: int, head: bool, scheme: LayerScheme | None) -> None:
+    assert layer_scheme(quantization, inputs, head=head) == scheme
+
+
+def test_bytes_of_a_layer() -> None:
+    assert LayerScheme(8).weight_bytes(100, 7) == 700 + 4 * 7
+    assert LayerScheme(4, 32).weight_bytes(96, 7) == 48 * 7 + 3 * 7 * (4 + 1)

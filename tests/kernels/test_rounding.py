@@ -1,0 +1,146 @@
+"""Rounding to few bits: how far off at most, and where it could go wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.kernels import rounding
+from kvik.kernels.rounding import round_int4, round_int8, round_tokens
+from kvik.kernels.weights import Int4Weight
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def nibbles(weight: Int4Weight) -> Tensor:
+    """[outputs, inputs]."""
+    return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(1)
+
+
+def int4_error(weight: Int4Weight, values: Tensor) -> Tensor:
+    """In steps, [outputs, inputs]."""
+    steps = weight.scales.repeat_interleave(weight.group, dim=1)
+    return (weight.dequantized() - values.float()).abs() / steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_is_off_by_half_a_step(dtype: torch.dtype) -> None:
+    values = normal(33, 70).to(dtype)
+    weight = round_int8(values, quantize_activations=True)
+    assert weight.values.dtype == torch.int8 and weight.scales.dtype == torch.float32
+    assert weight.quantize_activations
+    assert torch.equal(weight.scales, values.float().abs().amax(1) / 127)
+    error = (weight.dequantized() - values.float()).abs() / weight.scales[:, None]
+    assert 0.4 < float(error.max()) <= 0.5 + 1e-4
+    assert weight.values.abs().amax(1).tolist() == [127] * 33
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 64])
+def test_int4_is_off_by_half_a_step(symmetric: bool, group: int) -> None:
+    values = normal(9, 192)
+    weight = round_int4(values, group, symmetric)
+    assert weight.values.shape == (9, 96) and weight.scales.shape == (9, 192 // group)
+    assert (weight.zeros is None) == symmetric
+    assert 0.4 < float(int4_error(weight, values).max()) <= 0.5 + 1e-4
+
+
+def test_symmetric_int4_stays_in_its_range() -> None:
+    weight = round_int4(normal(8, 64), 32, symmetric=True)
+    q = nibbles(weight)
+    assert int(q.min()) == 1 and int(q.max()) == 15
+    torch.testing.assert_close(weight.scales, normal(8, 64).view(8, 2, 32).abs().amax(-1) / 7)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3), (-0.1, 0.9), (0.0, 1.0)])
+def test_zero_stays_zero_whatever_the_range(low: float, high: float) -> None:
+    values = torch.linspace(low, high, 32)[None].clone()
+    values[0, 5] = 0.0
+    weight = round_int4(values, 32, symmetric=False)
+    assert weight.dequantized()[0, 5] == 0.0
+    spread = max(high, 0) - min(low, 0)
+    torch.testing.assert_close(weight.scales, torch.tensor([[spread / 15]]))
+    assert float(int4_error(weight, values).max()) <= 0.5 + 1e-4
+
+
+def test_groups_lie_along_the_inputs() -> None:
+    """A large weight spoils its own group, not its neighbours nor other outputs."""
+    values = normal(3, 96)
+    values[1, 40] = 1e3
+    weight = round_int4(values, 32, symmetric=False)
+    off = (weight.dequantized() - values).abs()
+    assert float(off[1, 32:64].max()) > 0.02
+    off[1, 32:64] = 0
+    assert float(off.max()) < 0.005
+    scales = round_int8(values, quantize_activations=False).scales
+    assert scales.argmax() == 1 and float(scales[[0, 2]].max()) < 1e-3
+
+
+def test_nothing_to_scale() -> None:
+    values = torch.zeros(2, 32)
+    values[1] = 1.0
+    assert torch.equal(round_int8(values, quantize_activations=False).dequantized(), values)
+    for symmetric in (True, False):
+        weight = round_int4(values, 32, symmetric)
+        assert weight.scales[0].item() == 1.0
+        torch.testing.assert_close(weight.dequantized(), values)
+    assert torch.equal(round_tokens(values), values)
+
+
+def test_steps_too_small_for_a_float() -> None:
+    """A scale that has lost its digits must not lead out of the range, where int8 wraps around."""
+    values = torch.full((1, 32), 2e-43)
+    values[0, ::2] *= -1
+    weight = round_int8(values, quantize_activations=False)
+    assert weight.values.abs().max() == 127
+    assert torch.equal(weight.values.sign().float(), values.sign())
+    assert set(nibbles(round_int4(values, 32, symmetric=True)).flatten().tolist()) == {1, 15}
+    spread = round_int4(values, 32, symmetric=False).dequantized()
+    assert torch.equal(spread.sign(), values.sign())
+
+
+def test_the_largest_floats() -> None:
+    most = torch.finfo(torch.float32).max
+    values = torch.tensor([[most, -most, 0.0, 1.0] * 8])
+    for weight in (
+        round_int8(values, quantize_activations=False),
+        round_int4(values, 32, symmetric=True),
+        round_int4(values, 32, symmetric=False),
+    ):
+        assert weight.scales.isfinite().all()
+        assert weight.rows(slice(0, 1)).dequantized()[0, 2] == 0.0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number(bad: float) -> None:
+    values = normal(3, 64)
+    values[2, 63] = bad
+    for run in (
+        lambda: round_int8(values, quantize_activations=True),
+        lambda: round_int4(values, 32, symmetric=True),
+        lambda: round_int4(values, 32, symmetric=False),
+    ):
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            run()
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = normal(11, 64)
+    int8, int4 = round_int8(values, True), round_int4(values, 32, False)
+    monkeypatch.setattr(rounding, "PIECE", 3 * 64)
+    again8, again4 = round_int8(values, True), round_int4(values, 32, False)
+    assert torch.equal(int8.values, again8.values) and torch.equal(int8.scales, again8.scales)
+    assert torch.equal(int4.values, again4.values) and torch.equal(int4.scales, again4.scales)
+    assert int4.zeros is not None and again4.zeros is not None
+    assert torch.equal(int4.zeros, again4.zeros)
+
+
+def test_tokens_are_rounded_on_their_own_half_to_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [254.0, 1.0, 3.0, -5.0], [1e-3, 0, 0, -1e-3]])
+    expected = torch.tensor([[127.0, 0, 2, -2], [254.0, 0, 4, -4], [1e-3, 0, 0, -1e-3]])
+    torch.testing.assert_close(round_tokens(x), expected)
+    assert round_tokens(x.bfloat16()).dtype == torch.float32
+    assert x[0, 1] == 0.5  # the argument is left alone

@@ -1,0 +1,52 @@
+"""What each kind of weight means, written out element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Weight
+
+INT8 = Int8Weight(
+    torch.tensor([[-127, 3], [5, 127], [0, -1]], dtype=torch.int8),
+    torch.tensor([0.5, 2.0, 1.0]),
+    quantize_activations=True,
+)
+# Two outputs, eight inputs, groups of four; a byte holds the even input in its low half.
+INT4 = Int4Weight(
+    torch.tensor([[0x10, 0x32, 0x54, 0x76], [0x0F, 0xF0, 0x8A, 0xA8]], dtype=torch.uint8),
+    torch.tensor([[1.0, 10.0], [0.5, 2.0]]),
+    torch.tensor([[0, 4], [15, 8]], dtype=torch.uint8),
+    group=4,
+)
+INT4_VALUES = [
+    [0, 1, 2, 3, 0, 10, 20, 30],
+    [0, -7.5, -7.5, 0, 4, 0, 0, 4],
+]
+
+
+def test_int8_scales_each_output() -> None:
+    assert INT8.dequantized().tolist() == [[-63.5, 1.5], [10, 254], [0, -1]]
+
+
+def test_int4_counts_from_zero_points_in_groups_of_inputs() -> None:
+    assert INT4.dequantized().tolist() == INT4_VALUES
+
+
+def test_int4_without_zero_points_counts_from_8() -> None:
+    found = Int4Weight(INT4.values[:1], INT4.scales[:1], None, 4).dequantized()
+    assert found.tolist() == [[-8, -7, -6, -5, -40, -30, -20, -10]]
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [FloatWeight(torch.arange(6.0).view(3, 2).bfloat16()), INT8, INT4],
+    ids=lambda w: type(w).__name__,
+)
+def test_rows_are_the_same_rows(weight: Weight) -> None:
+    whole = weight.dequantized()
+    assert whole.dtype == torch.float32
+    assert (weight.outputs, weight.inputs) == whole.shape
+    ids = torch.tensor([1, 0, 1])
+    assert torch.equal(weight.rows(ids).dequantized(), whole[ids])
+    assert torch.equal(weight.rows(slice(1, 9)).dequantized(), whole[1:])

@@ -1,0 +1,106 @@
+"""A forward is made of rows of `Ops`, attention and views: whoever replaces those has it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import tiny_model, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvik.attention.reference import ReferenceAttention
+from kvik.config.model_spec import ModelSpec
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.models.registry import Model
+from kvik.nn.context import ForwardContext
+
+FAMILIES = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 8},
+    "GPT2": {},
+}
+
+
+class Foreign(TorchDispatchMode):
+    """Notes what torch computes outside of the rows and attention; views compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.depth and not func.is_view:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self.inside():
+                return function(*args)
+
+        return run
+
+    def ops(self) -> Ops:
+        return Ops(**{f.name: self.wrap(getattr(REFERENCE, f.name)) for f in fields(Ops)})
+
+
+class Watched:
+    """A model whose forward and logits are run under a `Foreign`."""
+
+    def __init__(self, model: Model, foreign: Foreign) -> None:
+        self.model = model
+        self.foreign = foreign
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        with self.foreign:
+            return self.model.forward(ids, ctx)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self.foreign:
+            return self.model.logits(hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_arithmetic_of_its_own(family: str, dtype: torch.dtype) -> None:
+    config = tiny_model(family, **FAMILIES[family]).config.to_dict()
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    spec = ModelSpec.from_config(config | {"architectures": [family + head]})
+    foreign = Foreign()
+    backend = ReferenceAttention(REFERENCE)
+    paged = PagedModel(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
+    backend.run = foreign.wrap(backend.run)  # type: ignore[method-assign]
+    expected = PagedModel(None, spec=spec, dtype=dtype).logits(tokens(9))
+    paged.model = Watched(paged.model, foreign)
+    found = paged.logits(tokens(9), chunk=5)
+    assert foreign.found == []
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_watch_sees_arithmetic() -> None:
+    foreign = Foreign()
+    with foreign:
+        x = torch.ones(2, 6)
+        x.view(3, 4).unbind(1)
+        y = x + x
+        with foreign.inside():
+            y.mul_(2)
+    assert foreign.found == ["aten.ones.default", "aten.add.Tensor"]

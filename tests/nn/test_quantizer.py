@@ -1,0 +1,129 @@
+"""Layers quantised while they are loaded: which, how, and in how many bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.errors import ModelError
+from kvik.config.quantization import weight_bytes
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import Activation, FloatWeight, Int4Weight, Int8Weight, Matrix, Weight
+from kvik.nn.checkpoint import SINGLE
+
+QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
+FAMILIES = {
+    # a group of 64 divides the hidden size, 32 the inner size, none the heads' width
+    "llama-tied": ("Llama", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 20,
+                             "tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", {"hidden_size": 64, "intermediate_size": 128}),
+    "gpt2-tied": ("GPT2", {"n_embd": 64}),
+}  # fmt: skip
+
+
+@dataclass
+class Packing:
+    """What is packed, in order."""
+
+    weights: list[Weight] = field(default_factory=list)
+
+    def pack(
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, out: torch.dtype
+    ) -> Matrix:
+        self.weights.append(weight)
+        return REFERENCE.pack(weight, bias, activation, out)
+
+    @property
+    def ops(self) -> Ops:
+        return replace(REFERENCE, pack=self.pack)
+
+
+def size(weight: Weight) -> int:
+    tensors = {
+        FloatWeight: ("values",),
+        Int8Weight: ("values", "scales"),
+        Int4Weight: ("values", "scales", "zeros"),
+    }[type(weight)]
+    return sum(getattr(weight, name).nbytes for name in tensors)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_the_bytes_that_are_loaded(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    name, options = FAMILIES[family]
+    save_tiny(tmp_path, name, **options)
+    packing = Packing()
+    model = PagedModel(tmp_path, ops=packing.ops, quantization=quantization, dtype=torch.bfloat16)
+    packed = sum(size(weight) for weight in packing.weights)
+    matrices = sum(weight.outputs * weight.inputs for weight in packing.weights)
+    plain = 2 * (model.spec.parameters.total - matrices)
+    assert packed + plain == weight_bytes(model.spec, "bfloat16", quantization)
+    # the matrices of three layers, and one that serves the head and a tied embedding
+    assert len(packing.weights) == 4 * 3 + 1
+
+
+def test_layers_of_each_kind(tmp_path: Path) -> None:
+    name, options = FAMILIES["llama-tied"]
+    save_tiny(tmp_path, name, **options)
+    model = PagedModel(tmp_path, quantization="int4").model
+    layer = model.layers[1]
+    assert layer.attention.qkv.matrix.data.group == 64
+    assert layer.mlp.gate_up.matrix.data.group == 64
+    assert layer.mlp.down.matrix.data.group == 32
+    assert layer.attention.o.matrix.data.quantize_activations  # 80 inputs: no group divides them
+    assert model.lm_head.matrix.data.quantize_activations
+    assert model.embed.head is model.lm_head
+    alone = PagedModel(tmp_path, quantization="int8-weight-only").model
+    assert not alone.lm_head.matrix.data.quantize_activations
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_implementations_agree(family: str, quantization: str, tmp_path: Path) -> None:
+    name, options = FAMILIES[family]
+    save_tiny(tmp_path, name, **options)
+    ids = tokens(20)
+    expected, found = (
+        PagedModel(tmp_path, ops=ops, quantization=quantization).logits(ids)
+        for ops in (REFERENCE, TORCH)
+    )
+    # a value that lies between two steps may be rounded to either
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_random_weights_are_quantised_too(quantization: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    spec = PagedModel(tmp_path).spec
+    packing = Packing()
+    ids = tokens(9)
+    plain = PagedModel(None, spec=spec).logits(ids)
+    found = PagedModel(None, spec=spec, ops=packing.ops, quantization=quantization).logits(ids)
+    floats = [isinstance(weight, FloatWeight) for weight in packing.weights]
+    assert all(floats) if quantization == "none" else not any(floats)
+    assert (found - plain).norm() < 0.3 * plain.norm()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
+def test_a_layer_that_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    stored = load_file(tmp_path / SINGLE)
+    stored["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(stored, tmp_path / SINGLE)
+    with pytest.raises(
+        ModelError, match=r"'model\.layers\.1\.mlp\.gate_proj \+ up_proj'.*NaN or infinity"
+    ) as caught:
+        PagedModel(tmp_path, quantization=quantization)
+    assert "\n" not in str(caught.value)
+    PagedModel(tmp_path)
