@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without isolation the build finds its tools where it left them, and compiles only what changed.
+INSTALL_KVIK := $(PIP_INSTALL) --no-build-isolation -e
+KVIK := pyproject.toml constraints.txt $(wildcard csrc/*) $(VENV)/.build-tools
 
 .PHONY: help demo test check bench clean
 
@@ -14,7 +17,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make check   ruff, mypy"
 	@echo "make bench   run the benchmarks"
-	@echo "make clean   remove .venv and caches"
+	@echo "make clean   remove .venv, build and caches"
 
 demo: $(VENV)/.kvik
 	$(BIN)/kvik generate --echo --seed 7 --max-tokens 200 "Once upon a time"
@@ -31,21 +34,26 @@ bench: $(VENV)/.kvik
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "kvik needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp for each set of dependencies; a change of either file installs again.
-$(VENV)/.kvik: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e .
+# One stamp for each set of dependencies; a change of what it stands for installs again. Where nothing
+# can compile csrc/, kvik is installed without its native kernels, and says so when it runs.
+$(VENV)/.build-tools: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) cmake nanobind ninja scikit-build-core
 	@touch $@
 
-$(VENV)/.kvik-test: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[test]'
+$(VENV)/.kvik: $(KVIK)
+	$(INSTALL_KVIK) .
 	@touch $@
 
-$(VENV)/.kvik-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[test,dev]'
+$(VENV)/.kvik-test: $(KVIK)
+	$(INSTALL_KVIK) '.[test]'
+	@touch $@
+
+$(VENV)/.kvik-dev: $(KVIK)
+	$(INSTALL_KVIK) '.[test,dev]'
 	@touch $@

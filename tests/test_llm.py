@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
+from kvik.config.hardware import detect
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -343,3 +345,13 @@ def test_progress_is_shown_when_asked_for(llm, capfd):
     assert "tok/s" in shown.err
     llm.generate([[5], [6]], GREEDY)
     assert capfd.readouterr().err == ""
+
+
+def test_an_engine_without_native_kernels_says_so(caplog, monkeypatch):
+    monkeypatch.setattr("kvik.launch.detect", lambda gpus: replace(detect(gpus), native=False))
+    with LLM(device="cpu", threads=1, max_model_len=64) as llm:
+        assert llm.resolved.runner.kernels == "torch"
+    assert "was there a C++20 compiler?" in caplog.text
+    caplog.clear()
+    with LLM(device="cpu", threads=1, max_model_len=64, kernels="torch"):
+        assert not caplog.records

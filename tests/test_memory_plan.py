@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvik.attention.decode_batches import MAX_KEYS
-from kvik.config.memory import GATHERED_KEYS, PROMPT_LOGPROB_ROWS, QUANTIZED_SCRATCH_BYTES
+from kvik.config.memory import (
+    GATHERED_KEYS,
+    LOADING_BYTES,
+    PROMPT_LOGPROB_ROWS,
+    QUANTIZED_SCRATCH_BYTES,
+)
 from kvik.kernels.rounding import PIECE
+from kvik.nn.checkpoint import RUN_BYTES
+from kvik.nn.loader import RANDOM_DRAWS
+from kvik.nn.parts import RUN_WEIGHTS
 from kvik.worker.model_runner import _LOGPROB_ROWS
 
 CONFIG = {
@@ -63,6 +71,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, tmp_path: Path) -> Non
 
 
 def test_the_plan_knows_the_limits_it_relies_on() -> None:
+    assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
     assert PROMPT_LOGPROB_ROWS >= _LOGPROB_ROWS
     assert GATHERED_KEYS >= MAX_KEYS
     assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ class Step:
     """Sequences of (cached, new) tokens, their blocks scattered over a cache full of NaN.
 
     `keys[i]`, `values[i]` are the whole context of sequence i; only the cached part of it stands in
-    the cache. Entries of the block table behind a sequence's own blocks name other blocks.
+    the cache, where the backend put it. Entries of the block table behind a sequence's own blocks
+    name other blocks.
     """
 
     layout: StepLayout
@@ -66,14 +68,20 @@ MakeStep = Callable[..., Step]
 
 
 def _make_step(
+    backend: AttentionBackend,
     sequences: list[tuple[int, int]],
     block_size: int = 16,
     heads: int = 4,
     kv_heads: int = 2,
-    dim: int = 8,
+    dim: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    value: Tensor | None = None,
 ) -> Step:
+    """
+    Args:
+        value: [context, kv_heads, dim], values of every sequence in place of random ones.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -95,12 +103,11 @@ def _make_step(
         # of its own, so that a sequence is the same in any company
         g.manual_seed(1000 * seed + contexts[i])
         keys.append(normal(contexts[i], kv_heads, dim))
-        values.append(normal(contexts[i], kv_heads, dim))
+        values.append(normal(contexts[i], kv_heads, dim) if value is None else value)
         q.append(normal(new, heads, dim))
         positions = torch.arange(contexts[i])
         where = blocks[positions // block_size] * block_size + positions % block_size
-        kv.k.view(-1, kv_heads, dim)[where[:cached]] = keys[i][:cached]
-        kv.v.view(-1, kv_heads, dim)[where[:cached]] = values[i][:cached]
+        _store(backend, kv, table[i : i + 1], where[:cached], keys[i], values[i])
         slots.append(where[cached:])
     starts = torch.tensor([0] + [new for _, new in sequences]).cumsum(0)
     layout = StepLayout(
@@ -120,6 +127,33 @@ def _make_step(
     return Step(layout, kv, *parts, keys, values)
 
 
+def _store(
+    backend: AttentionBackend,
+    kv: LayerKV,
+    table: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Write the first keys and values of a context by a prefill whose result nobody reads: how a
+    block is ordered inside is the backend's own affair."""
+    cached = len(slots)
+    if not cached:
+        return
+    layout = StepLayout(
+        query_start_loc=torch.tensor([0, cached], dtype=torch.int32),
+        seq_lens=torch.tensor([cached], dtype=torch.int32),
+        block_table=table.int(),
+        slot_mapping=slots,
+        num_scheduled=(cached,),
+        contexts=(cached,),
+        block_size=kv.k.shape[1],
+    )
+    k, v = keys[:cached], values[:cached]
+    backend.run(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), 1.0)
+
+
 @pytest.fixture
-def make_step() -> MakeStep:
-    return _make_step
+def make_step(backend: AttentionBackend) -> MakeStep:
+    """Makes steps for the backend of the test."""
+    return partial(_make_step, backend)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.optional_native import needs_native
 
 from kvik.cli.main import main
+from kvik.config.hardware import detect
 from kvik.config.model_source import BUNDLED
 from kvik.config.model_spec import read_model_spec
 
@@ -51,6 +54,45 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     memory = facts["memory"]
     parts = ("weights", "activations", "kv_cache", "overhead")
     assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
+
+
+@pytest.mark.parametrize(
+    ("words", "kernels", "attention"),
+    [
+        ([], ("native", f"C++ for {detect().native_isa}"), ("cpu", "native kernels on a cache")),
+        (["--block-size", "8"], ("native", "C++ for"), ("sdpa", "not cpu, as block_size 8")),
+        (["--kernels", "torch"], ("torch", "as asked"), ("sdpa", "the fastest of torch")),
+        (["--dtype", "float16"], ("torch", "have no float16"), ("sdpa", "the fastest of torch")),
+    ],
+)
+@needs_native
+def test_kernels_and_why(
+    words: list[str],
+    kernels: tuple[str, str],
+    attention: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["info", "--device", "cpu", *words]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    for name, (value, reason) in (("kernels", kernels), ("attention_backend", attention)):
+        (line,) = (line for line in lines if line[:1] == [name])
+        assert line[1] == value and reason in line[2]
+    assert main(["info", "--device", "cpu", "--json", *words]) == 0
+    decisions = json.loads(capsys.readouterr().out)["decisions"]
+    (decision,) = (d for d in decisions if d["name"] == "kernels")
+    assert decision["value"] == kernels[0] and kernels[1] in decision["reason"]
+
+
+def test_without_the_native_kernels_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = replace(detect(), native=False)
+    monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: bare)
+    assert main(["info", "--device", "cpu"]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  kernels"))
+    assert line.split()[1] == "torch" and "installed without its native kernels" in line
+    assert main(["info", "--device", "cpu", "--kernels", "native"]) == 2
+    assert "kernels: native: kvik was installed without" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_still_described(

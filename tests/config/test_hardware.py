@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.optional_native import instruction_sets, needs_native
 
 from kvik.config.hardware import (
     ISA_FLAGS,
+    NATIVE_ISAS,
     Gpu,
     detect,
     is_cuda_build,
@@ -159,6 +161,17 @@ def test_this_machine_answers() -> None:
     assert found.cores >= 1
     assert found.memory_limit > 0
     assert found.isa <= ISA_FLAGS
+
+
+@needs_native
+def test_the_instruction_set_told_is_the_one_that_runs() -> None:
+    from kvik.kernels.cpu.native import Native
+
+    found = detect()
+    assert found.native
+    assert found.native_isa == Native(threads=1).isa
+    told = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa]
+    assert [*told, "portable"] == instruction_sets()
 
 
 @pytest.mark.parametrize(

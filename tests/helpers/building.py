@@ -6,14 +6,34 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 # C++20 and the headers of Python: without either, kvik installs without its native kernels.
 _PROBE = "#include <Python.h>\n#include <bit>\nint lanes() { return std::popcount(7u); }\n"
+
+# The installed extension gives way to another one before a test imports it.
+_RUN = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+import pytest
+import torch
+import kvik.kernels.cpu
+
+spec = spec_from_file_location("kvik.kernels.cpu._native", sys.argv[1])
+module = module_from_spec(spec)
+sys.modules[spec.name] = kvik.kernels.cpu._native = module
+spec.loader.exec_module(module)
+sys.exit(pytest.main(sys.argv[2:]))
+"""
 
 
 def environment() -> dict[str, str]:
@@ -49,3 +69,37 @@ def runtime_library(name: str) -> str | None:
     command = [str(compiler()), f"-print-file-name={name}"]
     path = subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
     return path if os.path.isabs(path) else None  # gcc repeats the name of what it has not
+
+
+def build_extension(name: str, *options: str) -> Path:
+    """The native kernels built with such options of CMake, in a folder kept for the next run."""
+    nanobind = pytest.importorskip("nanobind")
+    folder = ROOT / "build" / f"{name}-{sysconfig.get_config_var('SOABI')}"
+    configure = [
+        *("cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *options),
+        *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}"),
+    ]
+    if shutil.which("ninja", path=environment()["PATH"]):
+        configure += ["-G", "Ninja"]
+    parallel = str(os.cpu_count())
+    for command in (configure, ["cmake", "--build", str(folder), "--parallel", parallel]):
+        done = subprocess.run(
+            command, env=environment(), text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    (extension,) = folder.glob("_native.*so")
+    return extension
+
+
+def run_tests(
+    extension: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """pytest in a process of its own, with `extension` in place of the installed one."""
+    return subprocess.run(
+        [sys.executable, "-c", _RUN, str(extension), "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env=environment() | dict(variables or {}),
+        text=True,
+        capture_output=True,
+        check=False,
+    )

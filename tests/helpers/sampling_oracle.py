@@ -40,7 +40,8 @@ def distribution(
     kept = _normalise({t: math.exp((s - top) / params.temperature) for t, s in scores.items()})
     if params.top_k > 0:
         kept = _normalise(dict(_most_likely(kept)[: params.top_k]))
-    kept = _smallest_set(_most_likely(kept), params.top_p)
+    if params.top_p < 1:  # the sum of all may round to 1 before the last
+        kept = _smallest_set(_most_likely(kept), params.top_p)
     highest = max(kept.values())
     kept = _normalise({t: p for t, p in kept.items() if p >= params.min_p * highest})
     if params.typical_p < 1:

@@ -2,43 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from helpers.optional_native import instruction_sets
 from torch import Tensor
 
 from kvik.kernels import torch_ops
-from kvik.kernels.cases import CASES, DTYPES, Case, arguments, outputs
+from kvik.kernels.cases import CASES, DTYPES, Argument, Case, arguments, outputs
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.rounding import round_int4, round_int8, round_tokens
 from kvik.kernels.select import select
 from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import (
+    Activation,
+    FloatKind,
+    FloatWeight,
+    Int4Weight,
+    Int8Weight,
+    MatrixSpec,
+    Weight,
+)
 
 CPU = torch.device("cpu")
-IMPLEMENTATIONS = {"torch": TORCH}
+ISAS = instruction_sets()
+NAMES = ["reference", "torch", *ISAS]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def implementation(name: str, threads: int = 1) -> Ops:
+    """By name; the native kernels by that of an instruction set."""
+    if name in ISAS:
+        from kvik.kernels.cpu.native import Native
+        from kvik.kernels.cpu.ops import native_ops
+
+        return native_ops(Native(threads, name))
+    return {"reference": REFERENCE, "torch": TORCH}[name]
+
+
+def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    """Native kernels have no float16."""
+    return (torch.float32, torch.bfloat16) if name in ISAS else DTYPES
+
+
+NAMED_DTYPES = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    for name in NAMES
+    for dtype in dtypes_of(name)
+]
+
+
+def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
+    """Arguments with what the native kernels keep of them: the scales of four bits are bfloat16,
+    and x is rounded for products with weights of few bits."""
+    changed = [
+        replace(a, scales=a.scales.bfloat16().float()) if isinstance(a, Int4Weight) else a
+        for a in args
+    ]
+    match args:
+        case (Tensor() as x, Int4Weight() as weight, *_):
+            groups = round_tokens(x.unflatten(1, (-1, weight.group)))
+            changed[0] = groups.flatten(1).to(x.dtype)
+        case (Tensor() as x, Int8Weight(quantize_activations=False), *_):
+            changed[0] = x.bfloat16().to(x.dtype)
+    return tuple(changed)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op}-{c.name}")
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_matches_reference(name: str, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [p for p in NAMED_DTYPES if p.values[0] != "reference"])
+def test_matches_reference(name: str, dtype: torch.dtype, case: Case) -> None:
     rtol, atol = case.tolerance(dtype)
-    expected = outputs(REFERENCE, case, arguments(case, dtype, CPU))
-    found = outputs(IMPLEMENTATIONS[name], case, arguments(case, dtype, CPU))
+    args = arguments(case, dtype, CPU)
+    expected = outputs(REFERENCE, case, rounded(args) if name in ISAS else args)
+    found = outputs(implementation(name), case, arguments(case, dtype, CPU))
     assert len(found) == len(expected) > 0
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op}-{c.name}")
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_change_no_bit(isa: str, case: Case) -> None:
+    one, two = (
+        outputs(implementation(isa, threads), case, arguments(case, torch.bfloat16, CPU))
+        for threads in (1, 2)
+    )
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", *ISAS[:1]])
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.written], ids=lambda c: f"{c.op}-{c.name}"
 )
-def test_leaves_its_arguments_alone(ops: Ops, case: Case) -> None:
+def test_leaves_its_arguments_alone(name: str, case: Case) -> None:
     args = arguments(case, torch.float32, CPU)
-    outputs(ops, case, args)
+    outputs(implementation(name), case, args)
     for i, before in enumerate(arguments(case, torch.float32, CPU)):
         after = args[i]
         if i not in case.spoiled and isinstance(before, Tensor):
@@ -57,19 +118,46 @@ def test_products_in_pieces(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
+WEIGHTS = (
+    FloatWeight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
+    round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
+    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32, False),
+    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(3)), 64, True),
+)
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: type(w).__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activation | None) -> None:
+    """In any order, across gate and up, and with floats of another dtype than its own."""
+    ops = implementation(name, threads=2)
+    kind = FloatKind(torch.float32) if isinstance(weight, FloatWeight) else weight.kind
+    spec = MatrixSpec(kind, 150, 64, False, activation, torch.float32, CPU)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
+    found = []
+    for runs in ([(0, 150)], [(70, 100), (0, 33), (100, 150), (33, 70)]):
+        matrix = ops.matrix(spec)
+        for first, last in runs:
+            ops.pack_rows(matrix, first, weight.rows(slice(first, last)))
+        found.append(ops.linear(x, matrix, None))
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_every_operation_has_cases() -> None:
-    # Every matrix of a case is packed.
-    assert {"pack", *(case.op for case in CASES)} == {field.name for field in fields(Ops)}
+    # Every matrix of a case is made and packed.
+    assert {"matrix", "pack_rows", *(case.op for case in CASES)} == {
+        field.name for field in fields(Ops)
+    }
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-def test_nan_shows_in_the_largest(ops: Ops, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), NAMED_DTYPES)
+def test_nan_shows_in_the_largest(name: str, dtype: torch.dtype) -> None:
     logits = torch.zeros(5, 70, dtype=dtype)
     logits[0, 0] = logits[1, 69] = logits[2, 33] = torch.nan
     logits[2, 34] = torch.inf
     logits[3, 7] = torch.inf
-    top, ids = ops.largest(logits)
+    top, ids = implementation(name).largest(logits)
     assert top.isnan().tolist() == [True, True, True, False, False]
     assert top[3] == torch.inf and ids[3:].tolist() == [7, 0]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvik.kernels.cases import filled_matrix
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8
 from kvik.kernels.weights import Activation, FloatWeight, Weight
@@ -26,8 +27,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> list[list[float]]:
 
 def test_linear_adds_bias_then_activates_then_adds_the_residual() -> None:
     x, w, bias, residual = normal(3, 5), normal(4, 5, seed=1), normal(4, seed=2), normal(3, 2)
-    matrix = REFERENCE.pack(FloatWeight(w), bias, "silu_and_mul", torch.float32)
-    assert (matrix.inputs, matrix.outputs) == (5, 2)
+    matrix = filled_matrix(REFERENCE, FloatWeight(w), bias, "silu_and_mul", torch.float32)
+    assert (matrix.spec.inputs, matrix.spec.outputs) == (5, 2)
     found = REFERENCE.linear(x, matrix, residual)
     for row, out, add in zip(product(x, w), found.tolist(), residual.tolist(), strict=True):
         y = [v + b for v, b in zip(row, bias.tolist(), strict=True)]
@@ -41,7 +42,7 @@ def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -
     x, w, residual = (normal(*s, seed=i).bfloat16() for i, s in enumerate(((3, 8), (4, 8), (3, 4))))
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        matrix = REFERENCE.pack(FloatWeight(w), None, activation, dtype)
+        matrix = filled_matrix(REFERENCE, FloatWeight(w), None, activation, dtype)
         found[dtype] = REFERENCE.linear(x, matrix, residual)
         assert found[dtype].dtype == dtype
     y = torch.tensor(product(x, w))
@@ -60,7 +61,7 @@ def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -
 )
 def test_quantised_weights_multiply_as_what_they_mean(weight: Weight) -> None:
     x = normal(3, 64, seed=1)
-    matrix = REFERENCE.pack(weight, None, None, torch.float32)
+    matrix = filled_matrix(REFERENCE, weight, None, None, torch.float32)
     expected = torch.tensor(product(x, weight.dequantized()))
     torch.testing.assert_close(REFERENCE.linear(x, matrix, None), expected, rtol=1e-4, atol=1e-5)
     ids = torch.tensor([5, 0, 5])
@@ -72,7 +73,7 @@ def test_quantised_weights_multiply_as_what_they_mean(weight: Weight) -> None:
 def test_w8a8_rounds_each_token() -> None:
     weight = round_int8(normal(6, 64), quantize_activations=True)
     x = normal(3, 64, seed=1) * torch.tensor([[1.0], [100.0], [0.0]])
-    found = REFERENCE.linear(x, REFERENCE.pack(weight, None, None, torch.float32), None)
+    found = REFERENCE.linear(x, filled_matrix(REFERENCE, weight, None, None, torch.float32), None)
     for row, out in zip(x.tolist(), found, strict=True):
         scale = max(map(abs, row)) / 127 or 1.0
         rounded = torch.tensor([[round(v / scale) for v in row]], dtype=torch.float32)

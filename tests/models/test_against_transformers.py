@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     reference_greedy,
@@ -17,7 +18,10 @@ from helpers.tiny_models import (
     tokens,
 )
 
+from kvik.attention.base import AttentionBackend
 from kvik.attention.sdpa import SdpaAttention
+from kvik.config.kernels import LANES
+from kvik.config.model_spec import read_model_spec
 from kvik.kernels.reference.ops import REFERENCE
 
 PROMPT = 40
@@ -45,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-attention-bias": ("Llama", {"attention_bias": True}),
     "llama-mlp-bias": ("Llama", {"mlp_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 12}),
+    "llama-head-dim-16": ("Llama", {"head_dim": 16}),
     "llama-eps": ("Llama", {"rms_norm_eps": 0.1}),
     "llama-theta": ("Llama", rope(rope_type="default", rope_theta=500000.0)),
     "llama-linear": ("Llama", rope(rope_type="linear", factor=4.0)),
@@ -82,6 +87,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen2-window-head-dim-16": (
+        "Qwen2",
+        {
+            "hidden_size": 64,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen2-yarn": ("Qwen2", rope(**YARN, factor=4.0)),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-bias-tied": (
@@ -94,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2", {}),
     "gpt2-inner-untied": ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}),
+    "gpt2-head-dim-16": ("GPT2", {"n_embd": 64}),
     "gpt2-one-head": ("GPT2", {"n_head": 1, "layer_norm_epsilon": 0.1}),
 }
 
@@ -106,6 +121,28 @@ class Pair:
     folder: Path
 
 
+KERNELS = ["reference", pytest.param("native", marks=needs_native)]
+
+
+def paged_model(
+    kernels: str, folder: Path, dtype: torch.dtype = torch.float32, block_size: int = 16
+) -> PagedModel:
+    """A model on the reference operations, or on the native ones with their own attention where
+    that takes the heads."""
+    if kernels == "reference":
+        return PagedModel(folder, dtype=dtype, block_size=block_size)
+    from kvik.attention.cpu import CpuAttention
+    from kvik.kernels.cpu.native import Native
+    from kvik.kernels.cpu.ops import native_ops
+
+    native = Native(threads=1)
+    ops = native_ops(native)
+    backend: AttentionBackend = SdpaAttention(ops)
+    if read_model_spec(folder).head_dim % LANES == 0:
+        backend, block_size = CpuAttention(native), LANES
+    return PagedModel(folder, dtype=dtype, block_size=block_size, ops=ops, backend=backend)
+
+
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family, options = CASES[request.param]
@@ -113,10 +150,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(save_tiny(folder, family, **options), folder)
 
 
-def test_logits_of_every_position(pair: Pair) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_of_every_position(pair: Pair, kernels: str) -> None:
     ids = tokens(PROMPT)
     expected = reference_logits(pair.reference, ids)
-    model = PagedModel(pair.folder)
+    model = paged_model(kernels, pair.folder, block_size=4)
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
     chunked = model.logits(ids, chunk=7, sequence=1)
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
@@ -130,10 +168,11 @@ def test_greedy_tokens_over_the_cache(pair: Pair) -> None:
     assert model.greedy(ids, STEPS, chunk=11, sequence=1) == expected
 
 
-def test_sequences_of_one_step_do_not_touch(pair: Pair) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_sequences_of_one_step_do_not_touch(pair: Pair, kernels: str) -> None:
     """Three sequences of different lengths share each step, one decoding while others prefill."""
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 17, 30))]
-    model = PagedModel(pair.folder, block_size=4)
+    model = paged_model(kernels, pair.folder, block_size=4)
     seen: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
     done = [0, 0, 0]
     for sizes in ((4, 9, 0), (1, 0, 30), (0, 8, 0)):
@@ -154,17 +193,24 @@ def test_the_same_through_fused_attention(pair: Pair) -> None:
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
-    "case", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "llama-yarn"]
+    "case",
+    [
+        *("llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "llama-yarn"),
+        *("llama-head-dim-16", "mistral-head-dim", "qwen2-window-head-dim-16", "gpt2-head-dim-16"),
+    ],
 )
-def test_bf16_is_as_close_to_fp32_as_transformers_is(case: str, tmp_path: Path) -> None:
+def test_bf16_is_as_close_to_fp32_as_transformers_is(
+    case: str, kernels: str, tmp_path: Path
+) -> None:
     family, options = CASES[case]
     exact = tiny_model(family, **options)
     exact.to(torch.bfloat16).save_pretrained(tmp_path)
     ids = tokens(PROMPT)
     rounded = reference_logits(exact, ids)
     expected = reference_logits(exact.float(), ids)  # the same rounded weights, exact arithmetic
-    ours = PagedModel(tmp_path, dtype=torch.bfloat16).logits(ids)
+    ours = paged_model(kernels, tmp_path, torch.bfloat16).logits(ids)
     assert ours.dtype == torch.float32
     distance = (ours - expected).norm() / expected.norm()
     assert distance < 1.2 * (rounded - expected).norm() / expected.norm()

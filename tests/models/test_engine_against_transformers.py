@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.optional_native import needs_native
 from transformers import AutoModelForCausalLM
 
 import kvik
@@ -23,11 +24,18 @@ NUM_TOKENS = 40
 
 
 @pytest.mark.parametrize("name", ["stories", "stories-draft"])
-def test_greedy_tokens_and_log_probabilities_are_equal(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "block_size"), [("torch", 8), pytest.param("native", 16, marks=needs_native)]
+)
+def test_greedy_tokens_and_log_probabilities_are_equal(
+    name: str, kernels: str, block_size: int
+) -> None:
     folder = BUNDLED / name
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(str(folder), dtype="float32", device="cpu", threads=1, block_size=8) as llm:
+    common = {"dtype": "float32", "device": "cpu", "threads": 1}
+    with LLM(str(folder), kernels=kernels, block_size=block_size, **common) as llm:
+        assert llm.resolved.runner.attention_backend == ("cpu" if kernels == "native" else "sdpa")
         outputs = llm.generate(PROMPTS, params)
         scores = llm.score([[*o.prompt_token_ids, *o.completions[0].token_ids] for o in outputs])
     for output, score in zip(outputs, scores, strict=True):

@@ -1,8 +1,9 @@
-"""Finding the weights of a folder and reading them through a memory map."""
+"""Finding the weights of a folder and reading them a run at a time."""
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvik.config.errors import ModelError
-from kvik.nn.checkpoint import INDEX, SINGLE, TORCH_DTYPES, open_checkpoint
+from kvik.nn import checkpoint
+from kvik.nn.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, open_checkpoint
 from kvik.nn.safetensors import DTYPE_BITS
 
 
@@ -30,6 +32,12 @@ def write_index(folder: Path, values: object) -> None:
     (folder / INDEX).write_text(json.dumps(values))
 
 
+def whole(found: Checkpoint) -> dict[str, Tensor]:
+    """All tensors."""
+    runs = found.runs(dict.fromkeys(found.entries, False))
+    return {run.name: run.values.clone() for run in runs}
+
+
 TWO = {"1.safetensors": {"a": torch.ones(2)}, "2.safetensors": {"b": torch.ones(3)}}
 
 
@@ -42,10 +50,9 @@ def test_a_single_file(tmp_path: Path) -> None:
         "none": torch.empty(0, 4),
     }
     save_file(tensors, tmp_path / SINGLE)
-    checkpoint = open_checkpoint(tmp_path)
-    assert set(checkpoint.entries) == set(tensors)
-    assert checkpoint.num_bytes == sum(t.nbytes for t in tensors.values())
-    read = {name: tensor.clone() for name, tensor in checkpoint.tensors()}
+    found = open_checkpoint(tmp_path)
+    assert set(found.entries) == set(tensors)
+    read = whole(found)
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
@@ -58,14 +65,13 @@ def test_data_at_an_odd_byte(tmp_path: Path) -> None:
         text = header + b" " * padding
         data = torch.tensor([1.5, -2.0]).numpy().tobytes()
         (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
-        ((_, tensor),) = open_checkpoint(tmp_path).tensors()
-        assert tensor.tolist() == [1.5, -2.0]
+        assert whole(open_checkpoint(tmp_path))["a"].tolist() == [1.5, -2.0]
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
     save_sharded(tmp_path, TWO)
-    read = {name: tensor.tolist() for name, tensor in open_checkpoint(tmp_path).tensors()}
-    assert read == {"a": [1.0] * 2, "b": [1.0] * 3}
+    read = whole(open_checkpoint(tmp_path))
+    assert {n: t.tolist() for n, t in read.items()} == {"a": [1.0] * 2, "b": [1.0] * 3}
 
 
 def test_a_shard_behind_a_link(tmp_path: Path) -> None:
@@ -142,18 +148,59 @@ def test_every_dtype_has_its_size_in_torch() -> None:
     assert {name: dtype.itemsize * 8 for name, dtype in TORCH_DTYPES.items()} == DTYPE_BITS
 
 
+def test_large_tensors_come_in_runs_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "RUN_BYTES", 70 * 3 * 4)
+    tensors = {
+        "a": torch.randn(150, 3),
+        "b": torch.randn(70, 3),
+        "c": torch.randn(150, 3),
+        "d": torch.randn(150),
+        "not wanted": torch.randn(150, 3),
+    }
+    save_file(tensors, tmp_path / SINGLE)
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    in_runs = {"a": True, "b": True, "c": False, "d": True}
+    for run in open_checkpoint(tmp_path).runs(in_runs):
+        found.setdefault(run.name, []).append((run.first, run.values.clone()))
+    assert [first for first, _ in found["a"]] == [0, 64, 128]  # in whole tiles
+    assert [len(found[name]) for name in "bcd"] == [1, 1, 1] and len(found) == 4
+    for name, runs in found.items():
+        assert torch.equal(torch.cat([values for _, values in runs]), tensors[name])
+
+
+def test_rows_that_are_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "RUN_BYTES", 8)
+    save_file({"a": torch.arange(12.0).view(4, 3)}, tmp_path / SINGLE)
+    runs = [(r.first, r.values.tolist()) for r in open_checkpoint(tmp_path).runs({"a": True})]
+    assert runs == [(i, [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2]]) for i in range(4)]
+
+
+def test_a_file_that_got_shorter(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1000)}, tmp_path / SINGLE)
+    found = open_checkpoint(tmp_path)
+    with (tmp_path / SINGLE).open("r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(ModelError, match=r"^model\.safetensors: has become shorter"):
+        whole(found)
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ModelError, match=r"^model\.safetensors: cannot be read \(No such file"):
+        whole(found)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pages_are_given_back_while_reading(tmp_path: Path) -> None:
+def test_reading_needs_memory_for_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mib = 1 << 20
-    save_file({f"{i}": torch.ones(mib) for i in range(16)}, tmp_path / SINGLE)  # 4 MiB each
+    monkeypatch.setattr(checkpoint, "RUN_BYTES", 4 * mib)
+    save_file({"a": torch.ones(64 * mib // 4, 1)}, tmp_path / SINGLE)
 
-    def mapped() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    before, peak, total = mapped(), 0, 0.0
-    for _, tensor in open_checkpoint(tmp_path).tensors():
-        total += float(tensor.sum())
-        peak = max(peak, mapped() - before)
+    before, peak, total = resident(), 0, 0.0
+    for run in open_checkpoint(tmp_path).runs({"a": True}):
+        total += float(run.values.sum())
+        peak = max(peak, resident() - before)
     assert total == 16 * mib
-    assert 3 * mib < peak < 12 * mib
+    assert peak < 16 * mib

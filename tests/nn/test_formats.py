@@ -12,25 +12,29 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.kernels.weights import Int8Weight
+from kvik.kernels.weights import Int8Kind, Int8Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
-from kvik.nn.formats.base import LinearShape, Param, Shard, WeightFormat
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, WeightFormat
 from kvik.nn.formats.dense import Dense
 
-CPU = torch.device("cpu")
+
+def test_dense_tensors_have_the_checkpoints_shape() -> None:
+    shape = LinearShape(inputs=3, outputs=6)
+    stored = Dense().tensors(shape, "column", torch.float32)["weight"]
+    assert stored == StoredTensor((6, 3), torch.float32, 0, in_runs=True)
+    weight = torch.randn(2, 3)  # a run of rows
+    assert torch.equal(Dense().weight({"weight": weight}, shape).values, weight)
 
 
-def test_dense_parts_are_views_with_the_checkpoints_shape() -> None:
-    shape = LinearShape(inputs=3, outputs=(4, 2), transposed=False)
-    param = Dense().params(shape, "column", torch.float32, CPU)["weight"]
-    assert param.tensor.shape == (6, 3) and [p.shape for p in param.parts] == [(4, 3), (2, 3)]
-    transposed = LinearShape(inputs=3, outputs=(6,), transposed=True)
-    param = Dense().params(transposed, "column", torch.float32, CPU)["weight"]
-    stored = torch.randn(3, 6)
-    param.parts[0].copy_(stored)
-    weight = Dense().weight({"weight": param.tensor})
-    torch.testing.assert_close(weight.dequantized(), stored.t())
+def test_dense_transposed() -> None:
+    """There are no rows that could come in runs, and the axes of ranks are turned."""
+    shape = LinearShape(inputs=3, outputs=6, transposed=True)
+    stored = Dense().tensors(shape, "column", torch.float32)["weight"]
+    assert stored == StoredTensor((3, 6), torch.float32, 1, in_runs=False)
+    assert Dense().tensors(shape, "row", torch.float32)["weight"].shard_axis == 0
+    weight = torch.randn(3, 6)
+    assert torch.equal(Dense().weight({"weight": weight}, shape).values, weight.t())
 
 
 class RowScaled:
@@ -41,19 +45,19 @@ class RowScaled:
     def match(self, tensors: frozenset[str], quantization: Mapping[str, object] | None) -> bool:
         return tensors == {"weight", "scale"}
 
-    def params(
-        self, shape: LinearShape, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Param]:
-        rows = sum(shape.outputs)
-        weight = torch.empty(rows, shape.inputs, dtype=torch.int8, device=device)
-        scale = torch.empty(rows, dtype=torch.float32, device=device)
+    def kind(self, dtype: torch.dtype) -> Int8Kind:
+        return Int8Kind(quantize_activations=False)
+
+    def tensors(
+        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
+    ) -> dict[str, StoredTensor]:
         return {
-            "weight": Param(weight, tuple(weight.split(shape.outputs)), 0),
-            "scale": Param(scale, tuple(scale.split(shape.outputs)), 0),
+            "weight": StoredTensor((shape.outputs, shape.inputs), torch.int8, 0, in_runs=False),
+            "scale": StoredTensor((shape.outputs,), torch.float32, 0, in_runs=False),
         }
 
-    def weight(self, params: dict[str, Tensor]) -> Int8Weight:
-        return Int8Weight(params["weight"], params["scale"], quantize_activations=False)
+    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> Int8Weight:
+        return Int8Weight(tensors["weight"], tensors["scale"], quantize_activations=False)
 
 
 def test_a_new_format_is_one_registry_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

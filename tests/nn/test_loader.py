@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.nn import loader
-from kvik.nn.checkpoint import SINGLE, open_checkpoint
+from kvik.nn.checkpoint import SINGLE
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,20 @@ def test_weights_go_with_the_model(llama: Path) -> None:
         gc.enable()
 
 
+def test_torchs_threads_are_as_before(llama: Path, tmp_path: Path) -> None:
+    """After a failure too."""
+    bad = altered(llama, tmp_path, **{NORM: torch.ones(32), K: torch.full((16, 32), torch.nan)})
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        PagedModel(llama)
+        with pytest.raises(ModelError, match="NaN"):
+            PagedModel(bad, quantization="int8")
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -170,7 +184,5 @@ def test_a_bar_for_large_models_on_a_terminal(
     out = stream()
     monkeypatch.setattr("sys.stderr", out)
     monkeypatch.setattr(loader, "PROGRESS_BYTES", threshold)
-    size = open_checkpoint(llama).num_bytes
     PagedModel(llama)
     assert ("loading weights" in out.getvalue()) == shown
-    assert size == sum(t.nbytes for t in load_file(llama / SINGLE).values())

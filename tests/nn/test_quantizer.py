@@ -10,14 +10,14 @@ import torch
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.quantization import weight_bytes
 from kvik.kernels.ops import Ops
+from kvik.kernels.reference.linear import stored_weight
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Activation, FloatWeight, Int4Weight, Int8Weight, Matrix, Weight
+from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import SINGLE
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
@@ -32,19 +32,18 @@ FAMILIES = {
 
 @dataclass
 class Packing:
-    """What is packed, in order."""
+    """The weights of all matrices, in order."""
 
     weights: list[Weight] = field(default_factory=list)
 
-    def pack(
-        self, weight: Weight, bias: Tensor | None, activation: Activation | None, out: torch.dtype
-    ) -> Matrix:
-        self.weights.append(weight)
-        return REFERENCE.pack(weight, bias, activation, out)
+    def matrix(self, spec: MatrixSpec) -> Matrix:
+        made = REFERENCE.matrix(spec)
+        self.weights.append(stored_weight(made))
+        return made
 
     @property
     def ops(self) -> Ops:
-        return replace(REFERENCE, pack=self.pack)
+        return replace(REFERENCE, matrix=self.matrix)
 
 
 def size(weight: Weight) -> int:

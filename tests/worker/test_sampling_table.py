@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.kernels.draws import Truncation
 from kvik.kernels.torch_ops import TORCH
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import SamplingBatch
@@ -41,9 +42,11 @@ def test_plan_holds_only_what_some_row_asks_for() -> None:
     assert batch.edits is None and batch.penalties is None and batch.logprobs == {0: 2}
     assert batch.random is not None and batch.random.rows is not None
     assert batch.random.rows.tolist() == [1]
-    assert batch.random.truncation is not None and batch.random.truncation.top_p is None
+    rules = batch.random.draws.truncation
+    assert rules.top_k is not None and rules.top_k.tolist() == [3] and rules.top_p is None
     only = t.batch(np.array([2]), np.array([1]))
-    assert only.random is not None and only.random.rows is None and only.random.truncation is None
+    assert only.random is not None and only.random.rows is None
+    assert only.random.draws.truncation == Truncation()
 
 
 def test_appended_tokens_count_for_their_own_slot() -> None:

@@ -27,8 +27,10 @@ ISA_FLAGS = frozenset(
 
 # What the native kernels need of a CPU, best first (csrc/isa.cpp).
 _AVX512 = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"))
+_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 NATIVE_ISAS: Mapping[str, frozenset[str]] = {
-    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx": _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+    "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2_vnni": frozenset(("avx2", "fma", "avx_vnni")),
     "avx2": frozenset(("avx2", "fma")),

@@ -21,6 +21,8 @@ RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more, GPU or not
 # Reference count, links and hash of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 160
+# While weights are loaded: two runs of rows that are read, and one that is made ready to be packed.
+LOADING_BYTES = 40 * MIB
 # What quantising, and multiplying with quantised weights, takes beside the matrices themselves.
 QUANTIZED_SCRATCH_BYTES = 64 * MIB
 LOGIT_BYTES = 4  # of the model's, whatever its dtype
@@ -102,22 +104,25 @@ class Footprint:
         return stream + widest + self._masks(size)
 
     def overhead(self, size: StepSize) -> int:
-        """Runtime, the tables of running requests and of rotary positions, the largest matrix
-        while it is packed."""
+        """Runtime, the tables of running requests and of rotary positions, what loading takes."""
         spec = self.spec
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
-        widest = max(spec.vocab_size, 2 * spec.intermediate_size) * spec.hidden_size
-        packing = widest * DTYPE_BYTES[self.dtype]
-        if self.quantization != "none":
-            packing += QUANTIZED_SCRATCH_BYTES
-        return self.runtime + table + seen + rotation + packing
+        return self.runtime + table + seen + rotation + self._loading()
 
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size)
+
+    def _loading(self) -> int:
+        total = LOADING_BYTES
+        if not self.spec.gated_mlp:  # GPT-2: stored transposed, so matrices come whole, in fp32
+            total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
+        if self.quantization != "none":
+            total += QUANTIZED_SCRATCH_BYTES
+        return total
 
     def _quantized_product(self, size: StepSize) -> int:
         """x and its rounded copy, y before and after its activation, in fp32 if weights are

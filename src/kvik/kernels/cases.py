@@ -13,8 +13,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Activation, FloatWeight, Int4Weight, Int8Weight, Weight
+from kvik.kernels.weights import (
+    Activation,
+    FloatWeight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    Weight,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,7 +33,7 @@ _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 # Sums of many products of either sign: errors are those of the terms, not of the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Argument = Tensor | float | Weight | str | torch.dtype | None
+Argument = Tensor | float | Weight | Draws | str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +265,7 @@ def _product(
 
     def arguments(m: Maker) -> tuple[Argument, ...]:
         x = m.normal(tokens, inputs + 3)[:, :inputs]  # strided
-        x[-1] = 0  # nothing to scale
+        x[1:2] = 0  # nothing to scale
         return (
             x,
             weight(m, rows, inputs),
@@ -273,6 +282,30 @@ def _wide_out(weight: MakeWeight) -> Callable[[Maker], tuple[Argument, ...]]:
     return lambda m: (m.normal(5, 64), weight(m, 33, 64), None, None, torch.float32, None)
 
 
+def filled_matrix(
+    ops: Ops,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    out_dtype: torch.dtype,
+) -> Matrix:
+    """A matrix of one run of rows."""
+    spec = MatrixSpec(
+        weight.kind,
+        weight.outputs,
+        weight.inputs,
+        bias is not None,
+        activation,
+        out_dtype,
+        weight.values.device,
+    )
+    matrix = ops.matrix(spec)
+    ops.pack_rows(matrix, 0, weight)
+    if matrix.bias is not None and bias is not None:
+        matrix.bias.copy_(bias)
+    return matrix
+
+
 def _run_linear(
     ops: Ops,
     x: Tensor,
@@ -282,7 +315,7 @@ def _run_linear(
     out_dtype: torch.dtype,
     residual: Tensor | None,
 ) -> Tensor:
-    return ops.linear(x, ops.pack(weight, bias, activation, out_dtype), residual)
+    return ops.linear(x, filled_matrix(ops, weight, bias, activation, out_dtype), residual)
 
 
 def _rows_of(
@@ -297,7 +330,7 @@ def _rows_of(
 
 
 def _run_matrix_rows(ops: Ops, weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    return ops.matrix_rows(ops.pack(weight, None, None, torch.float32), ids, dtype)
+    return ops.matrix_rows(filled_matrix(ops, weight, None, None, torch.float32), ids, dtype)
 
 
 def _rows() -> list[Case]:
@@ -326,4 +359,38 @@ def _rows() -> list[Case]:
     ]
 
 
-CASES = (*_products(), *_rows(), *_norms(), *_rotaries(), *_activations(), *_caches())
+def _drawings() -> list[Case]:
+    def make(n: int, vocab: int) -> Callable[[Maker], tuple[Argument, ...]]:
+        def arguments(m: Maker) -> tuple[Argument, ...]:
+            def uniform(low: float, high: float, dtype: torch.dtype) -> Tensor:
+                drawn = torch.rand(n, dtype=torch.float64, generator=m.generator)
+                return (drawn * (high - low) + low).to(m.device, dtype)
+
+            rules = Truncation(
+                top_k=m.integers(1, vocab, n, dtype=torch.int64),
+                top_p=uniform(0.2, 1.1, torch.float64).clamp(max=1),
+                min_p=uniform(-0.2, 0.2, torch.float32).clamp(min=0),
+                typical_p=uniform(0.5, 1.5, torch.float64).clamp(max=1),
+            )
+            temperature = uniform(0.2, 2.0, torch.float32)
+            return m.normal(n, vocab, scale=3.0), Draws(
+                temperature, uniform(0, 1, torch.float64), rules
+            )
+
+        return arguments
+
+    return [
+        Case("draw", f"{n}x{vocab}", make(n, vocab), exact=True)
+        for n, vocab in ((1, 1), (9, 70), (40, 1003))
+    ]
+
+
+CASES = (
+    *_products(),
+    *_rows(),
+    *_drawings(),
+    *_norms(),
+    *_rotaries(),
+    *_activations(),
+    *_caches(),
+)

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Activation, Matrix, Weight
+from kvik.kernels.draws import Draws
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each operation.
 
-    pack(weight [outputs, inputs], bias [outputs] or None, activation or None, out_dtype) -> Matrix;
-        may take over or free the memory of the weight and the bias
+    matrix(spec) -> Matrix, unfilled: pack_rows fills its weight; its bias is written to directly
+    pack_rows(matrix, first, weight [n, inputs]) -> None; rows first.. of the matrix, which may come
+        in runs of any size and order. The weight is of the matrix' kind, floats of any float dtype;
+        its memory is not used afterwards
     linear(x [tokens, inputs], matrix, residual [tokens, outputs] or None) -> [tokens, outputs],
         activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided.
         Where the weight says so, x is first rounded to x_scale * (-127..127), x_scale = a token's
@@ -32,6 +35,11 @@ class Ops:
     add(x, y of the same shape and dtype) -> x + y
     largest(logits [rows, vocab]) -> (top [rows] fp32, ids [rows] int64), of equals the first; NaN
         anywhere in a row makes its top NaN, and its id any
+    draw(logits [n, vocab], draws) -> ids [n] int64. Weights are exp((logit - top) / temperature).
+        top_k, top_p, min_p and typical_p drop tokens in this order, each of what the one before
+        left, of equals the higher ids. The token is the first at which the running sum of weights
+        exceeds u times their total. A row's token depends on that row alone. Logits are finite or
+        -inf, at least one of a row is finite
     rms_norm(x [..., dim], weight [dim], eps) -> [..., dim]
     layer_norm(x, weight, bias, eps) -> [..., dim]
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
@@ -44,12 +52,14 @@ class Ops:
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
     """
 
-    pack: Callable[[Weight, Tensor | None, Activation | None, torch.dtype], Matrix]
+    matrix: Callable[[MatrixSpec], Matrix]
+    pack_rows: Callable[[Matrix, int, Weight], None]
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
     matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]
     largest: Callable[[Tensor], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Draws], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -30,8 +30,8 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Int8Weight:
     rounded = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows, wide in _pieces(values):
-        scale = _scale(wide.abs().amax(1), INT8_MAX)
-        q = (wide / scale[:, None]).round_()
+        scale = _nonzero(_finite(_absmax(wide)).div_(INT8_MAX))
+        q = wide.div_(scale[:, None]).round_()
         # A scale so small that it has lost its digits would lead beyond the range.
         rounded[rows] = q.clamp_(-INT8_MAX, INT8_MAX)
         scales[rows] = scale
@@ -42,7 +42,8 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
     """One scale for each `group` neighbouring inputs of an output.
 
     Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
-    spread over 0..15 with an integer zero point, so that 0 stays exactly 0.
+    spread over 0..15 with an integer zero point, so that 0 stays exactly 0. Scales are bfloat16
+    numbers.
 
     Args:
         values: [outputs, inputs], any float dtype.
@@ -58,22 +59,25 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
     zeros = None
     if not symmetric:
         zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
+    # No weight is more than 31 steps from 0, even by a scale that is too small to have digits left,
+    # so eight bits hold every q that is yet to be clamped.
     for rows, wide in _pieces(values):
         grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
         if zeros is None:
-            scale = _scale(grouped.abs().amax(-1), INT4_SYMMETRIC_MAX)
-            q = (grouped / scale[:, :, None]).round_()
+            scale = _short(_finite(_absmax(grouped)).div_(INT4_SYMMETRIC_MAX))
+            q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
             q = q.clamp_(-INT4_SYMMETRIC_MAX, INT4_SYMMETRIC_MAX).add_(SYMMETRIC_ZERO)
         else:
             low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
             # divided first: the difference of two finite numbers may be infinite
-            scale = _scale(high / INT4_MAX - low / INT4_MAX, 1)
-            zero = (-low / scale).round_().clamp_(0, INT4_MAX)
-            q = (grouped / scale[:, :, None]).round_()
+            scale = _short(_finite(high.div_(INT4_MAX) - low / INT4_MAX))
+            zero = low.neg_().div_(scale).round_().clamp_(0, INT4_MAX).to(torch.int8)
+            q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
             q = q.add_(zero[:, :, None]).clamp_(0, INT4_MAX)
-            zeros[rows] = zero.to(torch.uint8)
-        halves = q.to(torch.uint8).view(len(wide), -1, 2)
-        packed[rows] = halves[:, :, 0] | halves[:, :, 1] << 4
+            zeros[rows] = zero
+        # Two bytes of four bits each, 0000aaaa 0000bbbb, become one: bbbbaaaa.
+        pairs = q.view(len(wide), -1).view(torch.int16)
+        packed[rows] = pairs | pairs >> 4
         scales[rows] = scale
     return Int4Weight(packed, scales, zeros, group)
 
@@ -93,22 +97,33 @@ def round_tokens(x: Tensor) -> Tensor:
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of rows, and these rows in fp32."""
+    """Ranges of rows, and a copy of these rows in fp32."""
     rows = max(1, PIECE // values.shape[1])
     for start in range(0, len(values), rows):
         piece = slice(start, start + rows)
-        yield piece, values[piece].float()
+        wide = torch.empty(values[piece].shape, dtype=torch.float32, device=values.device)
+        yield piece, wide.copy_(values[piece])
 
 
-def _scale(largest: Tensor, steps: int) -> Tensor:
-    """The width of a step.
+def _absmax(x: Tensor) -> Tensor:
+    """Over the last axis, without a copy of x; NaN if one is in it."""
+    return torch.maximum(x.amax(-1), x.amin(-1).neg_())
 
+
+def _finite(largest: Tensor) -> Tensor:
+    """
     Raises:
         ValueError: `largest` is NaN or infinite, and so is a weight behind it.
     """
     if not bool(largest.isfinite().all()):
         raise ValueError("its weights hold NaN or infinity, which cannot be quantised")
-    return _nonzero(largest / steps)
+    return largest
+
+
+def _short(scale: Tensor) -> Tensor:
+    """As bfloat16 keeps it, which is how kernels store the many scales of groups: so that values
+    are rounded by the scale that they will be multiplied with."""
+    return _nonzero(scale.bfloat16().float())
 
 
 def _nonzero(scale: Tensor) -> Tensor:

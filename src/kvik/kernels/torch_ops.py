@@ -11,48 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
+from kvik.kernels.reference.draw import draw
+from kvik.kernels.reference.linear import matrix, pack_rows, stored_weight
 from kvik.kernels.rounding import PIECE, round_tokens
-from kvik.kernels.weights import (
-    Activation,
-    FloatWeight,
-    Int4Weight,
-    Int8Weight,
-    Matrix,
-    Weight,
-    output_width,
-)
-
-
-def _pack(
-    weight: Weight, bias: Tensor | None, activation: Activation | None, out_dtype: torch.dtype
-) -> Matrix:
-    data = weight.values if isinstance(weight, FloatWeight) else weight
-    width = output_width(weight, activation)
-    return Matrix(weight.inputs, width, activation, bias, out_dtype, data)
+from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Matrix
 
 
 def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
-    data = matrix.data
-    if not isinstance(data, Tensor):
-        y = _quantized_product(x, data, matrix.bias)
-    elif residual is None or matrix.activation or matrix.bias is not None:
-        y = F.linear(x, data, matrix.bias)
-    elif matrix.out_dtype == x.dtype == residual.dtype:
-        return torch.addmm(residual, x, data.t())
+    spec, weight, bias = matrix.spec, stored_weight(matrix), matrix.bias
+    if not isinstance(weight, FloatWeight):
+        y = _quantized_product(x, weight, bias)
+    elif residual is None or spec.activation or bias is not None:
+        y = F.linear(x, weight.values, bias)
+    elif spec.out_dtype == x.dtype == residual.dtype:
+        return torch.addmm(residual, x, weight.values.t())
     else:
-        y = F.linear(x, data)
-    if matrix.activation == "silu_and_mul":
+        y = F.linear(x, weight.values)
+    if spec.activation == "silu_and_mul":
         y = _silu_and_mul(y)
-    elif matrix.activation == "gelu_tanh":
+    elif spec.activation == "gelu_tanh":
         y = _gelu_tanh(y)
     if residual is not None:
         y = y.add_(residual)
-    return y.to(matrix.out_dtype)
+    return y.to(spec.out_dtype)
 
 
-def _quantized_product(x: Tensor, weight: object, bias: Tensor | None) -> Tensor:
+def _quantized_product(x: Tensor, weight: Int8Weight | Int4Weight, bias: Tensor | None) -> Tensor:
     """x W^T + bias, [tokens, outputs] fp32."""
-    assert isinstance(weight, Int8Weight | Int4Weight)
     rounds = isinstance(weight, Int8Weight) and weight.quantize_activations
     wide = round_tokens(x) if rounds else x.float()
     y = wide.new_empty(len(x), weight.outputs)
@@ -64,11 +49,10 @@ def _quantized_product(x: Tensor, weight: object, bias: Tensor | None) -> Tensor
 
 
 def _matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    data = matrix.data
-    if isinstance(data, Tensor):
-        return data.index_select(0, ids).to(dtype)
-    assert isinstance(data, Int8Weight | Int4Weight)
-    return data.rows(ids).dequantized().to(dtype)
+    weight = stored_weight(matrix)
+    if isinstance(weight, FloatWeight):
+        return weight.values.index_select(0, ids).to(dtype)
+    return weight.rows(ids).dequantized().to(dtype)
 
 
 def _gather_rows(table: Tensor, ids: Tensor) -> Tensor:
@@ -128,12 +112,14 @@ def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 TORCH = Ops(
-    pack=_pack,
+    matrix=matrix,
+    pack_rows=pack_rows,
     linear=_linear,
     matrix_rows=_matrix_rows,
     gather_rows=_gather_rows,
     add=_add,
     largest=_largest,
+    draw=draw,
     rms_norm=_rms_norm,
     layer_norm=_layer_norm,
     rotary=_rotary,

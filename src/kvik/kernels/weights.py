@@ -15,10 +15,34 @@ SYMMETRIC_ZERO = 8  # of four bits without zero points
 
 
 @dataclass(frozen=True, slots=True)
+class FloatKind:
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Kind:
+    quantize_activations: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Kind:
+    group: int
+    zeros: bool
+
+
+# What is known of a weight before its values are.
+WeightKind = FloatKind | Int8Kind | Int4Kind
+
+
+@dataclass(frozen=True, slots=True)
 class FloatWeight:
     """values: [outputs, inputs], any float dtype."""
 
     values: Tensor
+
+    @property
+    def kind(self) -> FloatKind:
+        return FloatKind(self.values.dtype)
 
     @property
     def outputs(self) -> int:
@@ -50,6 +74,10 @@ class Int8Weight:
     values: Tensor
     scales: Tensor
     quantize_activations: bool
+
+    @property
+    def kind(self) -> Int8Kind:
+        return Int8Kind(self.quantize_activations)
 
     @property
     def outputs(self) -> int:
@@ -84,6 +112,10 @@ class Int4Weight:
     group: int
 
     @property
+    def kind(self) -> Int4Kind:
+        return Int4Kind(self.group, self.zeros is not None)
+
+    @property
     def outputs(self) -> int:
         return self.values.shape[0]
 
@@ -108,24 +140,37 @@ Weight = FloatWeight | Int8Weight | Int4Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A weight as one implementation of `Ops` stores it, with what follows the product.
+class MatrixSpec:
+    """A matrix before its values are there: a weight, and what follows the product.
 
     Attributes:
-        inputs: width of x.
-        outputs: width of y, after the activation.
-        bias: [outputs before the activation].
+        kind, rows, inputs: of the weight.
+        bias: whether there is one.
+    """
+
+    kind: WeightKind
+    rows: int
+    inputs: int
+    bias: bool
+    activation: Activation | None
+    out_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def outputs(self) -> int:
+        """Width of y."""
+        return self.rows // 2 if self.activation == "silu_and_mul" else self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight as one implementation of `Ops` stores it.
+
+    Attributes:
+        bias: [rows], in a dtype of the implementation's choice.
         data: the implementation's own.
     """
 
-    inputs: int
-    outputs: int
-    activation: Activation | None
+    spec: MatrixSpec
     bias: Tensor | None
-    out_dtype: torch.dtype
     data: object
-
-
-def output_width(weight: Weight, activation: Activation | None) -> int:
-    """Width of y."""
-    return weight.outputs // 2 if activation == "silu_and_mul" else weight.outputs

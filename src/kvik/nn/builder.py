@@ -18,16 +18,17 @@ from kvik.config.kv_spec import KVGroup
 from kvik.config.quantization import layer_scheme
 from kvik.config.rope_spec import RopeSpec
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Activation
+from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.embedding import Embedding, TiedEmbedding
-from kvik.nn.formats.base import LinearShape, Param, Shard, WeightFormat
+from kvik.nn.formats.base import LinearShape, Shard
 from kvik.nn.formats.registry import choose_format
-from kvik.nn.linear import Fill, Linear
+from kvik.nn.linear import Linear
 from kvik.nn.mlp import MLP, GatedMLP
 from kvik.nn.norm import LayerNorm, RMSNorm
-from kvik.nn.quantizer import quantizer
+from kvik.nn.parts import Part, Rows
+from kvik.nn.quantizer import Quantizer
 from kvik.nn.rope import Rope
 
 
@@ -37,11 +38,11 @@ class DeclaredTensor:
 
     Attributes:
         name, shape: in the checkpoint.
-        dtype: it is held in until its layer is finished.
+        dtype: any float dtype stands for all of them.
         kind: "matrix", "gain" or "bias": what random weights look like here.
         shard_axis: axis that ranks divide among them; None: every rank has the whole.
-        fill: calls what it is given with the unfilled memory, of `shape` and `dtype`. To be called
-            once: with the last of a layer's tensors the layer is finished.
+        in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
+        fill: takes the first row and the values from there on, and does not hold on to them.
     """
 
     name: str
@@ -49,13 +50,15 @@ class DeclaredTensor:
     dtype: torch.dtype
     kind: str
     shard_axis: int | None
-    fill: Fill
+    in_runs: bool
+    fill: Callable[[int, Tensor], None]
 
 
 @dataclass(slots=True)
 class Declarations:
-    """Everything a model declared, in order."""
+    """Everything a model declared, in order, and the device that it is on."""
 
+    device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
 
@@ -92,7 +95,7 @@ class Builder:
         self.checkpoint = checkpoint
         self.stored_quantization = stored_quantization
         self.quantization = quantization
-        self.declared = Declarations()
+        self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._stored: dict[str, set[str]] = {}  # layer name -> names of its tensors
@@ -138,8 +141,8 @@ class Builder:
         """
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
-        shape = LinearShape(inputs, outputs, transposed)
-        return self._linear(names, shape, bias=bias, shard=shard, activation=activation)
+        shapes = [LinearShape(inputs, width, transposed) for width in outputs]
+        return self._linear(names, shapes, bias=bias, shard=shard, activation=activation)
 
     def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> GatedMLP:
         """gate_proj, up_proj and down_proj of this scope."""
@@ -208,13 +211,13 @@ class Builder:
 
     def _head(self, name: str, vocab: int, hidden: int) -> Linear:
         """Its logits are fp32, because their differences are what counts."""
-        shape = LinearShape(hidden, (vocab,))
-        return self._linear((name,), shape, bias=False, shard="column", head=True)
+        shape = LinearShape(hidden, vocab)
+        return self._linear((name,), [shape], bias=False, shard="column", head=True)
 
     def _linear(
         self,
         names: tuple[str, ...],
-        shape: LinearShape,
+        shapes: Sequence[LinearShape],
         *,
         bias: bool,
         shard: Shard,
@@ -224,31 +227,43 @@ class Builder:
         layers = [self._name(name) for name in names]
         stored = frozenset(self._stored.get(layers[0], ())) - {"bias"}
         format = choose_format(layers[0], stored, self.stored_quantization)
-        # Bound to none of the builder's own, which a model would then keep alive.
-        params = partial(_params, format, shape, shard, bias, self.dtype)
-        scheme = layer_scheme(self.quantization, shape.inputs, head=head)
-        linear = Linear(
-            self.ops,
-            format,
-            partial(params, self.device),
-            activation=activation,
-            out_dtype=torch.float32 if head else self.dtype,
-            quantizer=quantizer(scheme, " + ".join((layers[0], *names[1:]))),
+        inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
+        quantizer = Quantizer(
+            layer_scheme(self.quantization, inputs, head=head),
+            " + ".join((layers[0], *names[1:])),
         )
-        for suffix, param in params(torch.device("meta")).items():
-            kind = "bias" if suffix == "bias" else "matrix"
-            for i, (layer, part) in enumerate(zip(layers, param.parts, strict=True)):
+        spec = MatrixSpec(
+            quantizer.kind(format.kind(self.dtype)),
+            rows,
+            inputs,
+            bias,
+            activation,
+            torch.float32 if head else self.dtype,
+            self.device,
+        )
+        matrix = self.ops.matrix(spec)
+        target, first = Rows(self.ops, matrix, quantizer), 0
+        for layer, shape in zip(layers, shapes, strict=True):
+            tensors = format.tensors(shape, shard, self.dtype)
+            part = Part(format, tensors, shape, target, first)
+            for suffix, tensor in tensors.items():
                 self.declared.tensors.append(
                     DeclaredTensor(
                         f"{layer}.{suffix}",
-                        tuple(part.shape),
-                        part.dtype,
-                        kind,
-                        param.shard_axis,
-                        linear.place(suffix, i),
+                        tensor.shape,
+                        tensor.dtype,
+                        "matrix",
+                        tensor.shard_axis,
+                        tensor.in_runs,
+                        partial(part.fill, suffix),
                     )
                 )
-        return linear
+            if matrix.bias is not None:
+                offsets = matrix.bias[first : first + shape.outputs]
+                axis = 0 if shard == "column" else None
+                self._declare(f"{layer}.bias", offsets, "bias", axis)
+            first += shape.outputs
+        return Linear(self.ops, matrix)
 
     def _gain(self, name: str, dim: int) -> Tensor:
         weight = self._empty(dim)
@@ -266,7 +281,8 @@ class Builder:
                 target.dtype,
                 kind,
                 shard_axis,
-                partial(_fill_in, target),
+                in_runs=True,
+                fill=partial(_fill_in, target),
             )
         )
 
@@ -274,22 +290,5 @@ class Builder:
         return f"{self._scope}.{name}" if self._scope else name
 
 
-def _params(
-    format: WeightFormat,
-    shape: LinearShape,
-    shard: Shard,
-    bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Param]:
-    """The unfilled tensors of a layer, its bias included."""
-    params = format.params(shape, shard, dtype, device)
-    if bias:
-        offset = torch.empty(sum(shape.outputs), dtype=dtype, device=device)
-        axis = 0 if shard == "column" else None
-        params["bias"] = Param(offset, tuple(offset.split(shape.outputs)), axis)
-    return params
-
-
-def _fill_in(target: Tensor, write: Callable[[Tensor], object]) -> None:
-    write(target)
+def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
+    target[first : first + len(values)].copy_(values)

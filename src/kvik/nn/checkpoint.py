@@ -1,8 +1,7 @@
-"""The weights of a model folder: every tensor by name, read through a memory map."""
+"""The weights of a model folder: every tensor by name, read a run of rows at a time."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,13 @@ from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
+from kvik.nn.reading import read_ahead
+from kvik.nn.runs import run_length
 from kvik.nn.safetensors import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+RUN_BYTES = 8 << 20  # read at once
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 TORCH_DTYPES = {
@@ -39,8 +41,35 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """A tensor, or neighbouring rows of it.
+
+    Attributes:
+        name: of the tensor.
+        first: row of the tensor.
+        values: valid until the next run is asked for.
+    """
+
+    name: str
+    first: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A `Run` to be read: where it lies in its file."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The validated headers of a model's safetensors files; data is read only by `tensors`."""
+    """The validated headers of a model's safetensors files; data is read only by `runs`."""
 
     files: tuple[tuple[Path, tuple[TensorEntry, ...]], ...]
 
@@ -48,23 +77,25 @@ class Checkpoint:
     def entries(self) -> Mapping[str, TensorEntry]:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.size for _, entries in self.files for entry in entries)
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
+        """The named tensors in the order of the files, in pieces.
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor in the order of the files, as a view that is valid until the next one.
+        Args:
+            in_runs: whether a tensor may come in runs of rows; else it comes whole.
 
-        Pages that were read are given back as it goes, so that reading a file never adds its size
-        to the memory in use.
+        Raises:
+            ModelError: a file cannot be read.
         """
         for path, entries in self.files:
-            data = _map(path)
-            for entry in entries:
-                yield entry.name, _view(data, entry)
-                first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-                if entry.size:
-                    data.madvise(mmap.MADV_DONTNEED, first, entry.start + entry.size - first)
+            pieces = [
+                piece
+                for entry in entries
+                if entry.name in in_runs
+                for piece in _pieces(entry, in_runs[entry.name])
+            ]
+            spans = [(piece.start, piece.size) for piece in pieces]
+            for piece, data in zip(pieces, read_ahead(path, spans), strict=True):
+                yield Run(piece.name, piece.first, data.view(piece.dtype).view(piece.shape))
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -114,19 +145,15 @@ def _open_sharded(folder: Path) -> Checkpoint:
     return Checkpoint(tuple(files))
 
 
-def _map(path: Path) -> mmap.mmap:
-    """The file in memory; closed with the last tensor on it. Private, because tensors are made on
-    writable memory only; nobody writes."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
-
-
-def _view(data: mmap.mmap, entry: TensorEntry) -> Tensor:
+def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[_Piece]:
     dtype = TORCH_DTYPES[entry.dtype]
-    if not entry.size:
-        return torch.empty(entry.shape, dtype=dtype)
-    count = entry.size // dtype.itemsize
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+    if not in_runs or entry.size <= RUN_BYTES:
+        yield _Piece(entry.name, 0, entry.shape, dtype, entry.start, entry.size)
+        return
+    rows, *rest = entry.shape
+    row_bytes = entry.size // rows
+    step = run_length(RUN_BYTES // row_bytes)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        start = entry.start + first * row_bytes
+        yield _Piece(entry.name, first, (count, *rest), dtype, start, count * row_bytes)

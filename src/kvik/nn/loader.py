@@ -1,14 +1,12 @@
-"""Filling a declared model: from a checkpoint, tensor by tensor, or with random numbers."""
+"""Filling a declared model: from a checkpoint, run by run, or with random numbers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
@@ -23,55 +21,49 @@ MAX_LISTED = 3  # names repeated in an error
 
 
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
-    """Copy each tensor of the checkpoint to its place, casting float types.
+    """Hand each tensor of the checkpoint to its layer, a run of rows at a time where that can be.
 
-    Each is copied straight into the (fused) tensor of its layer, and a layer is finished with its
-    last tensor. So beside the finished layers only one that is being filled is in memory, if the
-    files hold a layer's tensors together, as they usually do.
+    So beside the finished weights little is in memory: a few runs, and of layers that need several
+    tensors at once the ones that are waiting for the last.
 
     Raises:
         ModelError: tensors missing, left over, or of the wrong shape or type, found before the
-            first one is copied; or weights that cannot be quantised.
+            first one is read; or weights that cannot be quantised.
     """
     wanted = {tensor.name: tensor for tensor in declared.tensors}
-    _check(wanted, checkpoint.entries, declared.ignored)
-    with torch.inference_mode(), _progress(checkpoint.num_bytes) as advance:
-        for name, tensor in checkpoint.tensors():
-            if name in wanted:
-                wanted[name].fill(partial(_copy, tensor))
-            advance(tensor.nbytes)
+    entries = checkpoint.entries
+    _check(wanted, entries, declared.ignored)
+    in_runs = {name: tensor.in_runs for name, tensor in wanted.items()}
+    total = sum(entries[name].size for name in wanted)
+    with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
+        for run in checkpoint.runs(in_runs):
+            wanted[run.name].fill(run.first, run.values.to(declared.device))
+            advance(run.values.nbytes)
 
 
 def random_weights(declared: Declarations, seed: int) -> None:
     """Fill a model with numbers that depend only on `seed`, for benchmarks without a checkpoint."""
-    generators: dict[torch.device, torch.Generator] = {}
-    with torch.inference_mode():
+    generator = torch.Generator(declared.device).manual_seed(seed)
+    with torch.inference_mode(), _half_the_threads():
         for tensor in declared.tensors:
             if tensor.kind == "matrix":
-                tensor.fill(partial(_draw, generators, seed))
+                _draw(tensor, declared.device, generator)
             else:
-                tensor.fill(partial(_set, 1.0 if tensor.kind == "gain" else 0.0))
+                value = 1.0 if tensor.kind == "gain" else 0.0
+                tensor.fill(0, torch.full(tensor.shape, value, device=declared.device))
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
-
-
-def _set(value: float, target: Tensor) -> None:
-    target.fill_(value)
-
-
-def _draw(generators: dict[torch.device, torch.Generator], seed: int, matrix: Tensor) -> None:
+def _draw(tensor: DeclaredTensor, device: torch.device, generator: torch.Generator) -> None:
     """Random rows; a large matrix repeats its first ones, as drawing takes longer than copying."""
-    device = matrix.device
-    if device not in generators:
-        generators[device] = torch.Generator(device).manual_seed(seed)
-    generator = generators[device]
-    rows = max(1, RANDOM_DRAWS // matrix.shape[1])
-    matrix[:rows].normal_(std=RANDOM_STD, generator=generator)
-    for start in range(rows, len(matrix), rows):
-        piece = matrix[start : start + rows]
-        piece.copy_(matrix[: len(piece)])
+    rows, width = tensor.shape
+    step = max(1, min(rows, RANDOM_DRAWS // width))
+    drawn = torch.empty(step, width, dtype=tensor.dtype, device=device)
+    drawn.normal_(std=RANDOM_STD, generator=generator)
+    if not tensor.in_runs:
+        tensor.fill(0, drawn.repeat(-(-rows // step), 1)[:rows])
+        return
+    for first in range(0, rows, step):
+        tensor.fill(first, drawn[: rows - first])
 
 
 def _check(
@@ -104,6 +96,19 @@ def _listed(names: Iterable[str]) -> str:
     more = len(names) - MAX_LISTED
     text = ", ".join(shown(name) for name in names[:MAX_LISTED])
     return f"{text} and {more} more" if more > 0 else text
+
+
+@contextmanager
+def _half_the_threads() -> Iterator[None]:
+    """Of torch: the other cores are for the thread that reads and for those that pack. Operations
+    on a run are so short that torch's threads, which wait busily, would cost more than they help
+    as soon as one of them does not get its core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
 from kvik.config.quantization import LayerScheme
 from kvik.kernels.rounding import round_int4, round_int8
-from kvik.kernels.weights import FloatWeight, Weight
-
-Quantizer = Callable[[Weight], Weight]
+from kvik.kernels.weights import FloatKind, FloatWeight, Int4Kind, Int8Kind, Weight, WeightKind
 
 
-def quantizer(scheme: LayerScheme | None, layer: str) -> Quantizer:
-    """What turns the stored weight of a layer into the one that is used.
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """Turns the stored weight of a layer into the one that is used, any run of rows on its own.
 
     Weights that the checkpoint stores quantised are used as they are.
 
-    Args:
+    Attributes:
         scheme: None: as stored.
         layer: its name, for errors.
     """
 
-    def quantize(weight: Weight) -> Weight:
-        if scheme is None or not isinstance(weight, FloatWeight):
+    scheme: LayerScheme | None
+    layer: str
+
+    def kind(self, stored: WeightKind) -> WeightKind:
+        """What becomes of a weight of this kind."""
+        if self.scheme is None or not isinstance(stored, FloatKind):
+            return stored
+        if self.scheme.bits == 4:
+            return Int4Kind(self.scheme.group, zeros=True)
+        return Int8Kind(self.scheme.quantize_activations)
+
+    def __call__(self, weight: Weight) -> Weight:
+        """
+        Raises:
+            ModelError: the weight cannot be quantised.
+        """
+        if self.scheme is None or not isinstance(weight, FloatWeight):
             return weight
         try:
-            if scheme.bits == 4:
-                return round_int4(weight.values, scheme.group, symmetric=False)
-            return round_int8(weight.values, scheme.quantize_activations)
+            if self.scheme.bits == 4:
+                return round_int4(weight.values, self.scheme.group, symmetric=False)
+            return round_int8(weight.values, self.scheme.quantize_activations)
         except ValueError as error:
-            raise ModelError("model", f"layer {shown(layer)}: {error}") from None
-
-    return quantize
+            raise ModelError("model", f"layer {shown(self.layer)}: {error}") from None

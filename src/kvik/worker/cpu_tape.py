@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.base import StepLayout
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import Network, StepOutput
@@ -18,12 +18,16 @@ class CpuTape:
         native: Native,
         recording: Recording,
         output: StepOutput,
-        kv: tuple[LayerKV, ...],
+        recorded: tuple[Network, FixedInputs],
     ) -> None:
+        """
+        Args:
+            recorded: what the recording points into; kept alive with it.
+        """
         self.native = native
         self.recording = recording
         self.output = output
-        self._kv = kv  # the tape holds pointers into it
+        self._recorded = recorded
 
     @staticmethod
     def capture(native: Native, network: Network, inputs: FixedInputs, block_size: int) -> CpuTape:
@@ -52,7 +56,7 @@ class CpuTape:
                 layouts,
                 inputs.whole("logits_indices"),
             )
-        return CpuTape(native, recording, output, network.kv)
+        return CpuTape(native, recording, output, (network, inputs))
 
     def run(self, batch: InputBatch) -> StepOutput:
         """The batch must lie in the inputs that were recorded."""

@@ -1,8 +1,8 @@
 """From logits to one token per row.
 
-Order of the rules: single-token edits, penalties, temperature, truncation, then one draw by
-inverse CDF with one uniform number per row. All of it is row by row in effect: a row's token does
-not depend on the other rows.
+Order of the rules: single-token edits, penalties, then `Ops.draw`: temperature, truncation and one
+draw by inverse CDF with one uniform number per row. All of it is row by row in effect: a row's
+token does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.ops import Ops
-from kvik.worker.sampling_batch import RandomRows, SamplingBatch
-from kvik.worker.truncation import truncate
+from kvik.worker.sampling_batch import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Sampler:
             shaped = _discard(shaped, top, bad_rows, "the request's rules allow no token")
         random = batch.random
         if random is not None and random.rows is None:
-            token_ids = _draw(shaped, random)
+            token_ids = self._ops.draw(shaped, random.draws)
         elif random is not None and random.rows is not None:
-            drawn = _draw(shaped.index_select(0, random.rows), random)
+            drawn = self._ops.draw(shaped.index_select(0, random.rows), random.draws)
             token_ids = token_ids.index_copy(0, random.rows, drawn)
         return SampleResult(token_ids, bad_rows, _report(logits, token_ids, batch, bad_rows))
 
@@ -93,29 +93,14 @@ def _most_likely(logprobs: Tensor, top: int) -> list[tuple[tuple[int, float], ..
     return found
 
 
-def _draw(logits: Tensor, random: RandomRows) -> Tensor:
-    """One token per row: the first whose cumulative weight exceeds u times the total.
-
-    Args:
-        logits: [n, vocab]. random: of the same n rows.
-    """
-    weights = logits.float() - logits.amax(dim=-1, keepdim=True).float()
-    weights.div_(random.temperature).exp_()
-    if random.truncation is not None:
-        weights = truncate(weights, random.truncation)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # u is at most 1 - 2^-53, so the product is below the total however it is rounded
-    point = random.uniforms * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, point, right=True)[:, 0]
-
-
 def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:
     """Note the rows whose largest logit is NaN or infinite, and make them harmless."""
-    bad = ~top.isfinite()
-    if not bool(bad.any()):
+    finite = np.isfinite(top.cpu().numpy())  # a greedy step is too short for many torch calls
+    if finite.all():
         return logits
-    for row in bad.nonzero()[:, 0].tolist():
+    for row in np.flatnonzero(~finite).tolist():
         bad_rows.setdefault(row, why)
+    bad = torch.from_numpy(~finite).to(logits.device)
     return logits.masked_fill(bad[:, None], 0.0)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvik.kernels.draws import Draws
 from kvik.worker.logits_rules import Edits, Penalties
-from kvik.worker.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,11 @@ class RandomRows:
 
     Attributes:
         rows: [n] int64; None: all rows of the batch.
-        temperature: [n, 1] float32.
-        uniforms: [n, 1] float64 in [0, 1), one per row.
+        draws: of these rows.
     """
 
     rows: Tensor | None
-    temperature: Tensor
-    uniforms: Tensor
-    truncation: Truncation | None
+    draws: Draws
 
 
 @dataclass(frozen=True, slots=True)

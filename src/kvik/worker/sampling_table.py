@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.kernels.draws import Draws, Truncation
 from kvik.worker.logits_rules import Penalties, TokenRules, gather_edits
 from kvik.worker.noise import uniform
 from kvik.worker.sampling_batch import RandomRows, SamplingBatch
 from kvik.worker.seen_tokens import SeenTokens
-from kvik.worker.truncation import Truncation
 
 
 class _Need:
@@ -179,20 +179,18 @@ class SamplingTable:
         chosen = np.flatnonzero(rows["needs"] & _Need.RANDOM)
         everything = len(chosen) == len(rows)
         rows, positions = rows[chosen], positions[chosen]
-        truncation = None
-        if needs & (_Need.TOP_K | _Need.TOP_P | _Need.MIN_P | _Need.TYPICAL_P):
-            truncation = Truncation(
-                top_k=self._tensor(rows["top_k"]) if needs & _Need.TOP_K else None,
-                top_p=self._tensor(rows["top_p"]) if needs & _Need.TOP_P else None,
-                min_p=self._tensor(rows["min_p"]) if needs & _Need.MIN_P else None,
-                typical_p=self._tensor(rows["typical_p"]) if needs & _Need.TYPICAL_P else None,
-            )
-        return RandomRows(
-            rows=None if everything else self._ids(chosen),
-            temperature=self._tensor(rows["temperature"])[:, None],
-            uniforms=self._tensor(uniform(rows["seed"], positions.astype(np.int64)))[:, None],
+        truncation = Truncation(
+            top_k=self._tensor(rows["top_k"]) if needs & _Need.TOP_K else None,
+            top_p=self._tensor(rows["top_p"]) if needs & _Need.TOP_P else None,
+            min_p=self._tensor(rows["min_p"]) if needs & _Need.MIN_P else None,
+            typical_p=self._tensor(rows["typical_p"]) if needs & _Need.TYPICAL_P else None,
+        )
+        draws = Draws(
+            temperature=self._tensor(rows["temperature"]),
+            uniforms=self._tensor(uniform(rows["seed"], positions.astype(np.int64))),
             truncation=truncation,
         )
+        return RandomRows(None if everything else self._ids(chosen), draws)
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(self._device)

@@ -5,6 +5,9 @@ import numpy as np
 def instruction_sets() -> list[str]:
     """What this build has and this machine runs, best first."""
 
+def rejected_instruction_sets() -> list[str]:
+    """What would run too but computes something else than the portable kernels; never used."""
+
 def kernels() -> list[tuple[str, list[tuple[str, str]]]]:
     """By id: name; of each argument name and "p" (pointer), "i" (integer) or "f" (float)."""
 

@@ -11,12 +11,16 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.weights import (
     Activation,
+    FloatKind,
     FloatWeight,
+    Int4Kind,
     Int4Weight,
+    Int8Kind,
     Int8Weight,
     Matrix,
+    MatrixSpec,
     Weight,
-    output_width,
+    WeightKind,
 )
 
 ACTIVATIONS: dict[Activation | None, int] = {
@@ -35,18 +39,14 @@ class Packed:
     """Attributes:
     weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
     kind: MatrixKind of arguments.hpp.
-    outputs: rows of the weight, before an activation joins them.
     group: inputs that share a scale.
-    bias: [outputs] fp32, or None.
     """
 
     weight: Tensor
     scales: Tensor
     zeros: Tensor
     kind: int
-    outputs: int
     group: int
-    bias: Tensor | None
 
 
 class Matrices:
@@ -55,45 +55,32 @@ class Matrices:
     def __init__(self, native: Native) -> None:
         self.native = native
 
-    def pack(
-        self,
-        weight: Weight,
-        bias: Tensor | None,
-        activation: Activation | None,
-        out_dtype: torch.dtype,
-    ) -> Matrix:
-        """See `Ops.pack`."""
-        paired = activation == "silu_and_mul"
-        values, scales, zeros = packed_sizes(weight, paired=paired)
-        packed = Packed(
-            self.native.weights.take(values),
-            self.native.weights.take(scales),
-            self.native.weights.take(zeros),
-            _kind(weight),
-            weight.outputs,
-            _group(weight),
-            None if bias is None else bias.float().contiguous(),
-        )
-        self._fill(packed, weight, paired=paired)
-        width = output_width(weight, activation)
-        return Matrix(weight.inputs, width, activation, bias, out_dtype, packed)
+    def matrix(self, spec: MatrixSpec) -> Matrix:
+        """See `Ops.matrix`. Its bias is fp32."""
+        values, scales, zeros = packed_sizes(spec)
+        take = self.native.weights.take
+        group = spec.kind.group if isinstance(spec.kind, Int4Kind) else spec.inputs
+        packed = Packed(take(values), take(scales), take(zeros), _number(spec.kind), group)
+        return Matrix(spec, torch.empty(spec.rows) if spec.bias else None, packed)
 
-    def _fill(self, packed: Packed, weight: Weight, *, paired: bool) -> None:
-        values = weight.values.contiguous()
-        scales, zeros = _scales_and_zeros(weight)
+    def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
+        """See `Ops.pack_rows`."""
+        spec, packed = matrix.spec, matrix.data
+        assert isinstance(packed, Packed)
+        values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
             values=values.data_ptr(),
             values_stride=values.stride(0),
             scales=_pointer(scales),
             zeros=_pointer(zeros),
-            first=0,
+            first=first,
             count=weight.outputs,
             kind=packed.kind,
-            inputs=weight.inputs,
-            outputs=weight.outputs,
+            inputs=spec.inputs,
+            outputs=spec.rows,
             group=packed.group,
-            paired=int(paired),
+            paired=int(spec.activation == "silu_and_mul"),
             value_dtype=DTYPES.get(values.dtype, 0),
             weight=packed.weight.data_ptr(),
             packed_scales=packed.scales.data_ptr(),
@@ -102,9 +89,9 @@ class Matrices:
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
-        packed = matrix.data
+        spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, Packed)
-        y = self.native.empty(x.shape[0], matrix.outputs, dtype=matrix.out_dtype)
+        y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
         self.native.launch(
             "linear",
             x=x.data_ptr(),
@@ -114,33 +101,33 @@ class Matrices:
             scales=packed.scales.data_ptr(),
             zeros=packed.zeros.data_ptr() if packed.zeros.numel() else 0,
             kind=packed.kind,
-            inputs=matrix.inputs,
-            outputs=packed.outputs,
+            inputs=spec.inputs,
+            outputs=spec.rows,
             group=packed.group,
-            activation=ACTIVATIONS[matrix.activation],
-            bias=_pointer(packed.bias),
+            activation=ACTIVATIONS[spec.activation],
+            bias=_pointer(matrix.bias),
             residual=_pointer(residual),
             residual_stride=0 if residual is None else residual.stride(0),
             y=y.data_ptr(),
             y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
-            out_dtype=DTYPES[matrix.out_dtype],
+            out_dtype=DTYPES[spec.out_dtype],
         )
         return y
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
-        packed = matrix.data
+        spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, Packed)
-        out = self.native.empty(ids.shape[0], matrix.inputs, dtype=dtype)
+        out = self.native.empty(ids.shape[0], spec.inputs, dtype=dtype)
         self.native.launch(
             "matrix_rows",
             weight=packed.weight.data_ptr(),
             scales=packed.scales.data_ptr(),
             zeros=packed.zeros.data_ptr() if packed.zeros.numel() else 0,
             kind=packed.kind,
-            inputs=matrix.inputs,
-            outputs=packed.outputs,
+            inputs=spec.inputs,
+            outputs=spec.rows,
             group=packed.group,
             ids=ids.data_ptr(),
             out=out.data_ptr(),
@@ -151,57 +138,51 @@ class Matrices:
         return out
 
 
-def packed_sizes(weight: Weight, *, paired: bool) -> tuple[int, int, int]:
-    """Bytes of the packed values, scales and zero points (csrc/packed.hpp).
-
-    Args:
-        paired: gate and up share tiles.
-    """
-    outputs, inputs = weight.outputs, weight.inputs
-    tiles = ceil_div(outputs // 2, TILE // 2) if paired else ceil_div(outputs, TILE)
-    values = tiles * ceil_div(inputs, INPUTS_PER_STEP[_kind(weight)]) * TILE * 4
-    match weight:
-        case FloatWeight():
+def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
+    """Bytes of the packed values, scales and zero points (csrc/packed.hpp)."""
+    paired = spec.activation == "silu_and_mul"  # gate and up share tiles
+    tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
+    values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(spec.kind)]) * TILE * 4
+    match spec.kind:
+        case FloatKind():
             return values, 0, 0
-        case Int8Weight():
+        case Int8Kind():
             return values, tiles * TILE * 4, 0
-        case Int4Weight():
-            groups = tiles * TILE * ceil_div(inputs, weight.group)
-            return values, 2 * groups, 0 if weight.zeros is None else groups
+        case Int4Kind(group, zeros):
+            groups = tiles * TILE * ceil_div(spec.inputs, group)
+            return values, 2 * groups, groups if zeros else 0
         case _:
-            assert_never(weight)
+            assert_never(spec.kind)
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _kind(weight: Weight) -> int:
-    match weight:
-        case FloatWeight():
-            return BF16 if weight.values.dtype == torch.bfloat16 else F32
-        case Int8Weight():
-            return I8 if weight.quantize_activations else I8_WEIGHT_ONLY
-        case Int4Weight():
+def _number(kind: WeightKind) -> int:
+    """As arguments.hpp numbers them."""
+    match kind:
+        case FloatKind(dtype):
+            return BF16 if dtype == torch.bfloat16 else F32
+        case Int8Kind(quantize_activations):
+            return I8 if quantize_activations else I8_WEIGHT_ONLY
+        case Int4Kind():
             return I4
         case _:
-            assert_never(weight)
+            assert_never(kind)
 
 
-def _group(weight: Weight) -> int:
-    """Inputs that share a scale."""
-    return weight.group if isinstance(weight, Int4Weight) else weight.inputs
-
-
-def _scales_and_zeros(weight: Weight) -> tuple[Tensor | None, Tensor | None]:
+def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, scales and zero points as `pack_matrix` takes them."""
     match weight:
-        case FloatWeight():
-            return None, None
-        case Int8Weight():
-            return weight.scales.float().contiguous(), None
-        case Int4Weight():
-            zeros = None if weight.zeros is None else weight.zeros.contiguous()
-            return weight.scales.float().contiguous(), zeros
+        case FloatWeight(values):
+            known = values if values.dtype in DTYPES else values.float()
+            return known.contiguous(), None, None
+        case Int8Weight(values, scales):
+            return values.contiguous(), scales.float().contiguous(), None
+        case Int4Weight(values, scales, zeros):
+            points = None if zeros is None else zeros.contiguous()
+            return values.contiguous(), scales.float().contiguous(), points
         case _:
             assert_never(weight)
 

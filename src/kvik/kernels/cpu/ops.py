@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu.draw import Drawing
 from kvik.kernels.cpu.matrix import Matrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Ops
@@ -17,12 +18,14 @@ def native_ops(native: Native) -> Ops:
     matrices = Matrices(native)
     rows = _Rows(native)
     return Ops(
-        pack=matrices.pack,
+        matrix=matrices.matrix,
+        pack_rows=matrices.pack_rows,
         linear=matrices.linear,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather,
         add=rows.add,
         largest=rows.largest,
+        draw=Drawing(native).draw,
         rms_norm=rows.rms_norm,
         layer_norm=rows.layer_norm,
         rotary=rows.rotary,

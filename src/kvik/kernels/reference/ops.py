@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.activation import gelu_tanh, silu_and_mul
+from kvik.kernels.reference.draw import draw
 from kvik.kernels.reference.kv_cache import copy_blocks, store_kv
-from kvik.kernels.reference.linear import linear, matrix_rows, pack
+from kvik.kernels.reference.linear import linear, matrix, matrix_rows, pack_rows
 from kvik.kernels.reference.norm import layer_norm, rms_norm
 from kvik.kernels.reference.rotary import rotary
 from kvik.kernels.reference.rows import add, gather_rows, largest
 
 REFERENCE = Ops(
-    pack=pack,
+    matrix=matrix,
+    pack_rows=pack_rows,
     linear=linear,
     matrix_rows=matrix_rows,
     gather_rows=gather_rows,
     add=add,
     largest=largest,
+    draw=draw,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
     rotary=rotary,

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Weight
+from kvik.kernels.weights import Weight, WeightKind
 
 # How tensor parallelism cuts a matrix (Shoeybi et al. 2019): "column" splits the outputs, "row"
 # the inputs; None keeps the whole on every rank.
@@ -18,29 +18,32 @@ Shard = Literal["column", "row"] | None
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """One linear layer, possibly fused from several of the checkpoint.
+    """One linear layer of the checkpoint.
 
     Attributes:
-        inputs: width of x.
-        outputs: output width of each fused part, in order.
         transposed: the checkpoint stores [inputs, outputs] (GPT-2) and not [outputs, inputs].
     """
 
     inputs: int
-    outputs: tuple[int, ...]
+    outputs: int
     transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
-    """A stored tensor and, for each fused part, the view that takes the checkpoint's tensor.
+class StoredTensor:
+    """A tensor that the checkpoint must hold for a layer.
 
-    `shard_axis` is the axis of the checkpoint's tensor that ranks divide among them.
+    Attributes:
+        dtype: any float dtype stands for all of them.
+        shard_axis: axis that ranks divide among them; None: every rank has the whole.
+        in_runs: any run of its rows is the weight of as many outputs, without other tensors. So it
+            need never be in memory as a whole.
     """
 
-    tensor: Tensor
-    parts: tuple[Tensor, ...]
-    shard_axis: int | None = None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard_axis: int | None
+    in_runs: bool
 
 
 class WeightFormat(Protocol):
@@ -53,12 +56,22 @@ class WeightFormat(Protocol):
         has this format; `quantization` is config.json's quantization_config."""
         ...
 
-    def params(
-        self, shape: LinearShape, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Param]:
-        """Unfilled tensors of a layer by their name in the checkpoint, without the bias."""
+    def kind(self, dtype: torch.dtype) -> WeightKind:
+        """Of what `weight` returns in a model of `dtype`."""
         ...
 
-    def weight(self, params: dict[str, Tensor]) -> Weight:
-        """What the filled tensors mean: the weight of all parts, [outputs, inputs]."""
+    def tensors(
+        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
+    ) -> dict[str, StoredTensor]:
+        """The tensors of a layer by their name in the checkpoint, without the bias."""
+        ...
+
+    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> Weight:
+        """What the tensors of a layer mean, or a run of their rows: [outputs, inputs], of as many
+        outputs as there are.
+
+        Args:
+            tensors: on the model's device, floats of any dtype. The weight may be views of them.
+            shape: of the layer.
+        """
         ...

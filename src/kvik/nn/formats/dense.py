@@ -7,28 +7,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import FloatWeight
-from kvik.nn.formats.base import LinearShape, Param, Shard
+from kvik.kernels.weights import FloatKind, FloatWeight
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor
 
 
 class Dense:
-    """weight [outputs, inputs] in the model's dtype; the fused parts are runs of rows."""
+    """weight [outputs, inputs]; transposed ones have no rows to be read in runs."""
 
     name = "dense"
 
     def match(self, tensors: frozenset[str], quantization: Mapping[str, object] | None) -> bool:
         return tensors == {"weight"}
 
-    def params(
-        self, shape: LinearShape, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Param]:
-        weight = torch.empty(sum(shape.outputs), shape.inputs, dtype=dtype, device=device)
-        parts = weight.split(shape.outputs)
-        axis = {"column": 0, "row": 1, None: None}[shard]
-        if shape.transposed:
-            parts = tuple(part.t() for part in parts)
-            axis = None if axis is None else 1 - axis
-        return {"weight": Param(weight, tuple(parts), axis)}
+    def kind(self, dtype: torch.dtype) -> FloatKind:
+        return FloatKind(dtype)
 
-    def weight(self, params: dict[str, Tensor]) -> FloatWeight:
-        return FloatWeight(params["weight"])
+    def tensors(
+        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
+    ) -> dict[str, StoredTensor]:
+        stored, axis = (shape.outputs, shape.inputs), {"column": 0, "row": 1, None: None}[shard]
+        if shape.transposed:
+            stored, axis = stored[::-1], None if axis is None else 1 - axis
+        return {"weight": StoredTensor(stored, dtype, axis, in_runs=not shape.transposed)}
+
+    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> FloatWeight:
+        weight = tensors["weight"]
+        return FloatWeight(weight.t() if shape.transposed else weight)

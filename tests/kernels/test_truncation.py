@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.worker.truncation import Truncation, truncate
+from kvik.kernels.draws import Truncation
+from kvik.kernels.reference.truncation import truncate
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 

@@ -9,27 +9,11 @@ long row when it is alone in its batch and then rounds differently from the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Parameters of [rows] each; None where no row uses the rule.
-
-    Attributes:
-        top_k: int64, the vocabulary size where off.
-        top_p, typical_p: float64, 1 where off.
-        min_p: float32, 0 where off.
-    """
-
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    typical_p: Tensor | None = None
+from kvik.kernels.draws import Truncation
 
 
 def truncate(weights: Tensor, rules: Truncation) -> Tensor:

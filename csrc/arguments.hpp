@@ -1,0 +1,143 @@
+// What each kernel takes. Every argument is one word of eight bytes, so that a call is a row of words
+// which Python can write and a tape can store. P: pointer, I: integer, F: float. Strides count elements.
+//
+// The same list makes the structs that kernels read, the table of kernels, and the names that Python
+// checks its calls against: there is no second place to keep in step.
+#pragma once
+
+#include <cstdint>
+
+namespace kvik {
+
+union Word {
+    int64_t i;
+    double f;
+    void* p;
+};
+
+// Element types of tensors.
+enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
+// What happens to x W^T + b before the residual is added.
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2 };
+// How a matrix is stored and multiplied.
+enum MatrixKind : int64_t {
+    kMatrixF32 = 0,
+    kMatrixBF16 = 1,
+    kMatrixI8 = 2,            // W8A8: activations quantised per row
+    kMatrixI8WeightOnly = 3,  // int8 weights, float activations
+    kMatrixI4 = 4,            // 4 bits in groups, activations quantised per row and group
+};
+
+// y [rows, inner, dim] = x / rms(x) * weight, over dim.
+#define KVIK_ARGS_rms_norm(P, I, F)                                                      \
+    P(x) I(x_stride) I(x_inner_stride) P(weight) P(y) I(y_stride) I(y_inner_stride)      \
+    I(rows) I(inner) I(dim) F(eps) I(dtype)
+
+// y [rows, dim] = (x - mean) / std * weight + bias.
+#define KVIK_ARGS_layer_norm(P, I, F)                                                    \
+    P(x) I(x_stride) P(weight) P(bias) P(y) I(y_stride) I(rows) I(dim) F(eps) I(dtype)
+
+// y [rows, inner] = silu(x[:, :inner]) * x[:, inner:].
+#define KVIK_ARGS_silu_and_mul(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(inner) I(dtype)
+
+#define KVIK_ARGS_gelu_tanh(P, I, F) P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) I(dtype)
+
+#define KVIK_ARGS_add(P, I, F)                                                           \
+    P(x) I(x_stride) P(y) I(y_stride) P(out) I(out_stride) I(rows) I(dim) I(dtype)
+
+// out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
+#define KVIK_ARGS_gather_rows(P, I, F)                                                   \
+    P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
+
+// q [rows, heads, head_dim] and k [rows, kv_heads, head_dim], turned in place (in halves). rotation
+// [rows, head_dim] fp32: cosines, then sines. Heads are dense within a row.
+#define KVIK_ARGS_rotary(P, I, F)                                                        \
+    P(q) I(q_stride) I(heads) P(k) I(k_stride) I(kv_heads) P(rotation) I(rows)           \
+    I(head_dim) I(dtype)
+
+// k and v [rows, kv_heads, head_dim] to their places in the cache (layout: kv_layout.hpp).
+// Scales: fp32 [blocks, kv_heads, block_size], for int8 caches alone.
+#define KVIK_ARGS_store_kv(P, I, F)                                                      \
+    P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
+    P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
+
+// Keys and values back from the cache, for tests and tools: k and v [rows, kv_heads, head_dim] of the
+// positions in slot_mapping.
+#define KVIK_ARGS_load_kv(P, I, F)                                                       \
+    P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
+    P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
+
+// Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
+// dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
+// seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: visible keys, the own
+// one included; 0 for all. tree_mask: null, or for each token a row of tree_words 64-bit words: bit j
+// says whether the j-th token of its sequence in this step is visible to it (tokens of one step may
+// then see some of each other; every cached key is visible).
+#define KVIK_ARGS_attention(P, I, F)                                                     \
+    P(q) I(q_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
+    I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
+    I(head_dim) I(block_size) I(window) P(tree_mask) I(tree_words) F(scale) P(out)       \
+    I(out_stride) I(dtype) I(kv_dtype)
+
+// y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
+// out. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns. bias fp32; bias and
+// residual may be null; residual has the dtype of x.
+#define KVIK_ARGS_linear(P, I, F)                                                        \
+    P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
+    I(group) I(activation) P(bias) P(residual) I(residual_stride) P(y) I(y_stride)       \
+    I(dtype) I(out_dtype)
+
+// Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
+// fp32 or bf16 (value_dtype), int8, or two 4-bit values to a byte; scales fp32 [count, groups], zeros
+// uint8 [count, groups] or null. paired: the matrix is gate and up for silu_and_mul.
+#define KVIK_ARGS_pack_matrix(P, I, F)                                                   \
+    P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \
+    I(outputs) I(group) I(paired) I(value_dtype) P(weight) P(packed_scales) P(packed_zeros)
+
+// out [rows, inputs] = rows `ids` (int64) of a packed matrix, dequantised.
+#define KVIK_ARGS_matrix_rows(P, I, F)                                                   \
+    P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs) I(group) P(ids) P(out)     \
+    I(out_stride) I(rows) I(dtype)
+
+// top [rows] fp32 and ids [rows] int64: largest of each row, the first of equals. NaN anywhere in a
+// row makes its top NaN.
+#define KVIK_ARGS_largest(P, I, F) P(logits) I(stride) I(rows) I(vocab) P(top) P(ids)
+
+// The k largest of each row in falling order, of equals the lower id first: values [rows, k] fp32,
+// ids [rows, k] int64. NaN counts as the largest.
+#define KVIK_ARGS_top_k(P, I, F) P(logits) I(stride) I(rows) I(vocab) I(k) P(values) P(ids)
+
+// ids [rows] int64: a token drawn for each row, among those that top_k, top_p and min_p keep in this
+// order, by inverse CDF. Of each row temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
+// (vocab: off), top_p fp64 (1: off), min_p fp32 (0: off); the rules may be null.
+#define KVIK_ARGS_draw(P, I, F)                                                          \
+    P(logits) I(stride) I(rows) I(vocab) P(temperature) P(uniforms) P(top_k) P(top_p)    \
+    P(min_p) P(ids)
+
+// The machine's limits, for benchmarks: read `bytes` at `data`; `steps` rounds of multiply-add that
+// never leave the registers (result: operations done by the team, fp64).
+#define KVIK_ARGS_read_memory(P, I, F) P(data) I(bytes) P(result)
+#define KVIK_ARGS_peak_f32(P, I, F) I(steps) P(result)
+#define KVIK_ARGS_peak_bf16(P, I, F) I(steps) P(result)
+#define KVIK_ARGS_peak_i8(P, I, F) I(steps) P(result)
+
+#define KVIK_KERNELS(K)                                                                  \
+    K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
+    K(rotary) K(store_kv) K(load_kv) K(attention) K(linear) K(pack_matrix)               \
+    K(matrix_rows) K(largest) K(top_k) K(draw) K(read_memory) K(peak_f32)                \
+    K(peak_bf16) K(peak_i8)
+
+#define KVIK_POINTER(name) void* name;
+#define KVIK_INTEGER(name) int64_t name;
+#define KVIK_FLOAT(name) double name;
+#define KVIK_STRUCT(kernel)                                                              \
+    struct kernel##_args {                                                               \
+        KVIK_ARGS_##kernel(KVIK_POINTER, KVIK_INTEGER, KVIK_FLOAT)                       \
+    };
+KVIK_KERNELS(KVIK_STRUCT)
+#undef KVIK_POINTER
+#undef KVIK_INTEGER
+#undef KVIK_FLOAT
+#undef KVIK_STRUCT
+
+}  // namespace kvik

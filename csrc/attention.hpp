@@ -1,0 +1,180 @@
+// Attention over the paged cache: one kernel for decoding, prefill in any chunks, windows and trees.
+//
+// This file cuts a step into tasks. How it cuts is a matter of speed alone: no result depends on it
+// (attention_task.hpp says why).
+#pragma once
+
+#include "arguments.hpp"
+#include "attention_task.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+namespace paged {
+
+// Up to kThinRows rows a task walks the kv heads of a block together, because memory likes long runs.
+// With more, each kv head is a task of its own, whose keys and values stay in the processor's cache
+// while blocks of rows pass over them: so many rows to a task.
+constexpr int64_t kWideRows = 64;
+constexpr int64_t kTasksPerThread = 4;  // enough for an even end
+
+// How the work of one sequence is cut.
+struct Cut {
+    Queries queries;
+    int64_t first_token;
+    const int32_t* table;
+    int64_t block_queries, query_blocks;
+    int64_t head_parts;
+    int64_t first_split, num_splits;
+    bool thin;
+    bool by_split;  // a task has one split, and leaves parts that are combined at the end
+    int64_t first_task, first_part;
+    int64_t num_tasks() const { return (by_split ? num_splits : 1) * query_blocks * head_parts; }
+    int64_t num_parts(int64_t heads) const { return by_split ? num_splits * queries.count * heads : 0; }
+};
+
+inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
+    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+    const int64_t group = a.heads / a.kv_heads;
+    Cut cut{};
+    cut.first_token = starts[sequence];
+    const int64_t count = starts[sequence + 1] - starts[sequence];
+    const auto* tree = static_cast<const uint64_t*>(a.tree_mask);
+    cut.queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, a.window,
+                   tree ? tree + cut.first_token * a.tree_words : nullptr, a.tree_words};
+    cut.table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
+    if (count <= 0) return cut;
+    cut.thin = count * group <= kThinRows;
+    cut.block_queries = cut.thin ? count : group < kWideRows ? kWideRows / group : 1;
+    cut.query_blocks = (count + cut.block_queries - 1) / cut.block_queries;
+    cut.head_parts = cut.thin ? 1 : a.kv_heads;
+    const Queries::Range range = cut.queries.range(0, count);
+    cut.first_split = range.first / kSplit;
+    cut.num_splits = (range.end - 1) / kSplit + 1 - cut.first_split;
+    cut.by_split = cut.thin && cut.num_splits > 1;
+    return cut;
+}
+
+// Cuts all sequences, finer if there were too few tasks for the threads.
+struct Plan {
+    int64_t num_cuts = 0, num_tasks = 0, num_parts = 0;
+
+    Plan(const attention_args& a, const Team& team, Cut* cuts) {
+        int64_t thin = 0, wide = 0;
+        // Prefills first: their tasks are the large ones.
+        for (int pass = 0; pass < 2; pass++)
+            for (int64_t s = 0; s < a.num_seqs; s++) {
+                const Cut cut = cut_sequence(a, s);
+                if (cut.queries.count <= 0 || cut.thin != (pass == 1)) continue;
+                cuts[num_cuts++] = cut;
+                (cut.thin ? thin : wide) += cut.num_tasks();
+            }
+        const int64_t wanted = kTasksPerThread * team.size;
+        const bool few = thin + wide < wanted;
+        const int64_t parts = few && thin > 0 ? (wanted - wide + thin - 1) / thin : 1;
+        for (Cut* cut = cuts; cut < cuts + num_cuts; cut++) {
+            if (cut->thin)
+                cut->head_parts = parts < a.kv_heads ? parts : a.kv_heads;
+            else
+                cut->by_split = few && cut->num_splits > 1;
+            cut->first_task = num_tasks;
+            cut->first_part = num_parts;
+            num_tasks += cut->num_tasks();
+            num_parts += cut->num_parts(a.heads);
+        }
+    }
+};
+
+inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, float* parts) {
+    Task task{};
+    task.queries = cut.queries;
+    task.first_token = cut.first_token;
+    task.table = cut.table;
+    const int64_t part = index % cut.head_parts;
+    task.head = a.kv_heads * part / cut.head_parts;
+    task.num_heads = a.kv_heads * (part + 1) / cut.head_parts - task.head;
+    index /= cut.head_parts;
+    // The last queries see the most keys: largest first.
+    const int64_t block = cut.query_blocks - 1 - index % cut.query_blocks;
+    task.query = block * cut.block_queries;
+    const int64_t left = cut.queries.count - task.query;
+    task.num_queries = left < cut.block_queries ? left : cut.block_queries;
+    if (cut.by_split) {
+        const int64_t split = index / cut.query_blocks;
+        task.split = cut.first_split + split;
+        task.num_splits = 1;
+        task.part_rows = cut.queries.count * (a.heads / a.kv_heads);
+        task.parts = parts + (cut.first_part + split * cut.queries.count * a.heads +
+                              task.query * (a.heads / a.kv_heads)) * Record::size(a.head_dim);
+    } else {
+        const Queries::Range range = cut.queries.range(task.query, task.query + task.num_queries);
+        task.split = range.first / kSplit;
+        task.num_splits = (range.end - 1) / kSplit + 1 - task.split;
+    }
+    return task;
+}
+
+// Combines the parts of one row: heads of a kv head's group and queries as the tasks wrote them.
+inline void combine_row(const attention_args& a, const Cut& cut, int64_t row, float* parts, float* total) {
+    const int64_t group = a.heads / a.kv_heads, size = Record::size(a.head_dim);
+    const int64_t kv_head = row / (cut.queries.count * group), inner = row % (cut.queries.count * group);
+    Record::reset(total, a.head_dim);
+    for (int64_t split = 0; split < cut.num_splits; split++)
+        combine(total, parts + (cut.first_part + split * cut.queries.count * a.heads + row) * size, a.head_dim);
+    write_out(a, total, cut.first_token + inner / group, kv_head * group + inner % group);
+}
+
+template <class Format, class Stored>
+void attend(const attention_args& a, Team& team) {
+    if (a.num_seqs <= 0) return;
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t thin_rows = kThinRows * a.kv_heads, wide_rows = group > kWideRows ? group : kWideRows;
+    const int64_t rows = thin_rows > wide_rows ? thin_rows : wide_rows;
+    const int64_t cut_bytes = (a.num_seqs * int64_t(sizeof(Cut)) + 63) / 64 * 64;
+    char* scratch = static_cast<char*>(
+        private_scratch(team, size_t(cut_bytes + Worker<Format, Stored>::scratch_bytes(a, rows))));
+    Cut* cuts = reinterpret_cast<Cut*>(scratch);
+    const Plan plan(a, team, cuts);
+    float* parts = nullptr;
+    if (plan.num_parts > 0)
+        parts = static_cast<float*>(
+            shared_scratch(team, size_t(plan.num_parts * Record::size(a.head_dim)) * sizeof(float)));
+
+    Worker<Format, Stored> worker(a, scratch + cut_bytes, rows);
+    const Cut* cut = cuts;
+    for (int64_t piece; (piece = next_piece(team, plan.num_tasks)) >= 0;) {
+        while (piece >= cut->first_task + cut->num_tasks()) cut++;
+        worker.run(task_of(a, *cut, piece - cut->first_task, parts));
+    }
+    end_pieces(team);
+
+    float* total = reinterpret_cast<float*>(scratch + cut_bytes);
+    int64_t row = 0;
+    for (cut = cuts; plan.num_parts > 0 && cut < cuts + plan.num_cuts; cut++) {
+        if (!cut->by_split) continue;
+        for (int64_t r = 0; r < cut->queries.count * a.heads; r++, row++)
+            if (row % team.size == team.rank) combine_row(a, *cut, r, parts, total);
+    }
+}
+
+#if defined(__AVX512BF16__)
+using PairsOfBF16 = DotPairs;
+#else
+using PairsOfBF16 = SplitPairs;
+#endif
+
+}  // namespace paged
+
+void attention(const attention_args& a, Team& team) {
+    using namespace paged;
+    const bool floats = a.dtype == kF32;
+    if (a.kv_dtype == kF32) attend<Floats, float>(a, team);
+    if (a.kv_dtype == kBF16 && floats) attend<SplitPairs, bf16>(a, team);
+    if (a.kv_dtype == kBF16 && !floats) attend<PairsOfBF16, bf16>(a, team);
+    if (a.kv_dtype == kI8 && floats) attend<SplitPairs, int8_t>(a, team);
+    if (a.kv_dtype == kI8 && !floats) attend<PairsOfBF16, int8_t>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik

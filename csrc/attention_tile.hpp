@@ -1,0 +1,279 @@
+// One tile of 64 keys for a few query rows of one kv head: scores, a step of the online softmax, and the
+// weighted sum of the values.
+//
+// What a row gets depends on its own keys alone, to the bit: each lane of a score sums over head_dim in
+// order, each column of the output sums over keys in order, and a key that a row does not see adds
+// exactly zero (weight zero times a value set to zero), whoever shares the tile with it.
+#pragma once
+
+#include "attention_visible.hpp"
+#include "kv_layout.hpp"
+#include "simd.hpp"
+
+namespace kvik {
+namespace {
+namespace paged {
+
+constexpr int kStrips = kTile / kStrip;
+constexpr int kRows = 4;                        // rows that share a load of the cache
+constexpr int kVectors = kLanes == 16 ? 4 : 2;  // kRows x kVectors sums fit the registers
+
+// How an element of the cache meets one of q (scores) or of the weights (values): Cache is what a tile
+// holds, Factor what q and the weights are packed as, kPair how many tokens or columns a lane takes.
+struct Floats {
+    using Cache = float;
+    using Factor = float;
+    using Vector = F32;
+    static constexpr int kPair = 1;
+    KVIK_INLINE Vector load(const float* p) { return kvik::load(p); }
+    KVIK_INLINE Vector visible(Vector v, unsigned bits) { return bits & 1 ? v : zero(); }
+    KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, all(*factor), sum); }
+};
+
+// bf16 in the cache, q and weights in fp32: exact products, and the faster way too without an
+// instruction for bf16 pairs.
+struct SplitPairs {
+    using Cache = bf16;
+    using Factor = float;
+    struct Vector {
+        F32 even, odd;
+    };
+    static constexpr int kPair = 2;
+    KVIK_INLINE Vector load(const bf16* p) {
+        const I32 pairs = iload(p);
+        return {even_bf16(pairs), odd_bf16(pairs)};
+    }
+    KVIK_INLINE Vector visible(Vector v, unsigned bits) {
+        return {bits & 1 ? v.even : zero(), bits & 2 ? v.odd : zero()};
+    }
+    KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) {
+        return fma(v.odd, all(factor[1]), fma(v.even, all(factor[0]), sum));
+    }
+};
+
+struct DotPairs {
+    using Cache = bf16;
+    using Factor = bf16;
+    using Vector = I32;
+    static constexpr int kPair = 2;
+    KVIK_INLINE Vector load(const bf16* p) { return iload(p); }
+    KVIK_INLINE Vector visible(Vector v, unsigned bits) {
+        return iand(v, iall(int32_t((bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u))));
+    }
+    KVIK_INLINE F32 dot(F32 sum, Vector v, const bf16* factor) {
+        return dot_bf16(sum, v, iall(load_word(factor)));
+    }
+};
+
+// What a row knows of the keys of its split so far: its sums over the values, the sum of weights by
+// lane, and the largest score.
+struct Record {
+    static constexpr int64_t kTail = 32;
+    static int64_t size(int64_t head_dim) { return head_dim + kTail; }
+    KVIK_INLINE float* weights(float* record, int64_t head_dim) { return record + head_dim; }
+    KVIK_INLINE float* largest(float* record, int64_t head_dim) { return record + head_dim + 16; }
+    static void reset(float* record, int64_t head_dim) {
+        std::memset(record, 0, size_t(head_dim + 16) * sizeof(float));
+        *largest(record, head_dim) = -INFINITY;
+    }
+};
+
+// The keys and values of one kv head in a tile.
+template <class Format>
+struct Unit {
+    const typename Format::Cache* keys[kStrips];
+    const typename Format::Cache* values[kStrips];
+    const char* next_keys[kStrips];  // what to fetch while the values are summed
+    bool fetch;                      // and the values while the scores are
+    const float* key_scales;         // [kTile], null without
+    const float* value_scales;
+    float scale;
+    int64_t head_dim;
+};
+
+// e^x for x <= 0, exactly zero far below: then masked scores (-inf) need no second mask.
+KVIK_INLINE F32 weight_of(F32 x) { return select(less(x, all(-87.0f)), zero(), exp(x)); }
+
+// With nothing visible yet, the largest score is -inf, and -inf - -inf would be NaN.
+KVIK_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
+// scores [R][kTile] of S strips from `strip` on. q: [head_dim / pair][R][pair].
+template <class Format, int R, int S>
+KVIK_INLINE void scores_of(const Unit<Format>& unit, int strip, const typename Format::Factor* q,
+                           float (*scores)[kTile], bool fetch) {
+    constexpr int P = Format::kPair, V = kStrip / kLanes, N = S * V;
+    constexpr int kStep = kStrip * P;  // elements of a strip for one step over head_dim: 64 bytes
+    const typename Format::Cache* keys[S];
+    const typename Format::Cache* values[S];
+    for (int s = 0; s < S; s++) {
+        keys[s] = unit.keys[strip + s];
+        values[s] = unit.values[strip + s];
+    }
+    F32 sums[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) sums[r][n] = zero();
+    const int64_t steps = unit.head_dim / P;
+    for (int64_t i = 0; i < steps; i++) {
+        typename Format::Vector k[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) k[n] = Format::load(keys[n / V] + i * kStep + n % V * kLanes * P);
+        if (fetch) {
+#pragma GCC unroll 4
+            for (int s = 0; s < S; s++) prefetch(values[s] + i * kStep);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[r][n] = Format::dot(sums[r][n], k[n], q + (i * R + r) * P);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) store(scores[r] + strip * kStrip + n * kLanes, sums[r][n]);
+}
+
+KVIK_INLINE void store_weights(float* to, F32 weights) { store(to, weights); }
+KVIK_INLINE void store_weights(bf16* to, F32 weights) { store(to, weights); }
+
+// Scores to weights; takes the tile into the rows' records, but for the sums over values, which are
+// still to be multiplied by `shrink`.
+template <class Format, int R>
+KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typename Format::Factor (*weights)[kTile],
+                        const uint64_t* visible, float* records, float* shrink) {
+    constexpr int N = kTile / kLanes;
+    const int64_t stride = Record::size(unit.head_dim);
+    float base[R];
+    F32 fall = zero();  // by row: how far the old largest score lies below the new one
+    for (int r = 0; r < R; r++) {
+        F32 most = all(-INFINITY);
+        for (int n = 0; n < N; n++) {
+            F32 score = load(scores[r] + n * kLanes);
+            const F32 factor = unit.key_scales ? load(unit.key_scales + n * kLanes) : all(unit.scale);
+            score = mul(score, factor);
+            if (visible[r] != ~uint64_t(0))
+                score = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), score, all(-INFINITY));
+            most = max(most, score);
+            store(scores[r] + n * kLanes, score);
+        }
+        float* old = Record::largest(records + r * stride, unit.head_dim);
+        const float tile = largest(most);
+        const float now = tile > *old ? tile : *old;
+        base[r] = base_of(now);
+        fall = select(lanes_of(1u << r), all(*old - base[r]), fall);
+        *old = now;
+    }
+    float shrinks[kLanes];
+    store(shrinks, weight_of(fall));
+    for (int r = 0; r < R; r++) {
+        F32 sum = zero();
+        for (int n = 0; n < N; n++) {
+            F32 weight = weight_of(sub(load(scores[r] + n * kLanes), all(base[r])));
+            sum = add(sum, weight);
+            if (unit.value_scales) {  // the scale of a key that was never written may be NaN
+                weight = mul(weight, load(unit.value_scales + n * kLanes));
+                if (visible[r] != ~uint64_t(0))
+                    weight = select(lanes_of(uint32_t(visible[r] >> (n * kLanes))), weight, zero());
+            }
+            store_weights(weights[r] + n * kLanes, weight);
+        }
+        float* sums = Record::weights(records + r * stride, unit.head_dim);
+        store(sums, fma(load(sums), all(shrinks[r]), sum));
+        shrink[r] = shrinks[r];
+    }
+}
+
+// Columns [column, column + N * kLanes) of the rows' sums over values.
+template <class Format, int R, int N>
+KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename Format::Factor (*weights)[kTile],
+                            const uint64_t* visible, uint64_t common, uint64_t any, float* records,
+                            const float* shrink, bool fetch) {
+    constexpr int P = Format::kPair, kSteps = kStrip / P;
+    constexpr int64_t kBytes = N * kLanes * P * sizeof(typename Format::Cache);
+    const int64_t stride = Record::size(unit.head_dim);
+    F32 sums[R][N];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++)
+            sums[r][n] = mul(load(records + r * stride + column + n * kLanes), all(shrink[r]));
+    for (int s = 0; s < kStrips; s++) {
+        if (!(any >> (s * kStrip) & 0xffff)) continue;
+        const typename Format::Cache* values = unit.values[s] + column * P;
+        const typename Format::Factor* factors = weights[0] + s * kStrip;
+        const char* next = unit.next_keys[s] + column * kStrip * sizeof(typename Format::Cache);
+        if ((common >> (s * kStrip) & 0xffff) == 0xffff) {
+            for (int i = 0; i < kSteps; i++) {
+                typename Format::Vector v[N];
+#pragma GCC unroll 4
+                for (int n = 0; n < N; n++)
+                    v[n] = Format::load(values + (i * unit.head_dim + n * kLanes) * P);
+                if (fetch) {
+#pragma GCC unroll 4
+                    for (int64_t b = 0; b < kBytes; b += 64) prefetch(next + i * kBytes + b);
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n++) sums[r][n] = Format::dot(sums[r][n], v[n], factors + r * kTile + i * P);
+                }
+            }
+        } else {
+            for (int i = 0; i < kSteps; i++) {
+                typename Format::Vector v[N];
+                for (int n = 0; n < N; n++)
+                    v[n] = Format::load(values + (i * unit.head_dim + n * kLanes) * P);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    const unsigned bits = unsigned(visible[r] >> (s * kStrip + i * P));
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n++)
+                        sums[r][n] = Format::dot(sums[r][n], Format::visible(v[n], bits), factors + r * kTile + i * P);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) store(records + r * stride + column + n * kLanes, sums[r][n]);
+}
+
+// A tile for R rows: q packed as above, visible and records one to a row.
+template <class Format, int R>
+void attend_tile(const Unit<Format>& unit, const typename Format::Factor* q, const uint64_t* visible,
+                 float* records, bool first) {
+    uint64_t common = ~uint64_t(0), any = 0;
+    for (int r = 0; r < R; r++) {
+        common &= visible[r];
+        any |= visible[r];
+    }
+    if (!any) return;
+    const bool fetch = unit.fetch && first;
+    alignas(64) float scores[R][kTile];
+    alignas(64) typename Format::Factor weights[R][kTile];
+    float shrink[R];
+    constexpr int kWide = kLanes == 16 ? kVectors : 1;  // strips at once
+    int last = -1, strips = 0;
+    for (int s = 0; s < kStrips; s++)
+        if (any >> (s * kStrip) & 0xffff) {
+            last = s;
+            strips++;
+        }
+    if (strips == 1) {
+        scores_of<Format, R, 1>(unit, last, q, scores, fetch);
+    } else {
+        // Side by side, four strips take little longer than one: the sums of one wait for each other.
+        for (int s = 0; s < kStrips; s += kWide) scores_of<Format, R, kWide>(unit, s, q, scores, fetch);
+    }
+    soften<Format, R>(unit, scores, weights, visible, records, shrink);
+    int64_t column = 0;
+    for (; column + kVectors * kLanes <= unit.head_dim; column += kVectors * kLanes)
+        sum_values<Format, R, kVectors>(unit, column, weights, visible, common, any, records, shrink, fetch);
+    if constexpr (kVectors == 4) {
+        if (column + 2 * kLanes <= unit.head_dim) {
+            sum_values<Format, R, 2>(unit, column, weights, visible, common, any, records, shrink, fetch);
+            column += 2 * kLanes;
+        }
+        if (column < unit.head_dim)
+            sum_values<Format, R, 1>(unit, column, weights, visible, common, any, records, shrink, fetch);
+    }
+}
+
+}  // namespace paged
+}  // namespace
+}  // namespace kvik

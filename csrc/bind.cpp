@@ -1,0 +1,164 @@
+// What Python sees: runtimes, tapes, memory. Words travel as plain numbers; who calls has checked them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "memory.hpp"
+#include "runtime.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvik;
+
+namespace {
+
+struct Signature {
+    const char* name;
+    std::vector<std::pair<std::string, char>> arguments;  // name; p, i or f
+};
+
+const std::vector<Signature>& signatures() {
+#define KVIK_P(name) {#name, 'p'},
+#define KVIK_I(name) {#name, 'i'},
+#define KVIK_F(name) {#name, 'f'},
+#define KVIK_SIGNATURE(kernel) {#kernel, {KVIK_ARGS_##kernel(KVIK_P, KVIK_I, KVIK_F)}},
+    static const std::vector<Signature> all = {KVIK_KERNELS(KVIK_SIGNATURE)};
+    return all;
+}
+
+// Integers stay integers and floats stay floats: a float where a kernel reads an integer would be garbage.
+std::vector<Word> words_of(int kernel, const nb::sequence& values) {
+    if (kernel < 0 || kernel >= kNumKernels) throw std::invalid_argument("no such kernel");
+    const auto& arguments = signatures()[size_t(kernel)].arguments;
+    if (nb::len(values) != arguments.size())
+        throw std::invalid_argument(std::string(signatures()[size_t(kernel)].name) + ": wrong number of arguments");
+    std::vector<Word> words(arguments.size());
+    size_t i = 0;
+    for (nb::handle value : values) {
+        if (arguments[i].second == 'f')
+            words[i].f = nb::cast<double>(value);
+        else
+            words[i].i = nb::cast<int64_t>(value);
+        i++;
+    }
+    return words;
+}
+
+const Table& table_named(const std::string& isa) {
+    for (const Table* table : tables().available)
+        if (isa == table->name) return *table;
+    throw std::invalid_argument("this machine or build has no kernels for " + isa);
+}
+
+std::vector<std::string> names_of(const std::vector<const Table*>& some) {
+    std::vector<std::string> names;
+    for (const Table* table : some) names.push_back(table->name);
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("instruction_sets", [] { return names_of(tables().available); });
+    m.def("rejected_instruction_sets", [] { return names_of(tables().rejected); });
+    m.def("kernels", [] {
+        std::vector<std::pair<std::string, std::vector<std::pair<std::string, std::string>>>> out;
+        for (const auto& s : signatures()) {
+            out.emplace_back(s.name, std::vector<std::pair<std::string, std::string>>());
+            for (const auto& [name, kind] : s.arguments)
+                out.back().second.emplace_back(name, std::string(1, kind));
+        }
+        return out;
+    });
+    m.def("has_openmp", [] {
+#ifdef _OPENMP
+        return true;
+#else
+        return false;
+#endif
+    });
+    m.def(
+        "allocate",
+        [](size_t bytes) {
+            void* data = allocate_huge(bytes);
+            struct Owner {
+                void* data;
+                size_t bytes;
+            };
+            nb::capsule owner(new Owner{data, bytes}, [](void* p) noexcept {
+                auto* owner = static_cast<Owner*>(p);
+                free_huge(owner->data, owner->bytes);
+                delete owner;
+            });
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes}, owner);
+        },
+        "bytes"_a);
+
+    nb::class_<Tape>(m, "Tape")
+        .def(nb::init<>())
+        .def(
+            "append",
+            [](Tape& tape, int kernel, const nb::sequence& values,
+               const std::vector<std::pair<uint32_t, uint32_t>>& inputs) {
+                const auto words = words_of(kernel, values);
+                std::vector<Tape::Input> found;
+                for (const auto& [word, input] : inputs) {
+                    if (word >= words.size()) throw std::invalid_argument("no such argument");
+                    found.push_back({word, input});
+                }
+                tape.append(kernel, words, found);
+            },
+            "kernel"_a, "values"_a, "inputs"_a)
+        .def_prop_ro("num_calls", &Tape::num_calls)
+        .def_prop_ro("num_inputs", &Tape::num_inputs)
+        .def_prop_ro("calls", [](const Tape& tape) { return tape.calls(); });
+
+    nb::class_<Runtime>(m, "Runtime")
+        .def(
+            "__init__",
+            [](Runtime* self, const std::string& isa, int threads) {
+                if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+                new (self) Runtime(table_named(isa), threads);
+            },
+            "isa"_a, "threads"_a)
+        .def_prop_ro("isa", [](const Runtime& r) { return r.table().name; })
+        .def_prop_ro("lanes", [](const Runtime& r) { return r.table().lanes; })
+        .def_prop_ro("threads", &Runtime::threads)
+        .def(
+            "run",
+            [](Runtime& runtime, int kernel, const nb::sequence& values) {
+                const auto words = words_of(kernel, values);
+                nb::gil_scoped_release unlocked;
+                runtime.run(kernel, words);
+            },
+            "kernel"_a, "values"_a)
+        .def(
+            "replay",
+            [](Runtime& runtime, Tape& tape, const std::vector<int64_t>& values) {
+                if (values.size() < tape.num_inputs()) throw std::invalid_argument("too few inputs");
+                std::vector<Word> inputs(values.size());
+                for (size_t i = 0; i < values.size(); i++) inputs[i].i = values[i];
+                nb::gil_scoped_release unlocked;
+                runtime.replay(tape, inputs);
+            },
+            "tape"_a, "inputs"_a)
+        .def(
+            "replay_timed",
+            [](Runtime& runtime, Tape& tape, const std::vector<int64_t>& values) {
+                if (values.size() < tape.num_inputs()) throw std::invalid_argument("too few inputs");
+                std::vector<Word> inputs(values.size());
+                for (size_t i = 0; i < values.size(); i++) inputs[i].i = values[i];
+                std::vector<int64_t> times(tape.num_calls());
+                {
+                    nb::gil_scoped_release unlocked;
+                    runtime.replay(tape, inputs, times.data());
+                }
+                return times;
+            },
+            "tape"_a, "inputs"_a);
+}

@@ -1,0 +1,96 @@
+// Which instruction sets this build has and this machine runs.
+#include "runtime.hpp"
+#include "self_check.hpp"
+
+#if defined(KVIK_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace kvik {
+
+#define KVIK_DECLARE(name) extern const Table table_##name;
+KVIK_DECLARE(portable)
+#if defined(KVIK_X86)
+KVIK_DECLARE(avx2)
+KVIK_DECLARE(avx2_vnni)
+KVIK_DECLARE(avx512)
+KVIK_DECLARE(avx512_bf16)
+#endif
+#if defined(KVIK_AMX)
+KVIK_DECLARE(amx)
+#endif
+#if defined(KVIK_EMULATE_AMX)
+KVIK_DECLARE(amx_emulated)
+KVIK_DECLARE(wrong_bf16)
+KVIK_DECLARE(wrong_i8)
+#endif
+#undef KVIK_DECLARE
+
+namespace {
+
+#if defined(KVIK_X86)
+struct Cpuid {
+    unsigned a, b, c, d;
+};
+
+Cpuid cpuid_7(unsigned subleaf) {
+    Cpuid r = {};
+    asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(7), "c"(subleaf));
+    return r;
+}
+
+bool has_avx_vnni() { return cpuid_7(1).a >> 4 & 1; }
+
+#if defined(KVIK_AMX)
+// Linux keeps tile registers for the processes that ask for them, from version 5.16 on.
+bool may_use_amx() {
+    constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl(2)
+    const bool has = (~cpuid_7(0).d & (kBF16 | kTile | kInt8)) == 0;
+    return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+#endif
+
+[[maybe_unused]] void add_if_right(const Table& table, Tables& found) {
+    (products_agree(table, table_portable) ? found.available : found.rejected).push_back(&table);
+}
+
+Tables find_tables() {
+    Tables found;
+#if defined(KVIK_X86)
+    __builtin_cpu_init();
+    // The tests for AVX and AVX-512 ask the system too whether it saves the registers.
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool avx512_bf16 =
+        avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+#if defined(KVIK_AMX)
+    if (avx512_bf16 && may_use_amx()) add_if_right(table_amx, found);
+#endif
+    if (avx512_bf16) found.available.push_back(&table_avx512_bf16);
+    if (avx512) found.available.push_back(&table_avx512);
+    if (avx2 && has_avx_vnni()) found.available.push_back(&table_avx2_vnni);
+    if (avx2) found.available.push_back(&table_avx2);
+#endif
+    found.available.push_back(&table_portable);
+#if defined(KVIK_EMULATE_AMX)
+    if (avx512_bf16) {
+        add_if_right(table_amx_emulated, found);
+        add_if_right(table_wrong_bf16, found);
+        add_if_right(table_wrong_i8, found);
+    }
+#endif
+    return found;
+}
+
+}  // namespace
+
+const Tables& tables() {
+    static const Tables found = find_tables();
+    return found;
+}
+
+}  // namespace kvik

@@ -1,0 +1,99 @@
+// The limits of the machine, by loops that do nothing else.
+#pragma once
+
+#include "arguments.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+// The compiler must take this variable as needed, and as changed by somebody else. With 32 registers it
+// stays in one; with fewer it is read from memory where it is used.
+#if defined(__AVX512F__)
+#define KVIK_OPAQUE(variable) asm volatile("" : "+v"(variable))
+#else
+#define KVIK_OPAQUE(variable) asm volatile("" : "+m"(variable))
+#endif
+
+// Reads all bytes once, in pieces of 1 MiB: a thread that is held up does not hold up the others.
+void read_memory(const read_memory_args& a, Team& team) {
+    constexpr int64_t kPiece = 1 << 20, kAhead = 4096;
+    constexpr int64_t kStep = 8 * int64_t(sizeof(I32));
+    const char* data = static_cast<const char*>(a.data);
+    I32 s[8];
+    for (I32& v : s) v = izero();
+    const int64_t pieces = (a.bytes + kPiece - 1) / kPiece;
+    for (int64_t piece; (piece = next_piece(team, pieces)) >= 0;) {
+        const int64_t end = (piece + 1) * kPiece < a.bytes ? (piece + 1) * kPiece : a.bytes;
+        int64_t i = piece * kPiece;
+        for (; i + kStep <= end; i += kStep) {
+            for (int64_t line = 0; line < kStep; line += 64) prefetch(data + i + kAhead + line);
+            for (int j = 0; j < 8; j++) s[j] = iadd(s[j], iload(data + i + j * int64_t(sizeof(I32))));
+        }
+        for (; i < end; i++) s[0] = iadd(s[0], iall(data[i]));
+    }
+    for (I32& v : s) KVIK_OPAQUE(v);
+    if (team.rank == 0) *static_cast<double*>(a.result) = double(a.bytes);
+    end_pieces(team);
+}
+
+// `steps` times a small matrix product: sums enough to hide the latency of an operation on every machine.
+// step(sum, a, b) adds a product. kRows: what the registers hold, by measurement.
+template <int kRows, class Sum, class Operand, class Step>
+void repeat(const Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
+    constexpr int kColumns = 3;
+    Sum sums[kRows][kColumns];
+    Operand a[kRows], b[kColumns];
+#pragma GCC unroll 7
+    for (int i = 0; i < kRows; i++) {
+        a[i] = operand;
+#pragma GCC unroll 3
+        for (int j = 0; j < kColumns; j++) {
+            b[j] = operand;
+            sums[i][j] = start;
+        }
+    }
+    for (int64_t at = 0; at < steps; at++) {
+#pragma GCC unroll 7
+        for (int i = 0; i < kRows; i++) KVIK_OPAQUE(a[i]);
+#pragma GCC unroll 3
+        for (int j = 0; j < kColumns; j++) KVIK_OPAQUE(b[j]);
+#pragma GCC unroll 7
+        for (int i = 0; i < kRows; i++)
+#pragma GCC unroll 3
+            for (int j = 0; j < kColumns; j++) sums[i][j] = step(sums[i][j], a[i], b[j]);
+    }
+#pragma GCC unroll 7
+    for (int i = 0; i < kRows; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < kColumns; j++) {
+            Sum end = sums[i][j];  // a copy, as the sums themselves would have to live in memory
+            KVIK_OPAQUE(end);
+        }
+    if (team.rank == 0)
+        *static_cast<double*>(result) = operations * kRows * kColumns * double(steps) * double(team.size);
+}
+
+constexpr int kPeakRows = kLanes == 16 ? 7 : 4;
+
+// Multiplications and additions are counted one by one.
+void peak_f32(const peak_f32_args& a, Team& team) {
+    const auto step = [](F32 s, F32 x, F32 y) { return fma(x, y, s); };
+    repeat<kPeakRows>(team, a.steps, 2.0 * kLanes, a.result, zero(), all(0.5f), step);
+}
+
+void peak_bf16(const peak_bf16_args& a, Team& team) {
+    const auto step = [](F32 s, I32 x, I32 y) { return dot_bf16(s, x, y); };
+    repeat<7>(team, a.steps, 4.0 * kLanes, a.result, zero(), iall(0x3f003f00), step);
+}
+
+void peak_i8(const peak_i8_args& a, Team& team) {
+    const auto step = [](I32 s, I32 x, I32 y) { return dot_i8(s, x, y); };
+    repeat<kPeakRows>(team, a.steps, 8.0 * kLanes, a.result, izero(), iall(0x01010101), step);
+}
+
+#undef KVIK_OPAQUE
+
+}  // namespace
+}  // namespace kvik

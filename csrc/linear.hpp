@@ -1,0 +1,234 @@
+// y = act(x W^T + bias) + residual, for every kind of matrix.
+#pragma once
+
+#include "activation.hpp"
+#include "arguments.hpp"
+#include "packed.hpp"
+#include "prepared_rows.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+#include "tiles.hpp"
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+#include "tiles_amx.hpp"
+#endif
+
+namespace kvik {
+namespace {
+
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+using Tiles = AmxTiles;
+#else
+using Tiles = VectorTiles;
+#endif
+
+// What a thread takes at a time, so that none waits long for the last one.
+constexpr int64_t kPieceBytes = 65536;
+constexpr int64_t kPieceRows = 512;
+// Bytes of x of a row between visits to its sums: with many rows, a block of rows of so many bytes has
+// room in the first cache, and the weights of the same inputs stay in the second.
+constexpr int64_t kStretchBytes = 2048;
+// Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
+// With both, stretches are whole products of AMX.
+constexpr int64_t kUnpackedBytes = 16384;
+
+KVIK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct LinearPlan {
+    int64_t tiles, steps, groups;
+    int64_t step_bytes;   // of a row of x
+    int64_t stretch;      // steps
+    int64_t piece_tiles;  // tiles of a piece of work
+    int64_t block_rows, row_unit, row_blocks, piece_blocks;
+    Unpack unpack;  // or null
+    bool paired, in_place, own_rows;
+    int64_t x_bytes, sums_bytes, wide_bytes;
+};
+
+LinearPlan plan_linear(const linear_args& a, int threads) {
+    LinearPlan p = {};
+    p.paired = a.activation == kSiluAndMul;
+    p.tiles = count_tiles(a.outputs, p.paired);
+    p.steps = divide_up(a.inputs, inputs_per_step(a.kind));
+    p.groups = divide_up(a.inputs, summed_inputs(a));
+    p.step_bytes = a.kind == kMatrixI4 || a.kind == kMatrixI8WeightOnly ? 8 : 4;
+    p.block_rows = Tiles::block_rows(a.kind);
+    p.row_unit = Tiles::row_unit(a.kind);
+    p.row_blocks = divide_up(a.rows, p.block_rows);
+    p.unpack = Tiles::unpack_of(a.kind, a.rows);
+    p.in_place = a.rows <= 2 && readable_in_place(a);
+    p.own_rows = a.rows <= 2;
+    if (p.row_blocks == 1) {
+        p.stretch = p.unpack ? kUnpackedBytes / (2 * kStepBytes) : p.steps;
+        const int64_t even = divide_up(p.tiles, 4 * threads);  // small matrices: some pieces for everyone
+        p.piece_tiles = smaller(even, 1 + kPieceBytes / (p.steps * kStepBytes + 1));
+        p.piece_blocks = 1;
+    } else {
+        p.stretch = kStretchBytes / p.step_bytes;
+        p.piece_tiles = 1;
+        p.piece_blocks = smaller(p.row_blocks, kPieceRows / p.block_rows);
+        while (p.piece_blocks > 1 && p.tiles * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads)
+            p.piece_blocks = divide_up(p.piece_blocks, 2);
+    }
+    // Integers are summed over whole groups.
+    if (quantises(a.kind)) {
+        const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind);
+        p.stretch = divide_up(p.stretch, group_steps) * group_steps;
+    }
+    const bool once = p.stretch >= p.steps;
+    p.x_bytes = p.in_place ? 0 : prepared_bytes(a, a.rows);
+    p.sums_bytes = (once ? 1 : p.piece_blocks) * p.block_rows * kTile * 4;
+    p.wide_bytes = p.unpack ? smaller(p.stretch, p.steps) * 2 * kStepBytes : 0;
+    return p;
+}
+
+template <class T>
+KVIK_INLINE F32 load_some(const T* p, int n) {
+    return n >= kLanes ? load(p) : load(p, n > 0 ? n : 0);
+}
+template <class T>
+KVIK_INLINE void store_some(T* p, F32 v, int n) {
+    if (n >= kLanes)
+        store(p, v);
+    else if (n > 0)
+        store(p, v, n);
+}
+
+// From the sums of a tile to its columns of y.
+template <class X, class Y>
+void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
+    const bool paired = a.activation == kSiluAndMul;
+    const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
+    const int64_t column = tile * width;
+    const int valid = int(smaller(width, columns - column)), vectors = int(width / kLanes);
+    const bool scaled = a.kind == kMatrixI8 || a.kind == kMatrixI8WeightOnly;
+    F32 scale[kTileVectors], bias[kTileVectors];
+    for (int v = 0; v < kTileVectors; v++) {
+        scale[v] = scaled ? load((const float*)a.scales + tile * kTile + v * kLanes) : all(1.0f);
+        // of a pair the second half belongs to `up`
+        const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
+        bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
+    }
+    for (int64_t row = first; row < first + rows; row++, sums += kTile) {
+        const F32 x_scale = all(a.kind == kMatrixI8 ? x.scales[row] : 1.0f);
+        F32 value[kTileVectors];
+        for (int v = 0; v < kTileVectors; v++) {
+            value[v] = load(sums + v * kLanes);
+            if (scaled) value[v] = mul(value[v], mul(scale[v], x_scale));
+            value[v] = add(value[v], bias[v]);
+        }
+        for (int v = 0; v < vectors; v++) {
+            F32 result = value[v];
+            if (a.activation == kSiluAndMul) result = mul(silu(result), value[v + kTileVectors / 2]);
+            if (a.activation == kGeluTanh) result = gelu(result);
+            const int n = valid - v * kLanes;
+            if (n <= 0) break;
+            if (a.residual) {
+                const X* residual = (const X*)a.residual + row * a.residual_stride + column + v * kLanes;
+                result = add(result, load_some(residual, n));
+            }
+            store_some((Y*)a.y + row * a.y_stride + column + v * kLanes, result, n);
+        }
+    }
+}
+
+using Finish = void (*)(const linear_args&, const PreparedRows&, int64_t, int64_t, int64_t, const float*);
+
+Finish finish_of(const linear_args& a) {
+    if (a.dtype == kBF16) return a.out_dtype == kBF16 ? finish<bf16, bf16> : finish<bf16, float>;
+    return a.out_dtype == kBF16 ? finish<float, bf16> : finish<float, float>;
+}
+
+// One tile and some rows, a stretch of the inputs at a time.
+struct TileWork {
+    const linear_args& a;
+    const LinearPlan& plan;
+    const PreparedRows& x;
+    Finish finish;
+    float* sums;
+    char* wide;
+    Tiles& tiles;
+
+    void run(int64_t tile, int64_t first_block, int64_t last_block) const {
+        const char* weight = (const char*)a.weight + tile * plan.steps * kStepBytes;
+        int64_t step = 0;
+        do {
+            const int64_t steps = smaller(plan.stretch, plan.steps - step);
+            if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
+            for (int64_t block = first_block; block < last_block; block++)
+                run_block(tile, weight, block, first_block, step, steps);
+            step += steps;
+        } while (step < plan.steps);
+    }
+
+    void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, int64_t step,
+                   int64_t steps) const {
+        const int64_t row = block_start(block), rows = block_start(block + 1) - row;
+        const bool last = step + steps >= plan.steps, once = steps >= plan.steps, unpacked = plan.unpack != nullptr;
+        Stretch s = {};
+        s.rows = int(rows);
+        s.weight = unpacked ? wide : weight + step * kStepBytes;
+        s.steps = unpacked ? 2 * steps : steps;
+        s.x = x.data + row * x.stride + step * plan.step_bytes;
+        s.x_stride = x.stride;
+        s.sums = sums + (once ? 0 : (row - block_start(first_block)) * kTile);
+        s.first = step == 0;
+        if (quantises(a.kind)) {
+            const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
+            s.group_steps = unpacked ? 2 * group_steps : group_steps;
+            s.x_sums = x.sums + row * x.sums_stride + group;
+            s.groups_stride = x.sums_stride;
+            if (a.kind == kMatrixI4) {
+                const int64_t at = (tile * plan.groups + group) * kTile;
+                s.scales = (const bf16*)a.scales + at;
+                s.zeros = a.zeros ? (const uint8_t*)a.zeros + at : nullptr;
+                s.x_scales = x.scales + row * x.scales_stride + group;
+            }
+        }
+        tiles.multiply(a.kind, unpacked, s);
+        if (last) finish(a, x, tile, row, rows, s.sums);
+    }
+
+    // Blocks of nearly equal size.
+    int64_t block_start(int64_t block) const {
+        return smaller(divide_up(a.rows, plan.row_unit) * block / plan.row_blocks * plan.row_unit, a.rows);
+    }
+};
+
+PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team, char* own) {
+    if (plan.in_place) {
+        PreparedRows x = {};
+        x.data = (const char*)a.x;
+        x.stride = a.x_stride * (a.dtype == kBF16 ? 2 : 4);
+        return x;
+    }
+    // One or two rows are prepared by every thread for itself: quicker than to wait for each other.
+    char* memory = plan.own_rows ? own : (char*)shared_scratch(team, size_t(plan.x_bytes));
+    const PreparedRows x = prepared_at(a, a.rows, memory);
+    prepare(a, plan.own_rows ? 0 : team.rank, plan.own_rows ? 1 : team.size, x);
+    if (!plan.own_rows) barrier(team);
+    return x;
+}
+
+void linear(const linear_args& a, Team& team) {
+    if (a.rows == 0 || a.outputs == 0) return;
+    const LinearPlan plan = plan_linear(a, team.size);
+    const int64_t own_x_bytes = plan.own_rows ? plan.x_bytes : 0;
+    char* own = (char*)private_scratch(team, size_t(plan.sums_bytes + plan.wide_bytes + own_x_bytes));
+    char* wide = own + plan.sums_bytes;
+    const PreparedRows x = prepare_all(a, plan, team, wide + plan.wide_bytes);
+    Tiles tiles;
+    const TileWork work = {a, plan, x, finish_of(a), (float*)own, wide, tiles};
+
+    const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
+    const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
+    for (int64_t piece; (piece = next_piece(team, tile_pieces * row_pieces)) >= 0;) {
+        const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
+        const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
+        for (int64_t t = tile; t < smaller(tile + plan.piece_tiles, plan.tiles); t++)
+            work.run(t, block, last_block);
+    }
+    end_pieces(team);
+}
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,95 @@
+// Normalisation. Sums are taken in fp32 in an order that depends on `dim` alone; a row is one thread's.
+// Weight and bias have the dtype of x. y may be x.
+#pragma once
+
+#include <cmath>
+
+#include "arguments.hpp"
+#include "share.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+constexpr int64_t kNormedPerThread = 4096;  // elements: half a microsecond
+
+int64_t rows_worth_a_thread(int64_t dim) { return kNormedPerThread / (dim > 0 ? dim : 1); }
+
+// Sum of (x - centre)^2, or of x where Squared is false.
+template <bool Squared, class T>
+float sum_of(const T* x, int64_t dim, float centre) {
+    const F32 c = all(centre);
+    const auto added = [&](F32 total, F32 v) {
+        if constexpr (!Squared) return add(total, v);
+        const F32 d = sub(v, c);
+        return fma(d, d, total);
+    };
+    F32 s[4] = {zero(), zero(), zero(), zero()};  // four chains hide the latency of the addition
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= dim; i += 4 * kLanes)
+        for (int j = 0; j < 4; j++) s[j] = added(s[j], load(x + i + j * kLanes));
+    for (; i + kLanes <= dim; i += kLanes) s[0] = added(s[0], load(x + i));
+    const int rest = int(dim - i);
+    if (rest) {
+        const F32 v = load(x + i, rest);
+        s[1] = added(s[1], select(first_lanes(rest), v, Squared ? c : zero()));
+    }
+    return sum(add(add(s[0], s[1]), add(s[2], s[3])));
+}
+
+// y = (x - centre) * scale * weight + bias; without centre and bias where Biased is false.
+template <bool Biased, class T>
+void scaled(const T* x, const T* weight, const T* bias, T* y, int64_t dim, float centre, float scale) {
+    const F32 c = all(centre), s = all(scale);
+    const auto normed = [&](F32 v, F32 w, F32 b) {
+        if constexpr (!Biased) return mul(mul(v, s), w);
+        return add(mul(mul(sub(v, c), s), w), b);
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes)
+        store(y + i, normed(load(x + i), load(weight + i), Biased ? load(bias + i) : zero()));
+    const int rest = int(dim - i);
+    if (rest) {
+        const F32 b = Biased ? load(bias + i, rest) : zero();
+        store(y + i, normed(load(x + i, rest), load(weight + i, rest), b), rest);
+    }
+}
+
+template <class T>
+void rms_norm_of(const rms_norm_args& a, const Team& team) {
+    const T* weight = static_cast<const T*>(a.weight);
+    const Range mine = share(team, a.rows * a.inner, rows_worth_a_thread(a.dim));
+    for (int64_t at = mine.begin; at < mine.end; at++) {
+        const int64_t row = at / a.inner, head = at % a.inner;
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_inner_stride;
+        T* y = static_cast<T*>(a.y) + row * a.y_stride + head * a.y_inner_stride;
+        const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim);
+        scaled<false, T>(x, weight, nullptr, y, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
+    }
+}
+
+template <class T>
+void layer_norm_of(const layer_norm_args& a, const Team& team) {
+    const T* weight = static_cast<const T*>(a.weight);
+    const T* bias = static_cast<const T*>(a.bias);
+    const Range mine = share(team, a.rows, rows_worth_a_thread(a.dim));
+    for (int64_t row = mine.begin; row < mine.end; row++) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        T* y = static_cast<T*>(a.y) + row * a.y_stride;
+        const float mean = sum_of<false>(x, a.dim, 0.0f) / float(a.dim);
+        const float square = sum_of<true>(x, a.dim, mean) / float(a.dim);
+        scaled<true>(x, weight, bias, y, a.dim, mean, 1.0f / sqrtf(square + float(a.eps)));
+    }
+}
+
+void rms_norm(const rms_norm_args& a, Team& team) {
+    a.dtype == kBF16 ? rms_norm_of<bf16>(a, team) : rms_norm_of<float>(a, team);
+}
+
+void layer_norm(const layer_norm_args& a, Team& team) {
+    a.dtype == kBF16 ? layer_norm_of<bf16>(a, team) : layer_norm_of<float>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik

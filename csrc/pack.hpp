@@ -1,0 +1,202 @@
+// Matrices into the layout of packed.hpp, and rows back from it.
+#pragma once
+
+#include "arguments.hpp"
+#include "packed.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+// Copying a number of bytes that is known in advance is one instruction, else a call.
+KVIK_INLINE uint32_t load_bytes(const char* from, int64_t left) {
+    uint32_t word = 0;
+    if (left >= 4)
+        std::memcpy(&word, from, 4);
+    else
+        std::memcpy(&word, from, size_t(left));
+    return word;
+}
+
+// The four bytes of one output and one step. row: null for outputs that fill up a tile.
+KVIK_INLINE uint32_t word_f32(const char* row, int64_t step, int64_t) {
+    return row ? load_bytes(row + 4 * step, 4) : 0;
+}
+
+KVIK_INLINE uint32_t word_f32_of_bf16(const char* row, int64_t step, int64_t) {
+    return row ? uint32_t(((const bf16*)row)[step]) << 16 : 0;
+}
+
+KVIK_INLINE uint32_t word_bf16(const char* row, int64_t step, int64_t inputs) {
+    return row ? load_bytes(row + 4 * step, 2 * inputs - 4 * step) : 0;
+}
+
+KVIK_INLINE uint32_t word_bf16_of_f32(const char* row, int64_t step, int64_t inputs) {
+    if (!row) return 0;
+    const float* pair = (const float*)row + 2 * step;
+    const uint32_t high = 2 * step + 1 < inputs ? to_bf16(pair[1]) : 0;
+    return uint32_t(to_bf16(pair[0])) | high << 16;
+}
+
+KVIK_INLINE uint32_t word_i8(const char* row, int64_t step, int64_t inputs) {
+    return (row ? load_bytes(row + 4 * step, inputs - 4 * step) : 0) ^ 0x80808080u;
+}
+
+KVIK_INLINE uint32_t word_i4(const char* row, int64_t step, int64_t inputs) {
+    const int64_t left = inputs - 8 * step;
+    uint32_t halves = row ? load_bytes(row + 4 * step, (left + 1) / 2) : 0;  // input i in bits 4 i .. 4 i + 3
+    if (left < 8) halves &= (1u << (4 * left)) - 1;
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++) {
+        word |= (halves >> (4 * i) & 15) << (8 * i);
+        word |= (halves >> (4 * i + 16) & 15) << (8 * i + 4);
+    }
+    return word;
+}
+
+// rows: the 32 rows of a tile; the ones with `skip` are left as they are.
+template <uint32_t (*kWord)(const char*, int64_t, int64_t)>
+void pack_tile(const char* const* rows, const bool* skip, int64_t inputs, int64_t steps, char* tile) {
+    // So many steps that what is written stays in the first cache while the rows go through.
+    constexpr int64_t kBlock = 64;
+    for (int64_t first = 0; first < steps; first += kBlock) {
+        const int64_t last = first + kBlock < steps ? first + kBlock : steps;
+        for (int lane = 0; lane < kTile; lane++) {
+            if (skip[lane]) continue;
+            for (int64_t step = first; step < last; step++) {
+                const uint32_t word = kWord(rows[lane], step, inputs);
+                std::memcpy(tile + step * kStepBytes + lane * 4, &word, 4);
+            }
+        }
+    }
+}
+
+struct TileRange {
+    int64_t begin, end;
+};
+
+// Where the outputs [first, first + count) lie, so that threads share the tiles of a run.
+TileRange tiles_of(int64_t first, int64_t count, int64_t outputs, bool paired) {
+    if (!paired) return {first / kTile, divide_up(first + count, kTile)};
+    const int64_t inner = outputs / 2;
+    if (first < inner && first + count > inner) return {0, count_tiles(outputs, paired)};
+    const int64_t column = first < inner ? first : first - inner;
+    return {column / kHalfTile, divide_up(column + count, kHalfTile)};
+}
+
+void pack_matrix(const pack_matrix_args& a, Team& team) {
+    const TileRange tiles = tiles_of(a.first, a.count, a.outputs, a.paired);
+    const int64_t width = tiles.end - tiles.begin;
+    const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));
+    const int64_t groups = a.kind == kMatrixI4 ? divide_up(a.inputs, a.group) : 1;
+    const bool from_bf16 = a.value_dtype == kBF16;
+    const bool floats = a.kind == kMatrixF32 || a.kind == kMatrixBF16;
+    const int64_t row_bytes = a.values_stride * (!floats ? 1 : from_bf16 ? 2 : 4);
+    const int64_t begin = tiles.begin + width * team.rank / team.size;
+    const int64_t end = tiles.begin + width * (team.rank + 1) / team.size;
+    for (int64_t t = begin; t < end; t++) {
+        const char* rows[kTile];
+        int64_t index[kTile];  // row of `values`, or -1
+        bool skip[kTile], any = false;
+        for (int lane = 0; lane < kTile; lane++) {
+            const int64_t output = output_at(t, lane, a.outputs, a.paired);
+            const bool given = output >= a.first && output < a.first + a.count;
+            index[lane] = given ? output - a.first : -1;
+            rows[lane] = given ? (const char*)a.values + index[lane] * row_bytes : nullptr;
+            skip[lane] = output >= 0 && !given;
+            any |= given;
+        }
+        if (!any) continue;
+        char* tile = (char*)a.weight + t * steps * kStepBytes;
+        const auto pack = [&](auto* tile_of) { tile_of(rows, skip, a.inputs, steps, tile); };
+        switch (a.kind) {
+            case kMatrixF32: pack(from_bf16 ? pack_tile<word_f32_of_bf16> : pack_tile<word_f32>); break;
+            case kMatrixBF16: pack(from_bf16 ? pack_tile<word_bf16> : pack_tile<word_bf16_of_f32>); break;
+            case kMatrixI4: pack(pack_tile<word_i4>); break;
+            default: pack(pack_tile<word_i8>); break;
+        }
+        if (floats) continue;
+        for (int lane = 0; lane < kTile; lane++) {
+            if (skip[lane]) continue;
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t from = index[lane] * groups + g, to = (t * groups + g) * kTile + lane;
+                const float scale = index[lane] < 0 ? 0.0f : ((const float*)a.scales)[from];
+                if (a.kind != kMatrixI4)
+                    ((float*)a.packed_scales)[to] = scale;
+                else
+                    ((bf16*)a.packed_scales)[to] = to_bf16(scale);
+                if (a.zeros)
+                    ((uint8_t*)a.packed_zeros)[to] = index[lane] < 0 ? 0 : ((const uint8_t*)a.zeros)[from];
+            }
+        }
+    }
+}
+
+// Output `lane` of a tile from the four bytes of one step: value(i) is its input k + i, dequantised.
+struct F32Step {
+    static constexpr int kInputs = 1;
+    KVIK_INLINE float value(uint32_t word, int, float, int) { return __builtin_bit_cast(float, word); }
+};
+struct BF16Step {
+    static constexpr int kInputs = 2;
+    KVIK_INLINE float value(uint32_t word, int i, float, int) { return to_float(bf16(word >> (16 * i))); }
+};
+struct I8Step {
+    static constexpr int kInputs = 4;
+    KVIK_INLINE float value(uint32_t word, int i, float scale, int) {
+        return float(int(word >> (8 * i) & 255) - 128) * scale;
+    }
+};
+struct I4Step {
+    static constexpr int kInputs = 8;
+    KVIK_INLINE float value(uint32_t word, int i, float scale, int zero) {
+        return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero) * scale;
+    }
+};
+
+KVIK_INLINE void put(float* out, float value) { *out = value; }
+KVIK_INLINE void put(bf16* out, float value) { *out = to_bf16(value); }
+
+template <class Step, class Out>
+void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
+    constexpr int kInputs = Step::kInputs;
+    const int64_t tile = id / kTile, lane = id % kTile, steps = divide_up(a.inputs, kInputs);
+    const char* words = (const char*)a.weight + tile * steps * kStepBytes + lane * 4;
+    const bool grouped = a.kind == kMatrixI4, scaled = grouped || kInputs == 4;
+    const int64_t group = grouped ? a.group : a.inputs;  // a step lies in one group
+    for (int64_t k = 0, g = 0; k < a.inputs; g++) {
+        const int64_t at = (grouped ? tile * divide_up(a.inputs, group) + g : tile) * kTile + lane;
+        const float scale = !scaled    ? 1.0f
+                            : grouped ? to_float(((const bf16*)a.scales)[at])
+                                      : ((const float*)a.scales)[at];
+        const int zero = a.zeros ? ((const uint8_t*)a.zeros)[at] : kSymmetricZero;
+        const int64_t end = k + group < a.inputs ? k + group : a.inputs;
+        for (; k < end; k += kInputs, words += kStepBytes) {
+            const uint32_t word = uint32_t(load_word(words));
+            const int valid = int(end - k < kInputs ? end - k : kInputs);
+            for (int i = 0; i < valid; i++) put(out + k + i, Step::value(word, i, scale, zero));
+        }
+    }
+}
+
+template <class Out>
+void matrix_rows_of(const matrix_rows_args& a, const Team& team) {
+    for (int64_t row = team.rank; row < a.rows; row += team.size) {
+        const int64_t id = ((const int64_t*)a.ids)[row];
+        Out* out = (Out*)a.out + row * a.out_stride;
+        switch (a.kind) {
+            case kMatrixF32: unpack_row<F32Step>(a, id, out); break;
+            case kMatrixBF16: unpack_row<BF16Step>(a, id, out); break;
+            case kMatrixI4: unpack_row<I4Step>(a, id, out); break;
+            default: unpack_row<I8Step>(a, id, out); break;
+        }
+    }
+}
+
+void matrix_rows(const matrix_rows_args& a, Team& team) {
+    a.dtype == kBF16 ? matrix_rows_of<bf16>(a, team) : matrix_rows_of<float>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik

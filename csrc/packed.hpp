@@ -1,0 +1,59 @@
+// How a packed matrix lies in memory, the same for every instruction set and number of rows.
+//
+// Outputs are cut into tiles of 32, inputs into steps that take four bytes of an output:
+//   weight  [tiles][steps][32 outputs][4 bytes]
+// so that a vector holds neighbouring outputs, a sum never crosses lanes, and a tile is one stream.
+//   kind   inputs per step   the four bytes
+//   f32    1                 one float
+//   bf16   2                 two bf16
+//   int8   4                 w + 128, unsigned; both kinds alike
+//   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
+//   scales  int8: fp32 [tiles][32]; int4: bf16 [tiles][groups][32]
+//   zeros   int4 with zero points: uint8 [tiles][groups][32]
+// tiles = ceil(outputs / 32), steps = ceil(inputs / inputs per step), groups = ceil(inputs / group).
+//
+// Paired (gate and up of silu_and_mul, outputs = 2 * inner): the 32 outputs of a tile are 16 of the
+// gate, then the same 16 of up; tiles = ceil(inner / 16).
+//
+// Outputs and inputs that fill up the last tile and step weigh zero.
+#pragma once
+
+#include "arguments.hpp"
+#include "simd.hpp"
+
+namespace kvik {
+namespace {
+
+constexpr int kTile = 32;
+constexpr int kHalfTile = kTile / 2;
+constexpr int64_t kStepBytes = kTile * 4;
+constexpr int kSymmetricZero = 8;  // of four bits without zero points
+
+KVIK_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
+    switch (kind) {
+        case kMatrixF32: return 1;
+        case kMatrixBF16: return 2;
+        case kMatrixI4: return 8;
+        default: return 4;
+    }
+}
+
+KVIK_INLINE int64_t count_tiles(int64_t outputs, bool paired) {
+    return paired ? divide_up(outputs / 2, kHalfTile) : divide_up(outputs, kTile);
+}
+
+// The output in a lane of a tile, or -1 where the tile is filled up.
+KVIK_INLINE int64_t output_at(int64_t tile, int lane, int64_t outputs, bool paired) {
+    if (!paired) {
+        const int64_t output = tile * kTile + lane;
+        return output < outputs ? output : -1;
+    }
+    const int64_t inner = outputs / 2, column = tile * kHalfTile + lane % kHalfTile;
+    if (column >= inner) return -1;
+    return lane < kHalfTile ? column : inner + column;
+}
+
+}  // namespace
+}  // namespace kvik

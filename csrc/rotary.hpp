@@ -1,0 +1,53 @@
+// Rotary position embedding, in place: element j of a head turns with element j + head_dim / 2.
+#pragma once
+
+#include "arguments.hpp"
+#include "share.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+constexpr int64_t kTurnedPerThread = 4096;  // elements: a third of a microsecond
+
+template <class T>
+void turn(T* head, const float* cosines, const float* sines, int64_t half) {
+    T* low = head;
+    T* high = head + half;
+    int64_t j = 0;
+    for (; j + kLanes <= half; j += kLanes) {
+        const F32 x = load(low + j), y = load(high + j);
+        const F32 c = load(cosines + j), s = load(sines + j);
+        store(low + j, sub(mul(x, c), mul(y, s)));
+        store(high + j, add(mul(y, c), mul(x, s)));
+    }
+    const int rest = int(half - j);
+    if (rest) {
+        const F32 x = load(low + j, rest), y = load(high + j, rest);
+        const F32 c = load(cosines + j, rest), s = load(sines + j, rest);
+        store(low + j, sub(mul(x, c), mul(y, s)), rest);
+        store(high + j, add(mul(y, c), mul(x, s)), rest);
+    }
+}
+
+template <class T>
+void rotary_of(const rotary_args& a, const Team& team) {
+    const int64_t heads = a.heads + a.kv_heads, half = a.head_dim / 2;
+    const Range mine = share(team, a.rows * heads, kTurnedPerThread / (half > 0 ? 2 * half : 1));
+    for (int64_t at = mine.begin; at < mine.end; at++) {
+        const int64_t row = at / heads, head = at % heads;
+        const float* cosines = static_cast<const float*>(a.rotation) + row * a.head_dim;
+        T* x = head < a.heads
+                   ? static_cast<T*>(a.q) + row * a.q_stride + head * a.head_dim
+                   : static_cast<T*>(a.k) + row * a.k_stride + (head - a.heads) * a.head_dim;
+        turn(x, cosines, cosines + half, half);
+    }
+}
+
+void rotary(const rotary_args& a, Team& team) {
+    a.dtype == kBF16 ? rotary_of<bf16>(a, team) : rotary_of<float>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,41 @@
+// Sums and copies of whole rows.
+#pragma once
+
+#include "arguments.hpp"
+#include "share.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+
+constexpr int64_t kAddedPerThread = 4096;
+constexpr int64_t kCopiedPerThread = 16384;  // bytes
+
+template <class T>
+void add_of(const add_args& a, const Team& team) {
+    share_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
+        T* out = static_cast<T*>(a.out) + row * a.out_stride;
+        int64_t i = begin;
+        for (; i + kLanes <= end; i += kLanes) store(out + i, add(load(x + i), load(y + i)));
+        const int rest = int(end - i);
+        if (rest) store(out + i, add(load(x + i, rest), load(y + i, rest)), rest);
+    });
+}
+
+void add(const add_args& a, Team& team) {
+    a.dtype == kBF16 ? add_of<bf16>(a, team) : add_of<float>(a, team);
+}
+
+void gather_rows(const gather_rows_args& a, Team& team) {
+    const int64_t* ids = static_cast<const int64_t*>(a.ids);
+    share_columns(team, a.rows, a.row_bytes, kCopiedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+        const char* source = static_cast<const char*>(a.table) + ids[row] * a.table_stride;
+        std::memcpy(static_cast<char*>(a.out) + row * a.out_stride + begin, source + begin, size_t(end - begin));
+    });
+}
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,94 @@
+// How far down the order of its tokens a row keeps them: selection without a sort.
+#pragma once
+
+#include "logits.hpp"
+
+namespace kvik {
+namespace {
+
+// Tokens by their rank (`ranked`: distinct integers, the most likely token has the largest) and weight.
+struct Candidates {
+    uint64_t* ranks;
+    float* weights;
+    int64_t count;
+
+    // Without a branch that would often be guessed wrong. Room for one more is needed either way.
+    void add_if(bool wanted, const Candidates& from, int64_t i) {
+        ranks[count] = from.ranks[i];
+        weights[count] = from.weights[i];
+        count += wanted;
+    }
+};
+
+// The number that `ranked` was given.
+float value_of(uint64_t rank) {
+    const uint32_t order = uint32_t(rank >> 32), bits = order >> 31 ? order & 0x7fffffffu : ~order;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// What is added up until it reaches a target.
+enum class Measure { kCount, kWeight };
+
+// Falling.
+void sort_few(Candidates few) {
+    for (int64_t i = 1; i < few.count; i++) {
+        const uint64_t rank = few.ranks[i];
+        const float weight = few.weights[i];
+        int64_t at = i;
+        for (; at > 0 && few.ranks[at - 1] < rank; at--) {
+            few.ranks[at] = few.ranks[at - 1];
+            few.weights[at] = few.weights[at - 1];
+        }
+        few.ranks[at] = rank;
+        few.weights[at] = weight;
+    }
+}
+
+// The rank down to which candidates must be taken, from the most likely one, until their number or weight
+// reaches `target`; the lowest rank if it never does. spare: room for as many.
+//
+// Ranks fall into evenly wide buckets, of which one holds the answer; its members fall into narrower ones,
+// until few are left. Ranks differ, so a round always parts the least from the largest.
+uint64_t lowest_kept(Candidates all, Candidates spare, Measure measure, double target) {
+    constexpr int64_t kBuckets = 2048, kFew = 32;
+    double sums[kBuckets];
+    double above = 0;  // of what is surely kept
+    const auto measured = [&](float weight) { return measure == Measure::kCount ? 1.0 : double(weight); };
+    while (all.count > kFew) {
+        uint64_t least = all.ranks[0], most = all.ranks[0];
+        for (int64_t i = 1; i < all.count; i++) {
+            least = all.ranks[i] < least ? all.ranks[i] : least;
+            most = all.ranks[i] > most ? all.ranks[i] : most;
+        }
+        int shift = 0;
+        while ((most - least) >> shift >= kBuckets) shift++;
+        int64_t bucket = int64_t((most - least) >> shift);
+        for (int64_t i = 0; i <= bucket; i++) sums[i] = 0;
+        for (int64_t i = 0; i < all.count; i++) sums[(all.ranks[i] - least) >> shift] += measured(all.weights[i]);
+        for (; bucket > 0 && !(above + sums[bucket] >= target); bucket--) above += sums[bucket];
+        spare.count = 0;
+        for (int64_t i = 0; i < all.count; i++)
+            spare.add_if(int64_t((all.ranks[i] - least) >> shift) == bucket, all, i);
+        all = spare;  // from now on in place: what is kept moves forward
+    }
+    spare.count = 0;
+    for (int64_t i = 0; i < all.count; i++) spare.add_if(true, all, i);
+    sort_few(spare);
+    for (int64_t i = 0; i < spare.count; i++) {
+        above += measured(spare.weights[i]);
+        if (above >= target) return spare.ranks[i];
+    }
+    return spare.count > 0 ? spare.ranks[spare.count - 1] : 0;
+}
+
+// Drops what ranks lower; the others stay in order.
+void keep_down_to(Candidates& all, uint64_t lowest) {
+    Candidates kept{all.ranks, all.weights, 0};
+    for (int64_t i = 0; i < all.count; i++) kept.add_if(all.ranks[i] >= lowest, all, i);
+    all = kept;
+}
+
+}  // namespace
+}  // namespace kvik

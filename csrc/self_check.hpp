@@ -1,0 +1,12 @@
+// Whether the products of an instruction set are right on this machine. Those of AMX were written without
+// a machine to run them on.
+#pragma once
+
+#include "table.hpp"
+
+namespace kvik {
+
+// A small product of bf16 and one of int8, for one row and for several, beside those of `trusted`.
+bool products_agree(const Table& table, const Table& trusted);
+
+}  // namespace kvik

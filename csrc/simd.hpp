@@ -1,0 +1,504 @@
+// Vectors of one instruction set. This file, and every kernel that includes it, is compiled once per
+// instruction set with its own flags; everything here has internal linkage, because the linker merges
+// inline functions of the same name and might keep a copy that this machine cannot run.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+// GCC 12 warns of variables of its own header that are undefined on purpose; clang does not know the warning.
+#if !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#endif
+
+#define KVIK_INLINE static inline __attribute__((always_inline))
+
+namespace kvik {
+namespace {
+
+using bf16 = uint16_t;
+
+// ------------------------------------------------------------------------------------ one number
+
+KVIK_INLINE float to_float(bf16 value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Round to nearest even; NaN stays NaN.
+KVIK_INLINE bf16 to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
+    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+KVIK_INLINE int32_t load_word(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return word;
+}
+
+// ------------------------------------------------------------------------------------ vectors
+// F32: kLanes floats. I32: kLanes 32-bit words, which also hold pairs of bf16 and fours of int8.
+
+#if defined(__AVX512F__)
+
+constexpr int kLanes = 16;
+using F32 = __m512;
+using I32 = __m512i;
+using Mask = __mmask16;
+
+KVIK_INLINE F32 zero() { return _mm512_setzero_ps(); }
+KVIK_INLINE F32 all(float v) { return _mm512_set1_ps(v); }
+KVIK_INLINE F32 load(const float* p) { return _mm512_loadu_ps(p); }
+KVIK_INLINE void store(float* p, F32 v) { _mm512_storeu_ps(p, v); }
+KVIK_INLINE Mask first_lanes(int n) { return Mask(n >= kLanes ? 0xffff : (1u << n) - 1); }
+KVIK_INLINE F32 load(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+KVIK_INLINE void store(float* p, F32 v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+KVIK_INLINE F32 widen(__m256i v) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+KVIK_INLINE F32 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+KVIK_INLINE F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+KVIK_INLINE F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
+KVIK_INLINE F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+KVIK_INLINE F32 div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
+KVIK_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+KVIK_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+KVIK_INLINE F32 abs(F32 a) { return _mm512_abs_ps(a); }
+KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+KVIK_INLINE F32 round(F32 a) { return _mm512_roundscale_ps(a, 0); }            // to nearest even
+KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm512_mask_blend_ps(m, no, yes); }
+KVIK_INLINE Mask above(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // a > b, or a NaN
+KVIK_INLINE uint32_t bits(Mask m) { return m; }  // bit i: lane i
+KVIK_INLINE float sum(F32 a) { return _mm512_reduce_add_ps(a); }
+KVIK_INLINE float largest(F32 a) { return _mm512_reduce_max_ps(a); }
+KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) { return _mm512_scalef_ps(a, n); }
+
+KVIK_INLINE I32 izero() { return _mm512_setzero_si512(); }
+KVIK_INLINE I32 iall(int32_t v) { return _mm512_set1_epi32(v); }
+KVIK_INLINE I32 iload(const void* p) { return _mm512_loadu_si512(p); }
+KVIK_INLINE void istore(void* p, I32 v) { _mm512_storeu_si512(p, v); }
+KVIK_INLINE I32 iadd(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+KVIK_INLINE I32 iand(I32 a, I32 b) { return _mm512_and_si512(a, b); }
+KVIK_INLINE I32 ixor(I32 a, I32 b) { return _mm512_xor_si512(a, b); }
+KVIK_INLINE I32 low_nibbles(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+KVIK_INLINE I32 high_nibbles(I32 a) {
+    return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
+}
+KVIK_INLINE F32 to_float(I32 a) { return _mm512_cvtepi32_ps(a); }
+KVIK_INLINE I32 to_int(F32 a) { return _mm512_cvtps_epi32(a); }  // to nearest even
+KVIK_INLINE int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a); }
+KVIK_INLINE void store_i8(int8_t* p, I32 v) {  // lanes must fit
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v));
+}
+KVIK_INLINE I32 load_i8(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+KVIK_INLINE Mask lanes_of(uint32_t bits) { return Mask(bits); }
+KVIK_INLINE Mask less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+KVIK_INLINE F32 even_bf16(I32 a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+KVIK_INLINE F32 odd_bf16(I32 a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000))));
+}
+KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {  // pairs of int8 as pairs of bf16, exactly
+    const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+}
+
+KVIK_INLINE __m256i narrow(F32 v) {
+#if defined(__AVX512BF16__)
+    return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, even), _mm512_set1_epi32(0x7fff)), 16);
+    const Mask nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0)));
+#endif
+}
+KVIK_INLINE void store(bf16* p, F32 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
+
+// acc + a.even * b.even + a.odd * b.odd, lane by lane, for pairs of bf16.
+KVIK_INLINE F32 dot_bf16(F32 acc, I32 a, I32 b) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+    const I32 odd = _mm512_set1_epi32(int(0xffff0000));
+    acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                          _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, odd)),
+                           _mm512_castsi512_ps(_mm512_and_si512(b, odd)), acc);
+#endif
+}
+#if defined(__AVX512VNNI__)
+// Not the intrinsic: its operands have another vector type than I32, and with many sums at work gcc then
+// copies each of them through the stack.
+KVIK_INLINE I32 dpbusd(I32 acc, I32 u, I32 s) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+    return acc;
+}
+#endif
+// acc + sum of four products per lane; u unsigned, s signed bytes. Exact.
+KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
+#if defined(__AVX512VNNI__)
+    return dpbusd(acc, u, s);
+#else
+    const I32 even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(0xff)),
+                                       _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
+    const I32 odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
+    return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+#endif
+}
+// The same where u is at most 15: pairs of products then fit 16 bits.
+KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) {
+#if defined(__AVX512VNNI__)
+    return dpbusd(acc, u, s);
+#else
+    return _mm512_add_epi32(
+        acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
+#endif
+}
+
+// Four int8 to a lane -> two vectors of pairs of bf16, exactly: the first two of each lane, the others.
+KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
+    const I32 f0 = (I32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24), 24));
+    const I32 f1 = (I32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 16), 24));
+    const I32 f2 = (I32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 8), 24));
+    const I32 f3 = (I32)_mm512_cvtepi32_ps(_mm512_srai_epi32(v, 24));
+    first = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(f0, 16), f1);
+    second = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(f2, 16), f3);
+}
+// a * b, where both fit in 15 bits and a is not negative.
+KVIK_INLINE I32 short_mul(I32 a, I32 b) { return _mm512_madd_epi16(a, b); }
+
+using F64 = __m512d;  // kLanes / 2 doubles
+KVIK_INLINE F64 dzero() { return _mm512_setzero_pd(); }
+KVIK_INLINE F64 add(F64 a, F64 b) { return _mm512_add_pd(a, b); }
+KVIK_INLINE F64 widen_low(F32 a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
+KVIK_INLINE F64 widen_high(F32 a) {
+    return _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+}
+KVIK_INLINE double sum(F64 a) { return _mm512_reduce_add_pd(a); }
+
+#elif defined(__AVX2__)
+
+constexpr int kLanes = 8;
+using F32 = __m256;
+using I32 = __m256i;
+using Mask = __m256;  // all bits of a lane, or none
+
+KVIK_INLINE F32 zero() { return _mm256_setzero_ps(); }
+KVIK_INLINE F32 all(float v) { return _mm256_set1_ps(v); }
+KVIK_INLINE F32 load(const float* p) { return _mm256_loadu_ps(p); }
+KVIK_INLINE void store(float* p, F32 v) { _mm256_storeu_ps(p, v); }
+KVIK_INLINE Mask first_lanes(int n) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane));
+}
+KVIK_INLINE F32 load(const float* p, int n) {
+    return _mm256_maskload_ps(p, _mm256_castps_si256(first_lanes(n)));
+}
+KVIK_INLINE void store(float* p, F32 v, int n) {
+    _mm256_maskstore_ps(p, _mm256_castps_si256(first_lanes(n)), v);
+}
+KVIK_INLINE F32 widen(__m128i v) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+KVIK_INLINE F32 load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+KVIK_INLINE F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
+KVIK_INLINE F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
+KVIK_INLINE F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
+KVIK_INLINE F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
+KVIK_INLINE F32 max(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+KVIK_INLINE F32 min(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+KVIK_INLINE F32 abs(F32 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+KVIK_INLINE F32 round(F32 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { return _mm256_blendv_ps(no, yes, m); }
+KVIK_INLINE Mask above(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_NLE_UQ); }
+KVIK_INLINE uint32_t bits(Mask m) { return uint32_t(_mm256_movemask_ps(m)); }
+KVIK_INLINE float sum(F32 a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+KVIK_INLINE float largest(F32 a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(power));
+}
+
+KVIK_INLINE I32 izero() { return _mm256_setzero_si256(); }
+KVIK_INLINE I32 iall(int32_t v) { return _mm256_set1_epi32(v); }
+KVIK_INLINE I32 iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+KVIK_INLINE void istore(void* p, I32 v) { _mm256_storeu_si256((__m256i*)p, v); }
+KVIK_INLINE I32 iadd(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
+KVIK_INLINE I32 iand(I32 a, I32 b) { return _mm256_and_si256(a, b); }
+KVIK_INLINE I32 ixor(I32 a, I32 b) { return _mm256_xor_si256(a, b); }
+KVIK_INLINE I32 low_nibbles(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+KVIK_INLINE I32 high_nibbles(I32 a) {
+    return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15));
+}
+KVIK_INLINE F32 to_float(I32 a) { return _mm256_cvtepi32_ps(a); }
+KVIK_INLINE I32 to_int(F32 a) { return _mm256_cvtps_epi32(a); }
+KVIK_INLINE int32_t sum(I32 a) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+KVIK_INLINE void store_i8(int8_t* p, I32 v) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+KVIK_INLINE I32 load_i8(const int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+KVIK_INLINE Mask lanes_of(uint32_t bits) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(bits)), lane), lane));
+}
+KVIK_INLINE Mask less(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+KVIK_INLINE F32 even_bf16(I32 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+KVIK_INLINE F32 odd_bf16(I32 a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000))));
+}
+KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256 even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16));
+    const __m256 odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16));
+    return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
+}
+
+KVIK_INLINE __m128i narrow(F32 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded =
+        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, even), _mm256_set1_epi32(0x7fff)), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    const __m256i words = _mm256_packus_epi32(rounded, rounded);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08));
+}
+KVIK_INLINE void store(bf16* p, F32 v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
+
+KVIK_INLINE F32 dot_bf16(F32 acc, I32 a, I32 b) {
+    const I32 odd = _mm256_set1_epi32(int(0xffff0000));
+    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, odd)),
+                           _mm256_castsi256_ps(_mm256_and_si256(b, odd)), acc);
+}
+#if defined(__AVXVNNI__)
+KVIK_INLINE I32 dpbusd(I32 acc, I32 u, I32 s) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u), "x"(s));
+    return acc;
+}
+#endif
+KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
+#if defined(__AVXVNNI__)
+    return dpbusd(acc, u, s);
+#else
+    const I32 even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
+                                       _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    const I32 odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
+}
+KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) {
+#if defined(__AVXVNNI__)
+    return dpbusd(acc, u, s);
+#else
+    return _mm256_add_epi32(
+        acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+#endif
+}
+
+KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
+    const I32 f0 = (I32)_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24), 24));
+    const I32 f1 = (I32)_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 16), 24));
+    const I32 f2 = (I32)_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 8), 24));
+    const I32 f3 = (I32)_mm256_cvtepi32_ps(_mm256_srai_epi32(v, 24));
+    first = _mm256_blend_epi16(_mm256_srli_epi32(f0, 16), f1, 0xaa);
+    second = _mm256_blend_epi16(_mm256_srli_epi32(f2, 16), f3, 0xaa);
+}
+KVIK_INLINE I32 short_mul(I32 a, I32 b) { return _mm256_madd_epi16(a, b); }
+
+using F64 = __m256d;
+KVIK_INLINE F64 dzero() { return _mm256_setzero_pd(); }
+KVIK_INLINE F64 add(F64 a, F64 b) { return _mm256_add_pd(a, b); }
+KVIK_INLINE F64 widen_low(F32 a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
+KVIK_INLINE F64 widen_high(F32 a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
+KVIK_INLINE double sum(F64 a) {
+    const __m128d s = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(s, _mm_unpackhi_pd(s, s)));
+}
+
+#else  // any machine: the compiler makes of these loops what it can
+
+constexpr int kLanes = 8;
+struct F32 { float v[kLanes]; };
+struct I32 { int32_t v[kLanes]; };
+struct Mask { bool v[kLanes]; };
+
+#define KVIK_LANES for (int i = 0; i < kLanes; i++)
+KVIK_INLINE F32 all(float x) { F32 r; KVIK_LANES r.v[i] = x; return r; }
+KVIK_INLINE F32 zero() { return all(0.0f); }
+KVIK_INLINE F32 load(const float* p) { F32 r; KVIK_LANES r.v[i] = p[i]; return r; }
+KVIK_INLINE void store(float* p, F32 a) { KVIK_LANES p[i] = a.v[i]; }
+KVIK_INLINE Mask first_lanes(int n) { Mask r; KVIK_LANES r.v[i] = i < n; return r; }
+KVIK_INLINE F32 load(const float* p, int n) { F32 r; KVIK_LANES r.v[i] = i < n ? p[i] : 0.0f; return r; }
+KVIK_INLINE void store(float* p, F32 a, int n) { for (int i = 0; i < n && i < kLanes; i++) p[i] = a.v[i]; }
+KVIK_INLINE F32 load(const bf16* p) { F32 r; KVIK_LANES r.v[i] = to_float(p[i]); return r; }
+KVIK_INLINE void store(bf16* p, F32 a) { KVIK_LANES p[i] = to_bf16(a.v[i]); }
+KVIK_INLINE F32 add(F32 a, F32 b) { KVIK_LANES a.v[i] += b.v[i]; return a; }
+KVIK_INLINE F32 sub(F32 a, F32 b) { KVIK_LANES a.v[i] -= b.v[i]; return a; }
+KVIK_INLINE F32 mul(F32 a, F32 b) { KVIK_LANES a.v[i] *= b.v[i]; return a; }
+KVIK_INLINE F32 div(F32 a, F32 b) { KVIK_LANES a.v[i] /= b.v[i]; return a; }
+KVIK_INLINE F32 max(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+KVIK_INLINE F32 min(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+KVIK_INLINE F32 abs(F32 a) { KVIK_LANES a.v[i] = std::fabs(a.v[i]); return a; }
+KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { KVIK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+KVIK_INLINE F32 round(F32 a) { KVIK_LANES a.v[i] = std::nearbyintf(a.v[i]); return a; }
+KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { KVIK_LANES yes.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return yes; }
+KVIK_INLINE Mask above(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = !(a.v[i] <= b.v[i]); return r; }
+KVIK_INLINE uint32_t bits(Mask m) { uint32_t r = 0; KVIK_LANES r |= uint32_t(m.v[i]) << i; return r; }
+KVIK_INLINE float sum(F32 a) {
+    for (int n = kLanes / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) a.v[i] += a.v[i + n];
+    return a.v[0];
+}
+KVIK_INLINE float largest(F32 a) {
+    float m = a.v[0];
+    KVIK_LANES m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127, or NaN where a is; ldexp would be a call
+    KVIK_LANES {
+        const uint32_t bits = uint32_t(int32_t(n.v[i]) + 127) << 23;
+        float power;
+        std::memcpy(&power, &bits, 4);
+        a.v[i] *= power;
+    }
+    return a;
+}
+
+KVIK_INLINE I32 iall(int32_t x) { I32 r; KVIK_LANES r.v[i] = x; return r; }
+KVIK_INLINE I32 izero() { return iall(0); }
+KVIK_INLINE I32 iload(const void* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
+KVIK_INLINE void istore(void* p, I32 a) { std::memcpy(p, &a, sizeof a); }
+KVIK_INLINE I32 iadd(I32 a, I32 b) { KVIK_LANES a.v[i] = int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])); return a; }
+KVIK_INLINE I32 iand(I32 a, I32 b) { KVIK_LANES a.v[i] &= b.v[i]; return a; }
+KVIK_INLINE I32 ixor(I32 a, I32 b) { KVIK_LANES a.v[i] ^= b.v[i]; return a; }
+KVIK_INLINE I32 low_nibbles(I32 a) { KVIK_LANES a.v[i] &= 0x0f0f0f0f; return a; }
+KVIK_INLINE I32 high_nibbles(I32 a) { KVIK_LANES a.v[i] = (a.v[i] >> 4) & 0x0f0f0f0f; return a; }
+KVIK_INLINE F32 to_float(I32 a) { F32 r; KVIK_LANES r.v[i] = float(a.v[i]); return r; }
+KVIK_INLINE I32 to_int(F32 a) { I32 r; KVIK_LANES r.v[i] = int32_t(std::nearbyintf(a.v[i])); return r; }
+KVIK_INLINE int32_t sum(I32 a) { int32_t s = 0; KVIK_LANES s += a.v[i]; return s; }
+KVIK_INLINE void store_i8(int8_t* p, I32 a) { KVIK_LANES p[i] = int8_t(a.v[i]); }
+KVIK_INLINE I32 load_i8(const int8_t* p) { I32 r; KVIK_LANES r.v[i] = p[i]; return r; }
+KVIK_INLINE Mask lanes_of(uint32_t bits) { Mask r; KVIK_LANES r.v[i] = bits >> i & 1; return r; }
+KVIK_INLINE Mask less(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = a.v[i] < b.v[i]; return r; }
+KVIK_INLINE F32 even_bf16(I32 a) { F32 r; KVIK_LANES r.v[i] = to_float(bf16(a.v[i])); return r; }
+KVIK_INLINE F32 odd_bf16(I32 a) { F32 r; KVIK_LANES r.v[i] = to_float(bf16(uint32_t(a.v[i]) >> 16)); return r; }
+KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {
+    I32 r;
+    KVIK_LANES r.v[i] = int32_t(to_bf16(p[2 * i]) | uint32_t(to_bf16(p[2 * i + 1])) << 16);
+    return r;
+}
+
+KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
+    KVIK_LANES {
+        uint32_t wide[4];
+        for (int j = 0; j < 4; j++) wide[j] = to_bf16(float(int8_t(uint32_t(v.v[i]) >> (8 * j))));
+        first.v[i] = int32_t(wide[0] | wide[1] << 16);
+        second.v[i] = int32_t(wide[2] | wide[3] << 16);
+    }
+}
+KVIK_INLINE I32 short_mul(I32 a, I32 b) { KVIK_LANES a.v[i] *= b.v[i]; return a; }
+
+KVIK_INLINE F32 dot_bf16(F32 acc, I32 a, I32 b) {
+    KVIK_LANES {
+        const uint32_t x = uint32_t(a.v[i]), y = uint32_t(b.v[i]);
+        acc.v[i] += to_float(bf16(x)) * to_float(bf16(y));
+        acc.v[i] += to_float(bf16(x >> 16)) * to_float(bf16(y >> 16));
+    }
+    return acc;
+}
+KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
+    KVIK_LANES {
+        for (int j = 0; j < 4; j++)
+            acc.v[i] += int32_t(uint8_t(uint32_t(u.v[i]) >> (8 * j))) * int8_t(uint32_t(s.v[i]) >> (8 * j));
+    }
+    return acc;
+}
+KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return dot_i8(acc, u, s); }
+
+struct F64 { double v[kLanes / 2]; };
+KVIK_INLINE F64 dzero() { return F64{}; }
+KVIK_INLINE F64 add(F64 a, F64 b) { for (int i = 0; i < kLanes / 2; i++) a.v[i] += b.v[i]; return a; }
+KVIK_INLINE F64 widen_low(F32 a) { F64 r; for (int i = 0; i < kLanes / 2; i++) r.v[i] = a.v[i]; return r; }
+KVIK_INLINE F64 widen_high(F32 a) {
+    F64 r;
+    for (int i = 0; i < kLanes / 2; i++) r.v[i] = a.v[i + kLanes / 2];
+    return r;
+}
+KVIK_INLINE double sum(F64 a) { double s = 0; for (int i = 0; i < kLanes / 2; i++) s += a.v[i]; return s; }
+#undef KVIK_LANES
+
+#endif
+
+// ------------------------------------------------------------------------------------ on top
+
+// The first n lanes of bf16, zeros behind.
+KVIK_INLINE F32 load(const bf16* p, int n) {
+    bf16 lanes[kLanes] = {};
+    std::memcpy(lanes, p, size_t(n) * sizeof(bf16));
+    return load(lanes);
+}
+KVIK_INLINE void store(bf16* p, F32 v, int n) {
+    bf16 lanes[kLanes];
+    store(lanes, v);
+    std::memcpy(p, lanes, size_t(n) * sizeof(bf16));
+}
+
+KVIK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// e^x, relative error below 2e-7; x is cut to [-87, 88], NaN stays NaN. e^0 is exactly 1.
+KVIK_INLINE F32 exp(F32 x) {
+    const F32 clamped = max(all(-87.0f), min(all(88.0f), x));  // of NaN and a number the second is kept
+    const F32 n = round(mul(clamped, all(1.44269504f)));
+    // x - n ln 2 in two parts, because n ln 2 alone would lose the low bits
+    F32 f = fma(n, all(-0.693359375f), clamped);
+    f = fma(n, all(2.12194440e-4f), f);
+    F32 p = all(1.9875691500e-4f);
+    p = fma(p, f, all(1.3981999507e-3f));
+    p = fma(p, f, all(8.3334519073e-3f));
+    p = fma(p, f, all(4.1665795894e-2f));
+    p = fma(p, f, all(1.6666665459e-1f));
+    p = fma(p, f, all(5.0000001201e-1f));
+    p = add(fma(p, mul(f, f), f), all(1.0f));
+    return times_power_of_two(p, n);
+}
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,43 @@
+// Every kernel, compiled for one instruction set (KVIK_ISA).
+#include "table.hpp"
+
+#include "activation.hpp"
+#include "attention.hpp"
+#include "kv_cache.hpp"
+#include "limits.hpp"
+#include "linear.hpp"
+#include "logits.hpp"
+#include "norm.hpp"
+#include "pack.hpp"
+#include "rotary.hpp"
+#include "rows.hpp"
+#include "sampling.hpp"
+#include "simd.hpp"
+
+#define KVIK_CONCAT_(a, b) a##b
+#define KVIK_CONCAT(a, b) KVIK_CONCAT_(a, b)
+#define KVIK_STRING_(a) #a
+#define KVIK_STRING(a) KVIK_STRING_(a)
+
+namespace kvik {
+namespace {
+
+#define KVIK_CALL(kernel)                                                  \
+    void call_##kernel(const Word* words, Team& team) {                    \
+        kernel(*reinterpret_cast<const kernel##_args*>(words), team);      \
+    }
+KVIK_KERNELS(KVIK_CALL)
+#undef KVIK_CALL
+
+}  // namespace
+
+extern const Table KVIK_CONCAT(table_, KVIK_ISA);
+const Table KVIK_CONCAT(table_, KVIK_ISA) = {
+    KVIK_STRING(KVIK_ISA),
+    kLanes,
+#define KVIK_ENTRY(kernel) call_##kernel,
+    KVIK_KERNELS(KVIK_ENTRY)
+#undef KVIK_ENTRY
+};
+
+}  // namespace kvik

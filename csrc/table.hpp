@@ -1,0 +1,32 @@
+// One instruction set's kernels: a row of function pointers.
+#pragma once
+
+#include "arguments.hpp"
+#include "team.hpp"
+
+namespace kvik {
+
+using Kernel = void (*)(const Word* words, Team& team);
+
+struct Table {
+    const char* name;
+    int lanes;  // floats in a vector
+#define KVIK_ENTRY(kernel) Kernel kernel;
+    KVIK_KERNELS(KVIK_ENTRY)
+#undef KVIK_ENTRY
+};
+
+enum KernelId : int {
+#define KVIK_ID(kernel) kernel##_id,
+    KVIK_KERNELS(KVIK_ID)
+#undef KVIK_ID
+        kNumKernels
+};
+
+// The kernels by id.
+static inline Kernel kernel_of(const Table& table, int id) {
+    static_assert(sizeof(Kernel) == sizeof(void*));
+    return (&table.rms_norm)[id];
+}
+
+}  // namespace kvik

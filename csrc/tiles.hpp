@@ -1,0 +1,298 @@
+// Products of some rows of x with one tile of weights (packed.hpp), sums kept in registers.
+//
+// The order of every sum is that of the inputs, whatever the number of rows: an output's bits depend on
+// its row alone. So each kind has one chain of additions per output, also where two would be quicker.
+#pragma once
+
+#include "packed.hpp"
+#include "simd.hpp"
+
+namespace kvik {
+namespace {
+
+// A stretch of the inputs of one tile, and the rows of x that meet it.
+struct Stretch {
+    const char* weight;  // [steps][32][4 bytes]
+    int64_t steps;
+    const char* x;  // [rows][steps of the same inputs]
+    int64_t x_stride;  // bytes
+    int rows;
+    float* sums;  // [rows][32]
+    bool first;  // else the sums of the stretches before are in `sums`
+    // Of integers, whose stretches are whole groups (the last group of a matrix may be short):
+    int64_t group_steps;
+    const int32_t* x_sums;   // [rows][groups], times minus the weights' offset
+    const float* x_scales;   // [rows][groups]; int4 alone, like what follows
+    int64_t groups_stride;   // elements of the two above
+    const bf16* scales;      // [groups][32]
+    const uint8_t* zeros;    // [groups][32], or null
+};
+
+constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about what memory takes to answer
+
+// What a kind does with a vector of weights. kParts: vectors that come out, each of which meets four
+// bytes of x. kScaled: each group has a scale; else the caller scales the sums of all inputs.
+struct TileF32 {
+    static constexpr int kParts = 1;
+    KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
+    KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) {
+        return fma(__builtin_bit_cast(F32, w), __builtin_bit_cast(F32, x), sum);
+    }
+};
+
+struct TileBF16 {
+    static constexpr int kParts = 1;
+    KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
+    KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
+};
+
+struct TileI8AsBF16 {
+    static constexpr int kParts = 2;
+    KVIK_INLINE void unpack(I32 v, I32* w) { widen_i8(ixor(v, iall(int32_t(0x80808080))), w[0], w[1]); }
+    KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
+};
+
+struct TileI8 {
+    static constexpr int kParts = 1;
+    static constexpr bool kScaled = false;
+    KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
+    KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
+};
+
+struct TileI4 {
+    static constexpr int kParts = 2;
+    static constexpr bool kScaled = true;
+    KVIK_INLINE void unpack(I32 v, I32* w) {
+        w[0] = low_nibbles(v);
+        w[1] = high_nibbles(v);
+    }
+    KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i4(sum, w, x); }
+};
+
+// Four bytes of row m in all lanes. Rows are reached from every fourth one, so that the addresses of
+// twelve rows take few registers.
+template <int kRows>
+struct Broadcast {
+    static constexpr int kBases = (kRows + 3) / 4;
+    const char* base[kBases];
+    int64_t stride;
+
+    inline __attribute__((always_inline)) Broadcast(const char* x, int64_t x_stride) : stride(x_stride) {
+        for (int i = 0; i < kBases; i++) base[i] = x + 4 * i * x_stride;
+    }
+    inline __attribute__((always_inline)) I32 operator()(int m, int64_t offset) const {
+        return iall(load_word(base[m / 4] + m % 4 * stride + offset));
+    }
+};
+
+template <class Tile, int kRows, int kVectors>
+KVIK_INLINE void multiply_floats(const Stretch& s, int first_vector) {
+    constexpr int kParts = Tile::kParts;
+    float* sums = s.sums + first_vector * kLanes;
+    F32 acc[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; m++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) acc[m][v] = s.first ? zero() : load(sums + m * kTile + v * kLanes);
+    }
+    const Broadcast<kRows> x(s.x, s.x_stride);
+    const char* weight = s.weight + first_vector * kLanes * 4;
+    const int64_t end = s.steps * 4 * kParts;
+    for (int64_t at = 0; at < end; at += 4 * kParts) {
+        I32 w[kVectors][kParts];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const char* p = weight + v * kLanes * 4;
+            if (v * kLanes * 4 % 64 == 0) prefetch(p + kAhead);
+            Tile::unpack(iload(p), w[v]);
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; part++) {
+#pragma GCC unroll 16
+            for (int m = 0; m < kRows; m++) {
+                const I32 b = x(m, at + part * 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++) acc[m][v] = Tile::dot(acc[m][v], w[v][part], b);
+            }
+        }
+        weight += kStepBytes;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; m++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) store(sums + m * kTile + v * kLanes, acc[m][v]);
+    }
+}
+
+// The part of one group. A function of its own, since the compiler keeps all sums in registers only
+// where the loop over the steps is the only one. Sums of a group are exact, so their order is free: few
+// rows use a chain for each part.
+template <class Tile, int kRows, int kVectors>
+__attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector, int64_t group, int64_t first,
+                                              int64_t last) {
+    constexpr int kParts = Tile::kParts;
+    constexpr int kChains = kRows <= 2 ? kParts : 1;
+    constexpr bool kScaled = Tile::kScaled;
+    const int64_t lane = group * kTile + first_vector * kLanes, groups_stride = s.groups_stride;
+    const uint8_t* packed_zeros = kScaled ? s.zeros : nullptr;
+    const float* x_scales = s.x_scales + group;
+    const int32_t* x_sums = s.x_sums + group;
+    I32 acc[kChains][kRows][kVectors];
+    I32 zeros[kVectors];
+    for (int v = 0; v < kVectors; v++)
+        zeros[v] = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane + v * kLanes) : iall(1);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; m++) {
+        // minus the zero point times the sum of x: the weights are stored without sign
+        const I32 x_sum = iall(x_sums[m * groups_stride]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            acc[0][m][v] = packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
+            if (kChains > 1) acc[kChains - 1][m][v] = izero();
+        }
+    }
+    const Broadcast<kRows> x(s.x, s.x_stride);
+    const char* weight = s.weight + first * kStepBytes + first_vector * kLanes * 4;
+    int64_t at = first * 4 * kParts;
+    do {
+        I32 w[kVectors][kParts];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const char* p = weight + v * kLanes * 4;
+            if (v * kLanes * 4 % 64 == 0) prefetch(p + kAhead);
+            Tile::unpack(iload(p), w[v]);
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; part++) {
+#pragma GCC unroll 16
+            for (int m = 0; m < kRows; m++) {
+                const I32 b = x(m, at + part * 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++)
+                    acc[part % kChains][m][v] = Tile::dot(acc[part % kChains][m][v], w[v][part], b);
+            }
+        }
+        weight += kStepBytes;
+        at += 4 * kParts;
+    } while (at < last * 4 * kParts);
+    float* sums = s.sums + first_vector * kLanes;
+    F32 scale[kVectors];
+    for (int v = 0; v < kVectors; v++) scale[v] = kScaled ? load(s.scales + lane + v * kLanes) : all(1.0f);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; m++) {
+        const F32 x_scale = all(kScaled ? x_scales[m * groups_stride] : 1.0f);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            const I32 whole = kChains > 1 ? iadd(acc[0][m][v], acc[kChains - 1][m][v]) : acc[0][m][v];
+            float* sum = sums + m * kTile + v * kLanes;
+            store(sum, kScaled ? fma(to_float(whole), mul(scale[v], x_scale), load(sum))
+                               : add(to_float(whole), load(sum)));
+        }
+    }
+}
+
+template <class Tile, int kRows, int kVectors>
+KVIK_INLINE void multiply_integers(const Stretch& s, int first_vector) {
+    if (s.first) {
+        float* sums = s.sums + first_vector * kLanes;
+        for (int m = 0; m < kRows; m++)
+            for (int v = 0; v < kVectors; v++) store(sums + m * kTile + v * kLanes, zero());
+    }
+    for (int64_t group = 0, step = 0; step < s.steps; group++) {
+        const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps;
+        multiply_group<Tile, kRows, kVectors>(s, first_vector, group, step, last);
+        step = last;
+    }
+}
+
+template <class Tile>
+constexpr bool kIsInteger = false;
+template <>
+constexpr bool kIsInteger<TileI8> = true;
+template <>
+constexpr bool kIsInteger<TileI4> = true;
+
+template <class Tile, int kRows, int kVectors>
+KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
+    if constexpr (kIsInteger<Tile>)
+        multiply_integers<Tile, kRows, kVectors>(s, first_vector);
+    else
+        multiply_floats<Tile, kRows, kVectors>(s, first_vector);
+}
+
+// Rows that are multiplied at once: with two vectors of outputs they fill the registers.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
+constexpr int kTileVectors = kTile / kLanes;
+
+template <class Tile, int kRows>
+void multiply(const Stretch& s) {
+    constexpr int kVectors = kRows <= 2 ? kTileVectors : 2;
+    for (int v = 0; v < kTileVectors; v += kVectors) multiply_vectors<Tile, kRows, kVectors>(s, v);
+}
+
+using Multiply = void (*)(const Stretch&);
+
+template <class Tile>
+Multiply multiply_for(int rows) {
+    static constexpr Multiply table[] = {
+        multiply<Tile, 1>, multiply<Tile, 2>, multiply<Tile, 3>, multiply<Tile, 4>,
+#if defined(__AVX512F__)
+        multiply<Tile, 5>, multiply<Tile, 6>, multiply<Tile, 7>, multiply<Tile, 8>,
+        multiply<Tile, 9>, multiply<Tile, 10>, multiply<Tile, 11>, multiply<Tile, 12>,
+#endif
+    };
+    static_assert(sizeof table / sizeof table[0] == kMaxRows);
+    return table[rows - 1];
+}
+
+// Weights of a tile in twice the bytes, for products that take no smaller ones.
+using Unpack = void (*)(const char* weight, int64_t steps, char* wide);
+
+// Weights [steps][32][4] as vectors unpack them: [2 steps][32][4].
+template <class Tile>
+void unpack_tile(const char* weight, int64_t steps, char* wide) {
+    static_assert(Tile::kParts == 2);
+    for (int64_t step = 0; step < steps; step++) {
+        prefetch(weight + kAhead);
+        prefetch(weight + kAhead + 64);
+        for (int v = 0; v < kTileVectors; v++) {
+            I32 w[2];
+            Tile::unpack(iload(weight + v * kLanes * 4), w);
+            istore(wide + v * kLanes * 4, w[0]);
+            istore(wide + v * kLanes * 4 + kStepBytes, w[1]);
+        }
+        weight += kStepBytes;
+        wide += 2 * kStepBytes;
+    }
+}
+
+// Rows from which int8 weights are widened to bf16 once for all of them. Where vectors are long, widening
+// again for each block of rows hides behind the products, and less memory is touched.
+constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
+
+// What `linear` asks of an instruction set; tiles_amx.hpp has another answer.
+struct VectorTiles {
+    // Rows of x that are multiplied at once, at most; and of which blocks of rows are multiples.
+    static int64_t block_rows(int64_t) { return kMaxRows; }
+    static int64_t row_unit(int64_t) { return 1; }
+
+    // How weights are unpacked before they meet so many rows, or null.
+    static Unpack unpack_of(int64_t kind, int64_t rows) {
+        return kind == kMatrixI8WeightOnly && rows >= kWidenFrom ? unpack_tile<TileI8AsBF16> : nullptr;
+    }
+
+    void multiply(int64_t kind, bool unpacked, const Stretch& s) const { multiply_of(kind, unpacked, s.rows)(s); }
+
+    static Multiply multiply_of(int64_t kind, bool unpacked, int rows) {
+        switch (kind) {
+            case kMatrixF32: return multiply_for<TileF32>(rows);
+            case kMatrixBF16: return multiply_for<TileBF16>(rows);
+            case kMatrixI8: return multiply_for<TileI8>(rows);
+            case kMatrixI4: return multiply_for<TileI4>(rows);
+            default: return unpacked ? multiply_for<TileBF16>(rows) : multiply_for<TileI8AsBF16>(rows);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace kvik

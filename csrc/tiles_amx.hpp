@@ -1,0 +1,212 @@
+// Products by the tile registers of AMX: up to 32 rows of x with the 32 outputs of a tile.
+//
+// 16 steps of packed weights (packed.hpp) are two right operands of a product side by side, and 64 bytes of
+// 16 prepared rows of x are a left one. A product treats each of its rows alone, and one row goes the same
+// way as many: so here too an output's bits depend on its row alone. Floats are summed 16 steps at a time
+// from the first input on. Sums of integers are exact, and have the bits of the other instruction sets.
+#pragma once
+
+#include "amx.hpp"
+#include "packed.hpp"
+#include "simd.hpp"
+#include "tiles.hpp"
+
+namespace kvik {
+namespace {
+
+constexpr int kRegisterRows = 16;
+constexpr int kRegisterBytes = 64;  // of a row
+constexpr int64_t kProductSteps = 16;
+
+// Registers by number: sums of two times 16 rows and two times 16 outputs, x, weights.
+constexpr int kSumsTile = 0, kXTile = 4, kWeightTile = 6;
+
+// The shapes of this thread's registers. What they hold is lost when the shapes change.
+class TileShapes {
+public:
+    TileShapes() = default;
+    TileShapes(const TileShapes&) = delete;
+    TileShapes& operator=(const TileShapes&) = delete;
+    ~TileShapes() {
+        if (rows_ != 0) tile_release();
+    }
+
+    // For so many rows of x and steps of a product.
+    void set(int64_t rows, int64_t steps) {
+        if (rows == rows_ && steps == steps_) return;
+        rows_ = rows;
+        steps_ = steps;
+        TileConfig config = {};
+        config.palette = 1;
+        const auto shape = [&](int tile, int64_t tile_rows, int64_t row_bytes) {
+            config.rows[tile] = uint8_t(tile_rows);
+            config.row_bytes[tile] = uint16_t(tile_rows ? row_bytes : 0);
+        };
+        for (int half = 0; half < 2; half++) {
+            const int64_t left = rows - half * kRegisterRows;
+            const int64_t half_rows = left < 0 ? 0 : left < kRegisterRows ? left : kRegisterRows;
+            shape(kSumsTile + 2 * half, half_rows, kRegisterBytes);
+            shape(kSumsTile + 2 * half + 1, half_rows, kRegisterBytes);
+            shape(kXTile + half, half_rows, 4 * steps);
+            shape(kWeightTile + half, steps, kRegisterBytes);
+        }
+        tile_config(config);
+    }
+
+private:
+    int64_t rows_ = 0, steps_ = 0;
+};
+
+struct ProductBF16 {
+    template <int kSums, int kX, int kW>
+    KVIK_INLINE void add() { tile_dot_bf16<kSums, kX, kW>(); }
+};
+
+struct ProductI8 {
+    template <int kSums, int kX, int kW>
+    KVIK_INLINE void add() { tile_dot_i8<kSums, kX, kW>(); }
+};
+
+// Part of a stretch, and the sums [rows][32] of four bytes it is added to. The steps are a multiple of those
+// of a product.
+struct Part {
+    int64_t first, steps, product_steps;
+    char* sums;
+    bool from_zero;
+    bool streamed;  // weights come from memory, not from where they were just unpacked
+};
+
+// Sums in the registers of one half of the rows.
+template <int kHalf>
+KVIK_INLINE void open_sums(const Part& p) {
+    constexpr int kLeft = kSumsTile + 2 * kHalf;
+    char* sums = p.sums + kHalf * kRegisterRows * kStepBytes;
+    if (p.from_zero) {
+        tile_zero<kLeft>();
+        tile_zero<kLeft + 1>();
+    } else {
+        tile_load<kLeft>(sums, kStepBytes);
+        tile_load<kLeft + 1>(sums + kRegisterBytes, kStepBytes);
+    }
+}
+
+template <int kHalf>
+KVIK_INLINE void store_sums(const Part& p) {
+    constexpr int kLeft = kSumsTile + 2 * kHalf;
+    char* sums = p.sums + kHalf * kRegisterRows * kStepBytes;
+    tile_store<kLeft>(sums, kStepBytes);
+    tile_store<kLeft + 1>(sums + kRegisterBytes, kStepBytes);
+}
+
+template <class Product, int kHalf>
+KVIK_INLINE void add_product(const char* x, int64_t x_stride) {
+    constexpr int kLeft = kSumsTile + 2 * kHalf;
+    tile_load<kXTile + kHalf>(x + kHalf * kRegisterRows * x_stride, x_stride);
+    Product::template add<kLeft, kXTile + kHalf, kWeightTile>();
+    Product::template add<kLeft + 1, kXTile + kHalf, kWeightTile + 1>();
+}
+
+// kBoth: more than 16 rows. By value: the compiler takes memory as changed by every load and store.
+template <class Product, bool kBoth>
+void add_part(const Stretch& s, const Part p) {
+    open_sums<0>(p);
+    if constexpr (kBoth) open_sums<1>(p);
+    const char* x = s.x + p.first * 4;
+    const char* weight = s.weight + p.first * kStepBytes;
+    const int64_t x_stride = s.x_stride, weight_bytes = p.product_steps * kStepBytes;
+    for (int64_t step = 0; step < p.steps; step += p.product_steps) {
+        if (p.streamed)
+            for (int64_t line = 0; line < weight_bytes; line += 64) prefetch(weight + kAhead + line);
+        tile_load<kWeightTile>(weight, kStepBytes);
+        tile_load<kWeightTile + 1>(weight + kRegisterBytes, kStepBytes);
+        add_product<Product, 0>(x, x_stride);
+        if constexpr (kBoth) add_product<Product, 1>(x, x_stride);
+        x += p.product_steps * 4;
+        weight += weight_bytes;
+    }
+    store_sums<0>(p);
+    if constexpr (kBoth) store_sums<1>(p);
+}
+
+// Any number of steps: what is too short for a product takes a shorter one.
+template <class Product>
+void add_steps(TileShapes& shapes, const Stretch& s, Part p) {
+    const auto add = s.rows > kRegisterRows ? add_part<Product, true> : add_part<Product, false>;
+    const int64_t rest = p.steps % p.product_steps;
+    shapes.set(s.rows, p.product_steps);
+    p.steps -= rest;
+    add(s, p);
+    if (rest == 0) return;
+    shapes.set(s.rows, rest);
+    p.first += p.steps;
+    p.steps = p.product_steps = rest;
+    p.from_zero = false;
+    add(s, p);
+}
+
+void multiply_bf16(TileShapes& shapes, const Stretch& s, bool streamed) {
+    add_steps<ProductBF16>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
+}
+
+// From the integers of a group to the sums, as `multiply_group` of the vectors does it.
+template <bool kScaled>
+void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
+    const uint8_t* packed_zeros = kScaled ? s.zeros : nullptr;
+    for (int v = 0; v < kTileVectors; v++) {
+        const int64_t lane = group * kTile + v * kLanes;
+        const I32 zeros = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane) : iall(1);
+        const F32 scale = kScaled ? load(s.scales + lane) : all(1.0f);
+        for (int m = 0; m < s.rows; m++) {
+            const int64_t of_x = m * s.groups_stride + group;
+            const I32 x_sum = iall(s.x_sums[of_x]);
+            const I32 offset = packed_zeros ? short_mul(zeros, x_sum) : x_sum;
+            const F32 whole = to_float(iadd(iload(integers + m * kTile + v * kLanes), offset));
+            float* sum = s.sums + m * kTile + v * kLanes;
+            store(sum, kScaled ? fma(whole, mul(scale, all(s.x_scales[of_x])), load(sum)) : add(whole, load(sum)));
+        }
+    }
+}
+
+template <bool kScaled>
+void multiply_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
+    alignas(64) int32_t integers[2 * kRegisterRows * kTile];
+    if (s.first) std::memset(s.sums, 0, size_t(s.rows) * kTile * sizeof(float));
+    // one length for all products of a group: other shapes cost time
+    int64_t product_steps = kProductSteps;
+    while (s.group_steps % product_steps) product_steps--;
+    for (int64_t group = 0, step = 0; step < s.steps; group++, step += s.group_steps) {
+        const int64_t steps = s.steps - step < s.group_steps ? s.steps - step : s.group_steps;
+        add_steps<ProductI8>(shapes, s, {step, steps, product_steps, (char*)integers, true, streamed});
+        add_group<kScaled>(s, group, integers);
+    }
+}
+
+// The kinds as the registers multiply them; floats of 32 bits are left to the vectors.
+class AmxTiles {
+public:
+    static int64_t block_rows(int64_t kind) {
+        return kind == kMatrixF32 ? VectorTiles::block_rows(kind) : 2 * kRegisterRows;
+    }
+    static int64_t row_unit(int64_t kind) { return kind == kMatrixF32 ? VectorTiles::row_unit(kind) : kRegisterRows; }
+    static Unpack unpack_of(int64_t kind, int64_t) {
+        return kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
+               : kind == kMatrixI4         ? unpack_tile<TileI4>
+                                           : nullptr;
+    }
+
+    void multiply(int64_t kind, bool unpacked, const Stretch& s) {
+        switch (kind) {
+            case kMatrixF32: return vectors_.multiply(kind, unpacked, s);
+            case kMatrixI8: return multiply_i8<false>(shapes_, s, !unpacked);
+            case kMatrixI4: return multiply_i8<true>(shapes_, s, !unpacked);
+            default: return multiply_bf16(shapes_, s, !unpacked);
+        }
+    }
+
+private:
+    VectorTiles vectors_;
+    TileShapes shapes_;
+};
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,142 @@
+"""A paged cache in the layout of the native kernels, and attention over it step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.helpers.native import Poisoned, Runtime, call
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Bytes 0xff: NaN, or -1 in int8."""
+    return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+class NativeCache:
+    """Keys and values of one layer. What was never stored is NaN (int8: its scale is).
+
+    Attributes:
+        k, v: [blocks, kv_heads, block_size * head_dim].
+        k_scales, v_scales: [blocks, kv_heads, block_size] fp32; None unless the cache is int8.
+    """
+
+    def __init__(
+        self, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        shape = (blocks, kv_heads, block_size * head_dim)
+        self.k, self.v = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype)
+        self.kv_heads, self.block_size, self.head_dim = kv_heads, block_size, head_dim
+        self.dtype = dtype
+        self.k_scales = self.v_scales = None
+        if dtype == torch.int8:
+            self.k_scales = poisoned(blocks, kv_heads, block_size, dtype=torch.float32)
+            self.v_scales = poisoned(blocks, kv_heads, block_size, dtype=torch.float32)
+
+    def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""
+        self._copy(runtime, "store_kv", k, v, slots)
+
+    def load(self, runtime: Runtime, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k = poisoned(len(slots), self.kv_heads, self.head_dim, dtype=dtype)
+        v = poisoned(len(slots), self.kv_heads, self.head_dim, dtype=dtype)
+        self._copy(runtime, "load_kv", k, v, slots)
+        return k, v
+
+    def _copy(self, runtime: Runtime, kernel: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        assert k.dtype == v.dtype and slots.dtype == torch.int64
+        call(
+            runtime,
+            kernel,
+            k=k,
+            k_stride=k.stride(0),
+            v=v,
+            v_stride=v.stride(0),
+            k_cache=self.k,
+            v_cache=self.v,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+            slot_mapping=slots,
+            rows=len(slots),
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            dtype=k.dtype,
+            kv_dtype=self.dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence in a step.
+
+    Attributes:
+        q: [queries, heads, head_dim], the last ones of the context.
+        blocks: [blocks] int32.
+        tree: [queries, queries] bool: which tokens of the step each one sees.
+    """
+
+    q: Tensor
+    context: int
+    blocks: Tensor
+    tree: Tensor | None = None
+
+
+def attend(
+    runtime: Runtime, cache: NativeCache, parts: list[Part], scale: float, window: int = 0
+) -> list[Tensor]:
+    """One step of attention; the result of each part. Either all parts have a tree or none."""
+    q = torch.cat([part.q for part in parts]).flatten(1)  # [tokens, heads * head_dim]
+    tokens, heads = len(q), parts[0].q.shape[1]
+    padded = torch.full((tokens, q.shape[1] + 5), float("nan"), dtype=q.dtype)
+    padded[:, : q.shape[1]] = q
+    starts = torch.tensor([0, *(len(part.q) for part in parts)]).cumsum(0).int()
+    contexts = torch.tensor([part.context for part in parts], dtype=torch.int32)
+    # Past a sequence's blocks the table holds a place that would crash.
+    table = torch.full((len(parts), max(len(part.blocks) for part in parts) + 1), 2**30).int()
+    for row, part in zip(table, parts, strict=True):
+        row[: len(part.blocks)] = part.blocks
+    trees = [part.tree for part in parts if part.tree is not None]
+    words = max((len(tree) for tree in trees), default=0) // 64 + 1
+    mask = torch.cat([pack_bits(tree, words) for tree in trees]) if trees else None
+    out = Poisoned(max(tokens, 1), heads, cache.head_dim, dtype=q.dtype, gap=3)
+    call(
+        runtime,
+        "attention",
+        q=padded,
+        q_stride=padded.stride(0),
+        k_cache=cache.k,
+        v_cache=cache.v,
+        k_scales=cache.k_scales,
+        v_scales=cache.v_scales,
+        block_table=table,
+        table_stride=table.stride(0),
+        query_start_loc=starts,
+        seq_lens=contexts,
+        num_seqs=len(parts),
+        heads=heads,
+        kv_heads=cache.kv_heads,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
+        window=window,
+        tree_mask=mask,
+        tree_words=words,
+        scale=scale,
+        out=out.view,
+        out_stride=out.stride,
+        dtype=q.dtype,
+        kv_dtype=cache.dtype,
+    )
+    out.assert_rest_untouched()
+    return list(out.view[:tokens].clone().split([len(part.q) for part in parts]))
+
+
+def pack_bits(tree: Tensor, words: int) -> Tensor:
+    """[queries, queries] bool -> [queries, words] int64, bit j of a row for token j."""
+    packed = torch.zeros(len(tree), words, dtype=torch.int64)
+    for i, j in tree.nonzero().tolist():
+        bit = 1 << (j % 64)
+        packed[i, j // 64] |= bit - (1 << 64) if bit >= 1 << 63 else bit
+    return packed

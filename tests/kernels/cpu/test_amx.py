@@ -1,0 +1,101 @@
+"""Products by the tile registers of AMX. Where a machine has none they run in emulation, by kernels
+built for that; `amx` of a machine that has them is tested here too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.building import build_extension, compiler, has_cmake, run_tests
+from torch import Tensor
+
+from tests.helpers.native import Runtime, normal, runtimes
+from tests.helpers.native_matrix import (
+    BF16,
+    I4,
+    I8,
+    I8_WEIGHT_ONLY,
+    NativeMatrix,
+    Values,
+    linear,
+    pack,
+    random_matrix,
+)
+
+_native = pytest.importorskip("kvik.kernels.cpu._native")
+
+EMULATED = "amx_emulated"
+AMX = [p for p in runtimes(threads=[2]) if p.values[0].isa in ("amx", EMULATED)]
+VECTORS = Runtime("avx512_bf16", 1)  # every machine with AMX has it
+# Rows of a register, of two, and one more and less.
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 64, 70)
+
+
+def bf16_matrix(runtime: Runtime, weight: Tensor) -> NativeMatrix:
+    """weight: [outputs, inputs] bf16."""
+    values = Values(weight, weight.float(), weight, None, None, weight.shape[1], 1)
+    return pack(runtime, values)
+
+
+@pytest.mark.parametrize("inputs", [64, 68, 1030, 2200])
+@pytest.mark.parametrize("kind", [BF16, I8_WEIGHT_ONLY, I8, I4, "int4-32-zeros"])
+@pytest.mark.parametrize("runtime", AMX)
+def test_every_number_of_rows_gives_the_same_bits(runtime: Runtime, kind: str, inputs: int) -> None:
+    matrix = random_matrix(runtime, kind, 40, inputs)
+    x = normal(max(ROWS), inputs, dtype=torch.bfloat16)
+    together = linear(runtime, x, matrix)
+    for rows in ROWS:
+        assert torch.equal(linear(runtime, x[:rows], matrix), together[:rows]), rows
+        assert torch.equal(linear(runtime, x[-rows:], matrix), together[-rows:]), rows
+
+
+# Groups of less than a product, of a part of one, and of several and a part.
+@pytest.mark.parametrize("kind", [I8, I4, "int4-8", "int4-40-zeros", "int4-64", "int4-272"])
+@pytest.mark.parametrize("runtime", AMX)
+def test_integers_have_the_bits_of_vectors(runtime: Runtime, kind: str) -> None:
+    for rows, inputs in ((1, 700), (17, 259), (37, 4200), (33, 7)):
+        matrix = random_matrix(runtime, kind, 70, inputs)
+        x = normal(rows, inputs)
+        assert torch.equal(linear(runtime, x, matrix), linear(VECTORS, x, matrix))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("runtime", AMX)
+def test_floats_are_summed_as_the_manual_says(runtime: Runtime, rows: int) -> None:
+    """Of 32 inputs the even and the odd apart, then both, then the sum so far; denormal numbers are
+    zero."""
+    big, small = 2.0**25, 2.0**-70
+    x = torch.zeros(rows, 96, dtype=torch.bfloat16)
+    x[:, :4] = torch.tensor([big, 1, -big, 1])  # one after the other: 1
+    x[:, 32:34] = torch.tensor([big, 0])  # the 2 from before is lost
+    x[:, 64:66] = torch.tensor([-big, 0])
+    for inputs, expected in ((32, 2), (96, 0)):
+        ones = bf16_matrix(runtime, torch.ones(3, inputs, dtype=torch.bfloat16))
+        assert bool((linear(runtime, x[:, :inputs], ones) == expected).all())
+    tiny = torch.full((rows, 2), small, dtype=torch.bfloat16)
+    assert bool((linear(runtime, tiny, bf16_matrix(runtime, tiny)) == 0).all())
+
+
+def test_self_check_rejects_what_is_wrong() -> None:
+    """A build that emulates has two instruction sets on purpose that are wrong in one number."""
+    emulated = EMULATED in _native.instruction_sets()
+    expected = ["wrong_bf16", "wrong_i8"] if emulated else []
+    assert _native.rejected_instruction_sets() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not has_cmake(), reason="needs CMake")
+@pytest.mark.skipif(compiler() is None, reason="needs a C++20 compiler")
+@pytest.mark.skipif(
+    "avx512_bf16" not in _native.instruction_sets(), reason="the emulation needs AVX-512 with bf16"
+)
+def test_emulated_kernels_pass_the_tests() -> None:
+    extension = build_extension("emulate-amx", "-DKVIK_EMULATE_AMX=ON")
+    files = ("test_amx.py", "test_linear.py", "test_pack.py")
+    paths = [str(Path(__file__).with_name(name)) for name in files]
+    chosen = f"{EMULATED} or self_check or threads"
+    done = run_tests(extension, ["-q", "-x", "-m", "not slow", "-k", chosen, *paths])
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout, done.stdout[-2000:]

@@ -1,0 +1,303 @@
+"""Native attention: what it computes, and that no bit of it depends on how a step was cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.native import normal, runtimes
+from tests.helpers.native_cache import NativeCache, Part, attend
+
+F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
+DTYPES = [(F32, F32), (BF16, BF16), (BF16, I8), (F32, I8)]
+# Of the largest value: fp32 sums; bf16 weights and results.
+BOUNDS = {F32: 2e-6, BF16: 8e-3}
+name = "{0}".format
+dtypes = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=name)
+
+
+@dataclass
+class Sequences:
+    """Random sequences with their K and V, all positions' queries, and places in a cache."""
+
+    contexts: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    dtype: torch.dtype = F32
+    kv_dtype: torch.dtype = F32
+    block_size: int = 16
+    seed: int = 0
+    blocks: list[Tensor] = field(init=False)  # of each sequence, int32
+
+    def __post_init__(self) -> None:
+        counts = [-(-context // self.block_size) for context in self.contexts]
+        order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(self.seed))
+        self.blocks = list(order[: sum(counts)].int().split(counts))
+        self.num_blocks = len(order)
+        # Contents depend on the sequence's number and the position alone.
+        self.q = self._draw(0, self.heads)
+        self.k, self.v = self._draw(1, self.kv_heads), self._draw(2, self.kv_heads)
+
+    def _draw(self, what: int, heads: int) -> list[Tensor]:
+        return [
+            normal(context, heads, self.head_dim, seed=100 * i + what, dtype=self.dtype)
+            for i, context in enumerate(self.contexts)
+        ]
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim)
+
+    def cache(self) -> NativeCache:
+        return NativeCache(
+            self.num_blocks, self.kv_heads, self.block_size, self.head_dim, self.kv_dtype
+        )
+
+    def slots(self, i: int, begin: int, end: int) -> Tensor:
+        at = torch.arange(begin, end)
+        return self.blocks[i][at // self.block_size].long() * self.block_size + at % self.block_size
+
+    def store(self, runtime, cache: NativeCache, i: int, begin: int, end: int) -> None:
+        k, v = self.k[i][begin:end], self.v[i][begin:end]
+        cache.store(runtime, k, v, self.slots(i, begin, end))
+
+    def filled(self, runtime) -> NativeCache:
+        cache = self.cache()
+        for i, context in enumerate(self.contexts):
+            self.store(runtime, cache, i, 0, context)
+        return cache
+
+    def part(self, i: int, begin: int, end: int, tree: Tensor | None = None) -> Part:
+        """Queries [begin, end) of sequence i."""
+        return Part(self.q[i][begin:end], end, self.blocks[i][: -(-end // self.block_size)], tree)
+
+    def run(self, runtime, spans: list[tuple[int, int, int]], window: int = 0) -> list[Tensor]:
+        """A step of spans (sequence, begin, end) over a cache that holds all positions."""
+        parts = [self.part(*span) for span in spans]
+        return attend(runtime, self.filled(runtime), parts, self.scale, window)
+
+    def expected(
+        self, runtime, cache: NativeCache, i: int, begin: int, end: int, visible: Tensor
+    ) -> Tensor:
+        """[queries, heads, head_dim] in float64; visible: [queries, end]."""
+        k, v = cache.load(runtime, self.slots(i, 0, end), F32)
+        k, v = (x.double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", self.q[i][begin:end].double(), k) * self.scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def of_each_kind(runtimes: list) -> list:
+    """One instruction set for each width of vectors, where the others run the same code."""
+    return [p for p in runtimes if p.values[0].isa in ("portable", "avx2", "avx512_bf16")]
+
+
+def causal(begin: int, end: int, window: int = 0) -> Tensor:
+    """[end - begin, end] bool."""
+    query, key = torch.arange(begin, end)[:, None], torch.arange(end)
+    return (key <= query) & (key > query - (window or end))
+
+
+def random_tree(size: int, seed: int) -> Tensor:
+    """[size, size] bool: each token sees itself and its ancestors; parents are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = torch.eye(size, dtype=torch.bool)
+    for i in range(1, size):
+        parent = int(torch.randint(-1, i, (), generator=generator))
+        if parent >= 0:
+            tree[i] |= tree[parent]
+    return tree
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=BOUNDS[found.dtype] * 4)
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype and not bool(expected.isnan().any())
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+# heads, kv_heads, head_dim, block_size; spans: context and queries of each sequence; window
+CASES = {
+    "one key": (4, 2, 32, 16, [(1, 1)], 0),
+    "decodes": (4, 2, 32, 16, [(n, 1) for n in (2, 15, 16, 17, 63, 64, 65, 130)], 0),
+    "several splits": (4, 2, 16, 64, [(511, 1), (512, 1), (513, 1), (1100, 1)], 0),
+    "every head of its own": (3, 3, 48, 16, [(70, 1), (5, 5), (66, 9)], 0),
+    "seven heads a group": (14, 2, 64, 32, [(100, 1), (33, 33)], 0),
+    "one kv head": (70, 1, 16, 16, [(80, 1), (20, 3)], 0),
+    "odd head_dim": (2, 1, 112, 16, [(40, 1), (40, 40)], 0),
+    "largest head_dim": (2, 1, 256, 16, [(70, 1), (18, 18)], 0),
+    "prefill": (4, 2, 32, 16, [(130, 130)], 0),
+    "behind a prefix": (4, 2, 32, 48, [(200, 77), (600, 70)], 0),
+    "mixed": (4, 2, 32, 16, [(90, 1), (90, 90), (5, 0), (30, 1), (80, 16), (0, 0)], 0),
+    "window": (4, 2, 32, 16, [(n, 1) for n in (1, 20, 21, 64, 65, 84, 85)] + [(150, 150)], 20),
+    "window of one": (4, 2, 32, 16, [(70, 70), (70, 1)], 1),
+    "window over splits": (2, 1, 16, 16, [(1300, 1), (1100, 40)], 600),
+    "window wider than all": (4, 2, 32, 16, [(70, 70), (70, 1)], 1000),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("runtime", runtimes((1,)))
+def test_against_float64(runtime, case: str, dtype, kv_dtype) -> None:
+    heads, kv_heads, head_dim, block_size, spans, window = CASES[case]
+    contexts = [context for context, _ in spans]
+    s = Sequences(contexts, heads, kv_heads, head_dim, dtype, kv_dtype, block_size)
+    cache = s.filled(runtime)
+    parts = [s.part(i, context - n, context) for i, (context, n) in enumerate(spans)]
+    found = attend(runtime, cache, parts, s.scale, window)
+    for i, (context, n) in enumerate(spans):
+        visible = causal(context - n, context, window)
+        assert_near(found[i], s.expected(runtime, cache, i, context - n, context, visible))
+
+
+@dtypes
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_no_bit_depends_on_the_cut(runtime, heads, kv_heads, window, dtype, kv_dtype) -> None:
+    context = 150
+    s = Sequences([context], heads, kv_heads, 16, dtype, kv_dtype)
+    (whole,) = s.run(runtime, [(0, 0, context)], window)
+    # Chunks and decodes over a cache that does not yet hold what comes after.
+    cache = s.cache()
+    for begin, end in [(0, 1), (1, 30), (30, 33), (33, 97), (97, 98), (98, 149), (149, 150)]:
+        s.store(runtime, cache, 0, begin, end)
+        (found,) = attend(runtime, cache, [s.part(0, begin, end)], s.scale, window)
+        assert_same_bits(found, whole[begin:end])
+
+
+@dtypes
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_no_bit_depends_on_splits_walked_together(runtime, dtype, kv_dtype) -> None:
+    s = Sequences([1100], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
+    (chunk,) = s.run(runtime, [(0, 1030, 1100)])
+    for at in (1030, 1087, 1099):
+        (found,) = s.run(runtime, [(0, at, at + 1)])
+        assert_same_bits(found[0], chunk[at - 1030])
+
+
+@dtypes
+@pytest.mark.parametrize("isa", of_each_kind(runtimes((1,))))
+def test_no_bit_depends_on_company_or_threads(isa, dtype, kv_dtype) -> None:
+    s = Sequences([70, 1, 600, 90], dtype=dtype, kv_dtype=kv_dtype)
+    spans = [(0, 69, 70), (1, 0, 1), (2, 599, 600), (3, 20, 90)]
+    alone = [s.run(isa, [span])[0] for span in spans]
+    teams = [p.values[0] for p in runtimes((2, 5)) if p.values[0].isa == isa.isa]
+    for team in (isa, *teams):
+        for order in ([0, 1, 2, 3], [3, 1, 0], [2, 2, 0, 2, 1]):
+            for found, i in zip(s.run(team, [spans[i] for i in order]), order, strict=True):
+                assert_same_bits(found, alone[i])
+
+
+@dtypes
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
+def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> None:
+    spans = [(0, 99, 100), (1, 0, 70), (2, 520, 530)]
+    results = []
+    for block_size in (16, 32, 48, 64, 256):
+        s = Sequences([100, 70, 530], dtype=dtype, kv_dtype=kv_dtype, block_size=block_size)
+        results.append(torch.cat(s.run(runtime, spans, window)))
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@dtypes
+@pytest.mark.parametrize(("cached", "size"), [(0, 5), (50, 12), (40, 90), (505, 20)])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
+def test_tree(runtime, cached: int, size: int, dtype, kv_dtype) -> None:
+    end = cached + size
+    s = Sequences([end, 20], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
+    cache = s.filled(runtime)
+    tree = random_tree(size, seed=size)
+    parts = [
+        s.part(0, cached, end, tree),
+        s.part(1, 19, 20, torch.ones(1, 1, dtype=torch.bool)),
+    ]
+    found, decoded = attend(runtime, cache, parts, s.scale)
+    visible = torch.cat([torch.ones(size, cached, dtype=torch.bool), tree], 1)
+    assert_near(found, s.expected(runtime, cache, 0, cached, end, visible))
+    assert_near(decoded, s.expected(runtime, cache, 1, 19, 20, causal(19, 20)))
+    assert_same_bits(decoded, attend(runtime, cache, [s.part(1, 19, 20)], s.scale)[0])
+
+
+@dtypes
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
+def test_a_tree_without_branches_is_a_sequence(runtime, window, dtype, kv_dtype) -> None:
+    s = Sequences([120], dtype=dtype, kv_dtype=kv_dtype)
+    cache = s.filled(runtime)
+    chain = torch.ones(20, 20, dtype=torch.bool).tril()
+    (tree,) = attend(runtime, cache, [s.part(0, 100, 120, chain)], s.scale, window)
+    assert_same_bits(tree, attend(runtime, cache, [s.part(0, 100, 120)], s.scale, window)[0])
+
+
+@dtypes
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
+def test_what_a_query_does_not_see_leaves_no_trace(runtime, bad, dtype, kv_dtype) -> None:
+    """Later positions and masked tokens of a tree hold NaN, infinity or large numbers."""
+    s = Sequences([100], heads=3, kv_heads=3, dtype=dtype, kv_dtype=kv_dtype)
+    clean = s.run(runtime, [(0, 0, 100)])[0]
+    tree = random_tree(12, seed=3)
+    tree[:, 5], tree[5, 5] = False, True
+    clean_tree = attend(runtime, s.filled(runtime), [s.part(0, 88, 100, tree)], s.scale)[0]
+    s.k[0][93], s.v[0][93] = bad, bad
+    found = s.run(runtime, [(0, 0, 100)])[0]
+    assert_same_bits(found[:93], clean[:93])
+    found = attend(runtime, s.filled(runtime), [s.part(0, 88, 100, tree)], s.scale)[0]
+    for row in set(range(12)) - {5}:
+        assert_same_bits(found[row], clean_tree[row])
+    if math.isnan(bad):
+        assert bool(found[5].isnan().all())
+
+
+@pytest.mark.parametrize("runtime", runtimes((2,)))
+def test_a_row_that_is_not_a_number_stays_alone(runtime) -> None:
+    s = Sequences([70], dtype=F32)
+    clean = s.run(runtime, [(0, 0, 70)])[0]
+    s.q[0][40, 1, 3] = float("nan")
+    found = s.run(runtime, [(0, 0, 70)])[0]
+    assert bool(found[40, 1].isnan().all())
+    found[40, 1] = clean[40, 1]
+    assert_same_bits(found, clean)
+
+
+@dtypes
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
+def test_scores_far_apart(runtime, dtype, kv_dtype) -> None:
+    """Weights that underflow, and scores beyond the range of e^x."""
+    s = Sequences([200], dtype=dtype, kv_dtype=kv_dtype)
+    s.q[0] *= 100
+    cache = s.filled(runtime)
+    (found,) = attend(runtime, cache, [s.part(0, 0, 200)], s.scale)
+    expected = s.expected(runtime, cache, 0, 0, 200, causal(0, 200))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=BOUNDS[dtype] * 100)
+
+
+@pytest.mark.parametrize("runtime", runtimes((1, 2)))
+def test_released_blocks_before_the_window_are_not_looked_up(runtime) -> None:
+    s = Sequences([100])
+    cache = s.filled(runtime)
+    part = s.part(0, 99, 100)
+    (expected,) = attend(runtime, cache, [part], s.scale, 20)
+    part.blocks[:5] = -(2**20)  # positions below 80
+    assert_same_bits(attend(runtime, cache, [part], s.scale, 20)[0], expected)
+
+
+@pytest.mark.parametrize("runtime", runtimes((1, 2)))
+def test_steps_without_work(runtime) -> None:
+    s = Sequences([16])
+    cache = s.filled(runtime)
+    assert attend(runtime, cache, [s.part(0, 16, 16)], s.scale)[0].shape[0] == 0
+    empty = Sequences([0, 0])
+    parts = [empty.part(0, 0, 0), empty.part(1, 0, 0)]
+    assert [len(x) for x in attend(runtime, cache, parts, s.scale)] == [0, 0]

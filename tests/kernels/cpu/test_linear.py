@@ -1,0 +1,192 @@
+"""The native linear layer against the same product in fp64, every kind of matrix."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.native import Runtime, normal, runtimes
+from tests.helpers.native_matrix import (
+    BF16,
+    F32,
+    GELU_TANH,
+    I4,
+    I8,
+    I8_WEIGHT_ONLY,
+    KINDS,
+    NO_ACTIVATION,
+    SILU_AND_MUL,
+    NativeMatrix,
+    linear,
+    random_matrix,
+)
+
+# [outputs, inputs] of a matrix, and rows: odd sizes, one tile, several, and stretches of inputs.
+SHAPES = [(1, 1, 1), (33, 7, 2), (32, 64, 3), (70, 130, 5), (45, 259, 13), (64, 96, 27)]
+DEEP = (34, 4500, 14)
+EVERY_PAIR = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+MIXED_PAIRS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+def quantised(x: Tensor, group: int) -> Tensor:
+    """x [rows, inputs] with what eight bits keep of each group of inputs, in fp64."""
+    parts = []
+    for part in x.float().split(group, dim=1):
+        scale = part.abs().amax(1, keepdim=True) / 127
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        parts.append((part / scale).round().double() * scale.double())
+    return torch.cat(parts, 1)
+
+
+def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
+    """x as the kind's products see it, in fp64."""
+    match matrix.kind:
+        case 0:
+            return x.double()
+        case 2:
+            return quantised(x, max(matrix.inputs, 1))
+        case 4:
+            return quantised(x, matrix.group)
+        case _:
+            return x.bfloat16().double()
+
+
+def activated(y: Tensor, activation: int) -> Tensor:
+    if activation == SILU_AND_MUL:
+        gate, up = y.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+    if activation == GELU_TANH:
+        return torch.nn.functional.gelu(y, approximate="tanh")
+    return y
+
+
+def assert_near(y: Tensor, expected: Tensor, size: Tensor) -> None:
+    """size: sum of the absolute products, which the error of a sum is measured by."""
+    unit = 2.0**-8 if y.dtype == torch.bfloat16 else 0.0
+    error = (y.double() - expected).abs()
+    assert bool((error <= 2e-6 * size + unit * expected.abs() + 1e-9).all()), error.max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("runtime", runtimes(threads=[1, 5]))
+def test_products(runtime: Runtime, kind: str) -> None:
+    pairs = itertools.cycle(EVERY_PAIR + MIXED_PAIRS)
+    for seed, (outputs, inputs, rows) in enumerate([*SHAPES, DEEP]):
+        dtype, out_dtype = next(pairs)
+        matrix = random_matrix(runtime, kind, outputs, inputs, seed=seed)
+        x = normal(rows, inputs + 5, seed=seed + 100, dtype=dtype)[:, :inputs]
+        y = linear(runtime, x, matrix, out_dtype=out_dtype)
+        exact, weight = as_multiplied(x, matrix), matrix.dequantized.double()
+        assert_near(y, exact @ weight.T, exact.abs() @ weight.abs().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH])
+@pytest.mark.parametrize("kind", [F32, BF16, I8, I8_WEIGHT_ONLY, I4])
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_what_follows_the_product(
+    runtime: Runtime, kind: str, activation: int, dtype: torch.dtype
+) -> None:
+    paired = activation == SILU_AND_MUL
+    for outputs, rows in ((90, 3), (32, 1), (2, 2), (66, 15)):
+        matrix = random_matrix(runtime, kind, outputs, 65, paired=paired)
+        columns = outputs // 2 if paired else outputs
+        x = normal(rows, 65, seed=1, dtype=dtype)
+        bias = normal(outputs, seed=2)
+        residual = normal(rows, columns + 9, seed=3, dtype=dtype)[:, :columns]
+        y = linear(
+            runtime, x, matrix, activation=activation, bias=bias, residual=residual, out_dtype=dtype
+        )
+        exact, weight = as_multiplied(x, matrix), matrix.dequantized.double()
+        product = exact @ weight.T + bias.double()
+        expected = activated(product, activation) + residual.double()
+        size = exact.abs() @ weight.abs().T + bias.abs()
+        size = size.chunk(2, 1)[0] * size.chunk(2, 1)[1] + size.chunk(2, 1)[1] if paired else size
+        assert_near(y, expected, size + expected.abs() + residual.double().abs())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_a_row_does_not_depend_on_its_companions(runtime: Runtime, kind: str) -> None:
+    rows, inputs = 40, 2312  # several stretches of inputs for many rows, one for few
+    matrix = random_matrix(runtime, kind, 35, inputs)
+    x = normal(rows, inputs, dtype=torch.bfloat16)
+    together = linear(runtime, x, matrix)
+    for few in (*range(1, 6), 9, 13, 25):
+        for first in {few % 3, rows - few}:
+            alone = linear(runtime, x[first : first + few], matrix)
+            assert torch.equal(alone, together[first : first + few]), (few, first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_do_not_change_a_bit(kind: str) -> None:
+    results: dict[str, Tensor] = {}  # by instruction set
+    for parameter in runtimes():
+        runtime = parameter.values[0]
+        matrix = random_matrix(runtime, kind, 300, 200)
+        y = torch.cat([linear(runtime, normal(rows, 200), matrix) for rows in (1, 3, 30)])
+        assert torch.equal(results.setdefault(runtime.isa, y), y)
+
+
+@pytest.mark.parametrize("kind", [F32, BF16, I8_WEIGHT_ONLY, I8, I4])
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:
+    inputs = 130
+    matrix = random_matrix(runtime, kind, 40, inputs)
+    x = normal(7, inputs)
+    calm = linear(runtime, x, matrix)
+    wild = x.clone()
+    wild[1, 5], wild[3, 7], wild[4, 129] = float("nan"), float("inf"), float("-inf")
+    wild[6] = 0.0
+    y = linear(runtime, wild, matrix)
+    assert torch.equal(y[[0, 2, 5]], calm[[0, 2, 5]])
+    assert not bool(y[1].isfinite().any())
+    assert not bool(y[3].isfinite().any()) and not bool(y[4].isfinite().any())
+    assert bool((y[6] == 0).all())
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-37, 1e-30, 1e30])
+@pytest.mark.parametrize("kind", [F32, BF16, I8_WEIGHT_ONLY, I8, I4])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_small_and_large_numbers(runtime: Runtime, kind: str, scale: float) -> None:
+    matrix = random_matrix(runtime, kind, 40, 64)
+    x = normal(3, 64)
+    y = linear(runtime, x * scale, matrix)
+    expected = x.double() @ matrix.dequantized.double().T * scale
+    # denormal numbers lose their digits, and some units take them for zero
+    assert bool(((y.double() - expected).abs() <= 0.05 * scale * 64 + 1e-37).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_nothing_to_do(runtime: Runtime, kind: str) -> None:
+    matrix = random_matrix(runtime, kind, 33, 64)
+    assert linear(runtime, normal(0, 64), matrix).shape == (0, 33)
+
+
+@pytest.mark.parametrize("kind", [F32, BF16, I8, I8_WEIGHT_ONLY, I4])
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
+    bias = normal(33)
+    matrix = random_matrix(runtime, kind, 33, 0)
+    for rows in (1, 4, 20):
+        y = linear(runtime, normal(rows, 1)[:, :0], matrix, bias=bias)
+        assert torch.equal(y, bias.expand(rows, 33))
+
+
+# Root of the mean squared error over that of the result, x and W normal, W rounded to nearest; what
+# rounding W costs is in it for the integers.
+BOUNDS = {F32: 1e-6, BF16: 3e-3, I8_WEIGHT_ONLY: 0.01, I8: 0.015, I4: 0.12}
+
+
+@pytest.mark.parametrize("kind", list(BOUNDS))
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_relative_error(runtime: Runtime, kind: str) -> None:
+    matrix = random_matrix(runtime, kind, 64, 1024)
+    x = normal(4, 1024, seed=9)
+    exact = x.double() @ matrix.source.double().T
+    error = linear(runtime, x, matrix).double() - exact
+    assert float(error.norm() / exact.norm()) < BOUNDS[kind]

@@ -1,0 +1,134 @@
+"""largest and top_k against torch, ties and NaN included."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.native import Poisoned, Runtime, call, normal, runtimes
+from torch import Tensor
+
+each_runtime = pytest.mark.parametrize("runtime", runtimes())
+
+# None, one, vectors and pieces with a rest, and enough that the threads share a row.
+SIZES = [(0, 5), (1, 1), (4, 7), (3, 64), (2, 1025), (37, 300), (1, 50_001), (3, 20_000)]
+
+
+def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits.shape
+    source = Poisoned(rows, vocab, gap=gap)
+    source.view.copy_(logits)
+    top, ids = Poisoned(rows), Poisoned(rows, dtype=torch.int64)
+    call(
+        runtime, "largest", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        top=top.view, ids=ids.view,
+    )  # fmt: skip
+    top.assert_rest_untouched()
+    ids.assert_rest_untouched()
+    return top.view, ids.view
+
+
+def top_k(runtime: Runtime, logits: Tensor, k: int, gap: int = 0) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits.shape
+    source = Poisoned(rows, vocab, gap=gap)
+    source.view.copy_(logits)
+    values, ids = Poisoned(rows, k), Poisoned(rows, k, dtype=torch.int64)
+    call(
+        runtime, "top_k", logits=source.view, stride=source.stride, rows=rows, vocab=vocab, k=k,
+        values=values.view, ids=ids.view,
+    )  # fmt: skip
+    values.assert_rest_untouched()
+    ids.assert_rest_untouched()
+    return values.view, ids.view
+
+
+def expected_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """A stable sort leaves the lower of equals first, and takes NaN for the largest."""
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], ids[:, :k]
+
+
+def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@each_runtime
+def test_largest(runtime: Runtime) -> None:
+    for rows, vocab in SIZES:
+        for logits in (normal(rows, vocab, seed=vocab), ties(rows, vocab)):
+            top, ids = expected_top_k(logits, 1)
+            for gap in (0, 3):
+                assert_same(largest(runtime, logits, gap), (top[:, 0], ids[:, 0]))
+
+
+def ties(rows: int, vocab: int) -> Tensor:
+    """Few different numbers, 0 and -0 among the largest."""
+    few = (normal(rows, vocab, seed=vocab + 1) * 1.5).round().clamp(max=0)
+    return torch.where(normal(rows, vocab) > 0, few, few.neg().clamp(max=0))
+
+
+@each_runtime
+def test_largest_anywhere(runtime: Runtime) -> None:
+    """At each border of vectors, pieces and threads."""
+    for vocab in (67, 20_011):
+        places = [0, 1, 15, 16, 63, 64, 65, vocab // 5, vocab // 2 - 1, vocab // 2, vocab - 2]
+        places += [vocab - 1, *range(1020, 1030), *range(9990, 10_020, 7)]
+        places = [place for place in places if place < vocab]
+        logits = normal(len(places), vocab).clamp(max=3)
+        logits[range(len(places)), places] = 4.0
+        top, ids = largest(runtime, logits)
+        assert ids.tolist() == places and (top == 4).all()
+        for row in (0, len(places) - 1):  # one row, for which the threads share the vocabulary
+            assert largest(runtime, logits[row : row + 1])[1].tolist() == [places[row]]
+
+
+@each_runtime
+def test_nan_is_the_top_of_its_row_alone(runtime: Runtime) -> None:
+    for vocab in (70, 20_011):
+        logits = normal(5, vocab)
+        logits[1, vocab - 1] = math.nan
+        logits[3, [5, 60]] = math.nan
+        logits[3, 6] = math.inf
+        for rows in (slice(0, 5), slice(1, 2), slice(3, 4)):
+            top, ids = expected_top_k(logits[rows], 1)
+            assert_same(largest(runtime, logits[rows]), (top[:, 0], ids[:, 0]))
+            assert_same(top_k(runtime, logits[rows], 4), expected_top_k(logits[rows], 4))
+
+
+@each_runtime
+def test_infinities(runtime: Runtime) -> None:
+    for vocab in (50, 20_000):
+        logits = torch.full((4, vocab), -math.inf)
+        logits[1, 30] = math.inf
+        logits[2, 40:] = math.inf
+        logits[3, vocab - 3] = -1e38
+        top, ids = largest(runtime, logits)
+        assert top.tolist() == [-math.inf, math.inf, math.inf, pytest.approx(-1e38)]
+        assert ids.tolist() == [0, 30, 40, vocab - 3]
+        for row in range(4):
+            assert largest(runtime, logits[row : row + 1])[1].tolist() == [ids[row]]
+        assert_same(top_k(runtime, logits, 20), expected_top_k(logits, 20))
+
+
+@each_runtime
+def test_top_k(runtime: Runtime) -> None:
+    for rows, vocab in SIZES:
+        for k in (1, 2, 20, 1024):
+            if k > vocab:
+                continue
+            for logits in (normal(rows, vocab, seed=vocab), ties(rows, vocab)):
+                assert_same(top_k(runtime, logits, k, gap=3), expected_top_k(logits, k))
+    logits = normal(3, 41)
+    assert_same(top_k(runtime, logits, 41), expected_top_k(logits, 41))
+
+
+@each_runtime
+def test_top_k_of_what_rises_or_is_nan(runtime: Runtime) -> None:
+    rising = torch.arange(17_000.0).expand(2, -1).contiguous()
+    assert_same(top_k(runtime, rising, 100), expected_top_k(rising, 100))
+    falling = rising.flip(-1)
+    assert_same(top_k(runtime, falling, 100), expected_top_k(falling, 100))
+    nan = torch.full((1, 17_000), math.nan)
+    assert_same(top_k(runtime, nan, 10), expected_top_k(nan, 10))

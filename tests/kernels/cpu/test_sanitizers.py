@@ -1,0 +1,37 @@
+"""The tests of this folder once more, with kernels that the compiler's sanitizers watch: a read or
+write outside of a buffer, a misaligned or undefined operation ends the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.building import build_extension, compiler, has_cmake, run_tests, runtime_library
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(sys.platform != "linux", reason="preloads a library as Linux does"),
+    pytest.mark.skipif(not has_cmake(), reason="needs CMake"),
+    pytest.mark.skipif(compiler() is None, reason="needs a C++20 compiler"),
+]
+
+
+def test_kernels_stay_within_their_buffers() -> None:
+    # libstdc++ must be there when libasan looks for the functions that throw.
+    libraries = [runtime_library("libasan.so"), runtime_library("libstdc++.so.6")]
+    if None in libraries:
+        pytest.skip("needs the sanitizers of gcc")
+    variables = {
+        "LD_PRELOAD": " ".join(map(str, libraries)),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    extension = build_extension("sanitize", "-DKVIK_SANITIZE=ON", "-DKVIK_EMULATE_AMX=ON")
+    # A sanitizer ends the process: what pytest had captured until then would be lost.
+    arguments = ["-v", "-x", "--capture=no", "-m", "not slow", str(Path(__file__).parent)]
+    done = run_tests(extension, arguments, variables)
+    report = f"{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
+    assert done.returncode == 0, report
+    assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, report

@@ -1,0 +1,137 @@
+"""Weights on their way into a matrix: however they are cut, the matrix is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.config.quantization import layer_scheme
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.weights import (
+    FloatWeight,
+    Int4Weight,
+    Int8Kind,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    Weight,
+)
+from kvik.nn import parts
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, WeightFormat
+from kvik.nn.formats.dense import Dense
+from kvik.nn.parts import Part, Rows
+from kvik.nn.quantizer import Quantizer
+
+CPU = torch.device("cpu")
+INPUTS, OUTPUTS = 64, 70
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+class Target:
+    """A matrix with a row before and one behind those of a part."""
+
+    def __init__(
+        self,
+        quantization: str = "none",
+        format: WeightFormat | None = None,
+        transposed: bool = False,
+    ) -> None:
+        format = format or Dense()
+        quantizer = Quantizer(layer_scheme(quantization, INPUTS, head=False), "layer")
+        kind = quantizer.kind(format.kind(torch.bfloat16))
+        spec = MatrixSpec(kind, OUTPUTS + 2, INPUTS, False, None, torch.float32, CPU)
+        self.matrix: Matrix = REFERENCE.matrix(spec)
+        self.runs: list[tuple[int, int]] = []
+        shape = LinearShape(INPUTS, OUTPUTS, transposed)
+        tensors = format.tensors(shape, "column", torch.bfloat16)
+        ops = replace(REFERENCE, pack_rows=self._pack_rows)
+        self.part = Part(format, tensors, shape, Rows(ops, self.matrix, quantizer), 1)
+
+    def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
+        self.runs.append((first, weight.outputs))
+        REFERENCE.pack_rows(matrix, first, weight)
+
+    def stored(self) -> list[Tensor]:
+        data = self.matrix.data
+        assert isinstance(data, FloatWeight | Int8Weight | Int4Weight)
+        own = data.rows(slice(1, OUTPUTS + 1))
+        named = (getattr(own, field.name) for field in fields(own))
+        return [tensor for tensor in named if isinstance(tensor, Tensor)]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_runs_make_the_same_matrix(quantization: str) -> None:
+    """Also those that come out of order, and of a single row."""
+    values = normal(OUTPUTS, INPUTS)
+    whole, cut = Target(quantization), Target(quantization)
+    whole.part.fill("weight", 0, values)
+    for first, last in ((40, 70), (0, 1), (1, 40)):
+        cut.part.fill("weight", first, values[first:last])
+    assert whole.runs == [(1, OUTPUTS)] and len(cut.runs) == 3
+    for a, b in zip(whole.stored(), cut.stored(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_float_weight_stays_as_it_is() -> None:
+    values = normal(OUTPUTS, INPUTS)
+    target = Target()
+    target.part.fill("weight", 0, values)
+    assert torch.equal(target.stored()[0], values)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_large_weights_are_cut_on_the_way(
+    quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposed ones too, which come whole."""
+    values = normal(OUTPUTS, INPUTS)
+    straight = Target(quantization)
+    straight.part.fill("weight", 0, values)
+    monkeypatch.setattr(parts, "RUN_WEIGHTS", 40 * INPUTS)
+    turned = Target(quantization, transposed=True)
+    turned.part.fill("weight", 0, values.t().contiguous())
+    assert turned.runs == [(1, 32), (33, 32), (65, 6)]
+    for a, b in zip(straight.stored(), turned.stored(), strict=True):
+        assert torch.equal(a, b)
+
+
+class RowScaled:
+    """Bytes and a scale for each output, in two tensors."""
+
+    name = "row-scaled"
+
+    def match(self, tensors: frozenset[str], quantization: Mapping[str, object] | None) -> bool:
+        return tensors == {"weight", "scale"}
+
+    def kind(self, dtype: torch.dtype) -> Int8Kind:
+        return Int8Kind(quantize_activations=False)
+
+    def tensors(
+        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
+    ) -> dict[str, StoredTensor]:
+        return {
+            "weight": StoredTensor((shape.outputs, shape.inputs), torch.int8, 0, in_runs=False),
+            "scale": StoredTensor((shape.outputs,), torch.float32, 0, in_runs=False),
+        }
+
+    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> Int8Weight:
+        return Int8Weight(tensors["weight"], tensors["scale"], quantize_activations=False)
+
+
+def test_a_format_of_several_tensors_gets_them_together() -> None:
+    target = Target(format=RowScaled(), quantization="int4")  # stored quantised: left as it is
+    scale = torch.rand(OUTPUTS)
+    values = torch.randint(-127, 128, (OUTPUTS, INPUTS), dtype=torch.int8)
+    buffer = scale.clone()
+    target.part.fill("scale", 0, buffer)
+    assert not target.runs
+    buffer.zero_()  # its memory is read into again
+    target.part.fill("weight", 0, values)
+    assert torch.equal(target.stored()[0], values) and torch.equal(target.stored()[1], scale)

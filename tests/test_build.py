@@ -1,0 +1,142 @@
+"""What is built and installed, with a C++ compiler and without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from helpers.building import ROOT, compiler, environment, has_cmake
+
+pytest.importorskip("scikit_build_core")
+pytest.importorskip("nanobind")
+needs_cmake = pytest.mark.skipif(not has_cmake(), reason="needs CMake")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++20 compiler")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux writes")
+
+EXTENSION = re.compile(r"kvik/kernels/cpu/_native\.[^/]*so")
+BUILD = """
+import json, sys, scikit_build_core.build as backend
+getattr(backend, sys.argv[1])(sys.argv[2], json.loads(sys.argv[3]))
+"""
+
+
+def build(
+    kind: str,
+    folder: Path,
+    settings: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Path:
+    """What the build backend makes of this checkout: `build_wheel` or `build_sdist`."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(folder), json.dumps(settings or {})],
+        cwd=ROOT,
+        env=environment() | dict(variables or {}),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = folder.iterdir()
+    return result
+
+
+def assert_complete(names: set[str]) -> None:
+    """The Python part of a wheel: modules, the bundled models, the mark of typed packages."""
+    assert {"kvik/__init__.py", "kvik/py.typed", "kvik/kernels/cpu/__init__.py"} <= names
+    for model in ("stories", "stories-draft"):
+        files = {path.name for path in (ROOT / "src/kvik/bundled" / model).iterdir()}
+        assert files and {f"kvik/bundled/{model}/{name}" for name in files} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith("csrc")]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel from the checkout's own build folder, which compiles only what is not yet there."""
+    return build("build_wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.mark.slow
+@needs_cmake
+@needs_compiler
+def test_wheel_holds_the_native_kernels(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert len([name for name in names if EXTENSION.fullmatch(name)]) == 1
+    assert not wheel.name.endswith("-none-any.whl")
+    assert_complete(names)
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
+    """Nor does a library that lies in the source tree get into it."""
+    no_compiler = {"CXX": shutil.which("false") or "false"}
+    settings = {"build-dir": str(tmp_path / "build")}
+    (tmp_path / "wheel").mkdir()
+    wheel = build("build_wheel", tmp_path / "wheel", settings, no_compiler)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert not [name for name in names if name.endswith(".so")]
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert_complete(names)
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_a_build_needs(tmp_path: Path) -> None:
+    with tarfile.open(build("build_sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir() if path.is_file()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "src/kvik/py.typed"} | sources <= names
+    assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
+
+
+@pytest.mark.slow
+@needs_cmake
+@needs_compiler
+@needs_linux
+@pytest.mark.usefixtures("wheel")
+def test_code_of_an_instruction_set_stays_in_its_table() -> None:
+    """The linker keeps one copy of an inline function that several objects define. From an object
+    compiled for AVX-512 it would run on machines that have none, and so would what an object
+    does when it is loaded."""
+    newest = max(ROOT.glob("build/*/.skbuild-info.json"), key=lambda path: path.stat().st_mtime)
+    objects = list(newest.parent.glob("CMakeFiles/kernels_*.dir/table.cpp.o"))
+    assert objects
+    for path in objects:
+        isa = path.parent.name.removeprefix("kernels_").removesuffix(".dir")
+        listing = subprocess.run(["nm", "-C", path], check=True, text=True, capture_output=True)
+        symbols = [line[17:].split(" ", 1) for line in listing.stdout.splitlines()]
+        shared = {name for kind, name in symbols if kind in "ABCDGRSTVWiu"}
+        assert shared == {f"kvik::table_{isa}"}
+        assert not [name for _, name in symbols if name.startswith("_GLOBAL__sub_I")]
+
+
+def test_kernels_are_installed_where_they_can_be_built() -> None:
+    """An install without them succeeds, so a mistake in csrc/ would show nowhere else."""
+    if compiler() is None or not has_cmake():
+        pytest.skip("needs a C++20 compiler and CMake")
+    assert importlib.util.find_spec("kvik.kernels.cpu._native") is not None, (
+        "kvik was installed without its native kernels: `make -B test` installs it again, "
+        "`.venv/bin/cmake --build build/cp3*` shows what the compiler says"
+    )
+
+
+@needs_linux
+def test_torch_and_the_kernels_share_one_openmp() -> None:
+    """Two would start their threads twice and take the cores from each other."""
+    native = pytest.importorskip("kvik.kernels.cpu._native")
+    if not native.has_openmp():
+        pytest.skip("built without OpenMP")
+    code = "import torch, kvik.kernels.cpu._native\nprint(open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, capture_output=True)
+    files = {line.split()[-1] for line in done.stdout.splitlines() if "/" in line}
+    runtimes = [name for name in files if re.match(r"lib(gomp|omp|iomp)", os.path.basename(name))]
+    assert len(runtimes) == 1

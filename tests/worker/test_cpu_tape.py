@@ -1,0 +1,335 @@
+"""A replayed forward is the eager one to the bit, whatever the step holds, and inside an engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.configs import small
+from helpers.optional_native import NATIVE
+from torch import Tensor
+
+from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.core.plan import NewRequest, SchedulerOutput
+from kvik.launch import resolve_config
+from kvik.models import registry
+from kvik.models.llama import Llama
+from kvik.models.registry import load_model
+from kvik.nn.builder import Builder
+from kvik.nn.context import ForwardContext
+from kvik.nn.kv_formats import allocate_kv
+from kvik.worker.graphs import Eager, Network
+from kvik.worker.input_batch import build_input_batch
+from kvik.worker.platforms import NativePlatform
+from kvik.worker.request_table import RequestTable
+from kvik.worker.step_inputs import FixedInputs, FreshInputs
+from kvik.worker.worker import Worker
+
+if not NATIVE:
+    pytest.skip("kvik was installed without native kernels", allow_module_level=True)
+
+SEQS, TOKENS, LENGTH = 6, 48, 64
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # heads of 16
+MODELS = {
+    "llama": small(**WIDE, attention_bias=True, mlp_bias=True),
+    "tied": small(**WIDE, tie_word_embeddings=True),
+    "qwen3": small(**WIDE, head_dim=32, architectures=["Qwen3ForCausalLM"]),
+    "windowed": small(
+        **(WIDE | {"num_hidden_layers": 3}),
+        architectures=["Qwen2ForCausalLM"],
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 100,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    },
+}
+FORMATS = [
+    ("float32", "none"),
+    ("bfloat16", "none"),
+    ("float32", "int8"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "int8-weight-only"),
+    ("bfloat16", "int4"),
+]
+# Tokens of each slot, and the slots that sample.
+STEPS: list[tuple[dict[int, int], set[int]]] = [
+    ({0: 48}, {0}),  # one prefill, as large as a step may be
+    ({1: 20, 2: 7, 3: 1}, {1, 3}),
+    ({1: 1, 0: 1, 3: 1}, {0, 1, 3}),  # decodes
+    ({3: 1}, {3}),
+    ({2: 9}, set()),  # nobody samples
+    ({0: 1, 4: 40, 2: 7}, {0}),  # a chunk behind a prefix beside a decode
+    ({5: 12, 0: 8, 1: 4, 2: 8, 3: 8, 4: 8}, {0, 1, 2, 3, 4, 5}),  # as many of both as there can be
+    ({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {0, 1, 2, 3, 4, 5}),
+    ({5: 1}, set()),
+]
+
+
+def save(folder: Path, model: str) -> str:
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    return str(folder)
+
+
+class Twins:
+    """One network on a tape and eagerly, each with a cache of its own."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        native = NativePlatform(config)
+        parts, cache, scheduler = native.parts, config.cache, config.scheduler
+        builder = Builder(
+            parts.ops,
+            parts.backend,
+            cache.groups,
+            dtype=parts.dtype,
+            device=parts.device,
+            max_model_len=scheduler.max_model_len,
+            checkpoint=None,
+            quantization=config.runner.quantization,
+        )
+        with torch.inference_mode():
+            model = load_model(config.model, builder, seed=1)
+            self.taped, self.eager = (
+                Network(
+                    model,
+                    parts.ops,
+                    parts.backend,
+                    cache.groups,
+                    allocate_kv(
+                        cache.groups,
+                        cache.num_blocks,
+                        cache.block_size,
+                        parts.kv_format,
+                        parts.device,
+                    ),
+                )
+                for _ in range(2)
+            )
+            self.graph, self.inputs = native.graph(self.taped)
+        assert isinstance(self.inputs, FixedInputs)
+        self.table = RequestTable(
+            scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
+        )
+        self._fill(cache.num_blocks, config.model.vocab_size)
+
+    def _fill(self, num_blocks: int, vocab: int) -> None:
+        """A request of the greatest length in every slot, nothing of it computed."""
+        rng = random.Random(0)
+        free = rng.sample(range(1, num_blocks), num_blocks - 1)
+        slots, length = self.table.token_ids.shape
+        blocks = -(-length // self.table.block_size)
+        for slot in range(slots):
+            ids = [[free.pop() for _ in range(blocks)] for _ in self.taped.groups]
+            tokens = [rng.randrange(vocab) for _ in range(length)]
+            new = NewRequest(slot, tokens, length, 0, ids, SamplingParams(), frozenset(), 0)
+            self.table.add(new)
+
+    def step(self, scheduled: dict[int, int], sampling: set[int]) -> tuple[Tensor, Tensor]:
+        """Run a step both ways and compare; its hidden states and logits."""
+        slots = list(scheduled)
+        lengths = list(scheduled.values())
+        plan = SchedulerOutput(0, slots, lengths, [0] * len(slots), [s in sampling for s in slots])
+        with torch.inference_mode():
+            batch = build_input_batch(plan, self.table, self.inputs)
+            found = self.graph.run(batch)
+            fresh = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
+            expected = Eager(self.eager).run(fresh)
+        assert expected.hidden.shape[0] == sum(lengths)
+        assert expected.logits.shape[0] == len(sampling)
+        assert torch.equal(found.hidden, expected.hidden)
+        assert torch.equal(found.logits, expected.logits)
+        assert expected.hidden.isfinite().all() and expected.logits.isfinite().all()
+        for mine, other in zip(self.taped.kv, self.eager.kv, strict=True):
+            assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
+        self.table.num_computed[slots] += lengths
+        return expected.hidden, expected.logits
+
+
+def resolved(folder: str, **options: object) -> ResolvedConfig:
+    common = {"model": folder, "load_format": "random", "device": "cpu", "num_blocks": 99}
+    sizes = {"max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS, "max_model_len": LENGTH}
+    return resolve_config(EngineConfig(**{**common, **sizes, "threads": 1, **options}))
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_kind_of_step(model: str, dtype: str, quantization: str, tmp_path: Path) -> None:
+    twins = Twins(resolved(save(tmp_path, model), dtype=dtype, quantization=quantization))
+    last = torch.empty(0)
+    for scheduled, sampling in STEPS:
+        hidden, _ = twins.step(scheduled, sampling)
+        assert not torch.equal(hidden[-1:], last)  # each step is another
+        last = hidden[-1:].clone()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_random_steps(threads: int, tmp_path: Path) -> None:
+    rng = random.Random(threads)
+    twins = Twins(resolved(save(tmp_path, "windowed"), dtype="bfloat16", threads=threads))
+    while (left := LENGTH - twins.table.num_computed).any():
+        able = [slot for slot in range(SEQS) if left[slot]]
+        room, scheduled = TOKENS, {}
+        for slot in rng.sample(able, rng.randint(1, len(able))):
+            most = min(room, int(left[slot]))
+            if most:
+                scheduled[slot] = rng.choice([1, rng.randint(1, most)])
+                room -= scheduled[slot]
+        twins.step(scheduled, {slot for slot in scheduled if rng.random() < 0.5})
+
+
+@pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 4), (4, 4)])
+def test_small_steps_whose_sizes_could_be_mistaken(seqs: int, budget: int, tmp_path: Path) -> None:
+    sizes = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_model_len": 17}
+    twins = Twins(resolved(save(tmp_path, "llama"), dtype="float32", block_size=16, **sizes))
+    everyone = set(range(seqs))
+    twins.step({0: budget}, {0})
+    twins.step({0: budget}, set())
+    for _ in range(3):
+        twins.step(dict.fromkeys(range(seqs), 1), everyone)
+        twins.step({seqs - 1: 1}, {seqs - 1})
+
+
+def test_a_larger_step_than_the_tape_was_made_for_is_refused(tmp_path: Path) -> None:
+    twins = Twins(resolved(save(tmp_path, "llama"), dtype="float32"))
+    with pytest.raises(ValueError, match="broadcast"):
+        twins.step({0: TOKENS, 1: 1}, set())
+
+
+# -- inside an engine ------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+PROMPTS = [[5, 6, 7], [11] * 30, list(range(9, 60))]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> dict[str, object]:
+    """Options of an engine with random weights."""
+    common = {"load_format": "random", "device": "cpu", "threads": 1, "num_blocks": 40}
+    return {"model": save(tmp_path, "llama"), "dtype": "float32", **common}
+
+
+class Doubling(Llama):
+    """It multiplies by a torch operation of its own."""
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        return super().forward(ids, ctx) * 2.0
+
+
+def test_a_model_that_computes_with_torch_runs_eagerly(
+    llama: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with LLM(**llama) as llm:
+        plain = llm.score(PROMPTS)
+    assert not caplog.records
+    monkeypatch.setitem(registry.MODELS, "LlamaForCausalLM", Doubling)
+    with caplog.at_level(logging.WARNING), LLM(**llama) as llm:
+        assert llm.resolved.runner.attention_backend == "cpu"
+        found, scores = llm.generate(PROMPTS, GREEDY), llm.score(PROMPTS)
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "every step runs through Python"
+    ]
+    assert "aten.mul" in caplog.text
+    with LLM(**llama, kernels="torch") as llm:
+        expected, right = llm.generate(PROMPTS, GREEDY), llm.score(PROMPTS)
+    for a, b in zip(found, expected, strict=True):
+        assert a.completions[0].token_ids == b.completions[0].token_ids
+    assert logprobs_of(scores) == pytest.approx(logprobs_of(right), abs=1e-4)
+    assert logprobs_of(scores) != pytest.approx(logprobs_of(plain), abs=1e-1)
+
+
+def logprobs_of(outputs: list) -> list[float]:
+    """Of every prompt token but the first."""
+    return [entry.logprob for output in outputs for entry in output.prompt_logprobs[1:]]
+
+
+@pytest.mark.parametrize("budget", [1024, 7])
+def test_prompt_logprobs_from_replayed_hidden_states(llama: dict[str, object], budget: int) -> None:
+    params = GREEDY.with_changes(prompt_logprobs=3)
+    with LLM(**llama, kernels="torch") as llm:
+        expected = llm.generate(PROMPTS, params)
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": 3}
+    with LLM(**llama, kernels="native", **sizes) as llm:
+        found = llm.generate(PROMPTS, params)
+        (alone,) = llm.generate([PROMPTS[2]], params)
+    assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-4)
+    for a, b in zip(found, expected, strict=True):
+        assert a.completions[0].token_ids == b.completions[0].token_ids
+    assert alone.prompt_logprobs == found[2].prompt_logprobs
+    assert alone.completions[0].logprobs == found[2].completions[0].logprobs
+
+
+def test_two_engines_do_not_disturb_each_other(llama: dict[str, object]) -> None:
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "threads": 2}
+    configs = [{**llama, "seed": 1}, {**llama, **sizes, "seed": 2, "quantization": "int8"}]
+    expected = []
+    for config in configs:
+        with LLM(**config) as llm:
+            expected.append(llm.generate(PROMPTS[2:], GREEDY)[0].completions[0])
+    assert expected[0].token_ids != expected[1].token_ids
+    with LLM(**configs[0]) as first, LLM(**configs[1]) as second:
+        streams = [llm.stream(PROMPTS[2], GREEDY) for llm in (first, second)]
+        for _ in range(GREEDY.max_tokens + 1):
+            for stream in streams:
+                next(stream, None)
+        for stream, right in zip(streams, expected, strict=True):
+            assert stream.output is not None
+            assert stream.output.completions[0].token_ids == right.token_ids
+            assert stream.output.completions[0].logprobs == right.logprobs
+
+
+def test_close_frees_weights_cache_and_tape(
+    llama: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counting references: nothing waits for the garbage collector."""
+    kept: list[weakref.ref] = []
+    graph = NativePlatform.graph
+
+    def watch(self, network):
+        tape, inputs = graph(self, network)
+        weights = network.model.layers[0].mlp.down.matrix.data.weight
+        for thing in (network.kv[0].k, weights, tape, tape.output.hidden, inputs, self.native):
+            kept.append(weakref.ref(thing))
+        return tape, inputs
+
+    monkeypatch.setattr(NativePlatform, "graph", watch)
+    with LLM(**llama) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert len(kept) == 6 and all(ref() is not None for ref in kept)
+    assert [ref() for ref in kept] == [None] * 6
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident() -> int:
+    """MiB that this process holds, without files."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) // 1024
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads Linux' own files")
+def test_closed_engines_leave_no_memory_behind(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(small(**shape, vocab_size=4000)))
+    config = resolved(str(tmp_path), dtype="float32")
+    weights = config.memory.weights >> 20
+    assert weights > 60
+    held = []
+    for _ in range(4):
+        Worker(config).close()
+        held.append(resident())
+    assert held[-1] - held[0] < weights / 2
