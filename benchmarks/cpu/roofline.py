@@ -1,0 +1,117 @@
+"""How near the native kernels come to what the machine allows.
+
+    python benchmarks/cpu/roofline.py [--threads 2] [--isa avx2] [--kernel linear] [--json FILE]
+                                      [--quick]
+
+A kernel cannot take less time than its bytes take to be read and its operations to be done. Both
+limits are measured right after each run of the kernel, because machines (virtual ones above all)
+change their speed; the share is limit / time, median and 10th to 90th percentile. Weights and KV
+caches are larger than the processor's caches, so that every byte comes from memory. Samples during
+which other processes used the cores are dropped; "!" marks rows where none was left.
+
+Columns: microseconds of a layer (or call), bytes a second of the limit, operations a second of the
+limit, the share, and for layers the share of each matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from itertools import chain
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch  # before the extension, which then shares torch's threads
+from roofline_samples import Limits, Sample, measure
+from roofline_work import LAYERS, Work, attentions, linears, small_ones
+
+from kvik.kernels.cpu import _native
+
+EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case walks through
+
+
+def report(work: Work, samples: list[Sample], disturbed: bool) -> dict[str, Any]:
+    """One row: of the whole, and each part's share."""
+
+    def limit(one: Sample, part: str) -> float:
+        return max(work.bytes[part] / one.bandwidth, work.operations[part] / one.peak)
+
+    parts = list(work.bytes)
+    shares = [sum(limit(s, p) for p in parts) / sum(s.times.values()) for s in samples]
+    tenths = quantiles(shares, n=10, method="inclusive") if len(shares) > 1 else shares
+    calls = len(work.parts) // len(parts)
+    return {
+        "kernel": work.kernel,
+        "case": work.case,
+        "microseconds": median(sum(s.times.values()) for s in samples) / calls * 1e6,
+        "gigabytes_per_second": median(
+            sum(work.bytes.values()) / sum(s.times.values()) / 1e9 for s in samples
+        ),
+        "gigaoperations_per_second": median(
+            sum(work.operations.values()) / sum(s.times.values()) / 1e9 for s in samples
+        ),
+        "share": median(shares),
+        "share_low": tenths[0],
+        "share_high": tenths[-1],
+        "parts": {p: median(limit(s, p) / s.times[p] for s in samples) for p in parts},
+        "bandwidth": median(s.bandwidth for s in samples) / 1e9,
+        "peak": median(s.peak for s in samples) / 1e9,
+        "samples": len(samples),
+        "disturbed": disturbed,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    parts = row["parts"] if len(row["parts"]) > 1 else {}
+    print(
+        f"{row['kernel'] + ' ' + row['case']:48}{row['microseconds']:11.1f}"
+        f"{row['gigabytes_per_second']:8.1f}{row['bandwidth']:7.1f}"
+        f"{row['gigaoperations_per_second']:9.0f}{row['peak']:8.0f}"
+        f"{row['share']:7.2f} ({row['share_low']:.2f} .. {row['share_high']:.2f})"
+        f"{'!' if row['disturbed'] else ' '} "
+        + " ".join(f"{part} {share:.2f}" for part, share in parts.items()),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--isa", choices=_native.instruction_sets())
+    parser.add_argument("--kernel", default="", help="only kernels and cases with this in the name")
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    parser.add_argument("--quick", action="store_true", help="few cases, one short sample of each")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    runtime = _native.Runtime(args.isa or _native.instruction_sets()[0], args.threads)
+    budget = QUICK if args.quick else EVERYTHING
+    limits = Limits(runtime, budget)
+    print(f"{runtime.isa}, {runtime.threads} threads")
+    print(f"{'':48}{'us':>11}{'GB/s':>8}{'of':>7}{'GOP/s':>9}{'of':>8}{'share':>7} (10% .. 90%)")
+    rows_of = (1, 32) if args.quick else (1, 4, 8, 32, 128, 512)
+    models = ("qwen2.5-0.5b",) if args.quick else tuple(LAYERS)
+
+    def wanted(name: str) -> bool:
+        return args.kernel in name
+
+    works = chain(
+        linears(rows_of, models, budget, wanted),
+        attentions((1,) if args.quick else (1, 16), budget, wanted),
+        small_ones(budget, wanted),
+    )
+    rounds, seconds = (1, 0.1) if args.quick else (5, 0.25)
+    rows = []
+    for work in works:
+        rows.append(report(work, *measure(work, runtime, limits, rounds, seconds)))
+        print_row(rows[-1])
+    if args.json:
+        head = {"isa": runtime.isa, "threads": runtime.threads}
+        args.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

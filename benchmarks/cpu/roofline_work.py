@@ -1,0 +1,232 @@
+"""What the roofline measures: calls of kernels on tapes, and what they cost at least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch  # before the extension, which then shares torch's threads
+from torch import Tensor
+
+from kvik.kernels.cpu import _native
+
+KERNELS = {name: (i, [a for a, _ in args]) for i, (name, args) in enumerate(_native.kernels())}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+BLOCK_SIZE = 32  # tokens of a block of the KV cache
+SILU_AND_MUL = 1
+
+Value = Tensor | torch.dtype | int | float
+Wanted = Callable[[str], bool]  # of "kernel case"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How weights are stored, and which peak limits the product.
+
+    Attributes:
+        group: inputs that share a scale; 0: all of them.
+    """
+
+    number: int
+    bits: int
+    group: int
+    scale_bytes: int
+    peak: str
+
+    def bytes(self, outputs: int, inputs: int) -> int:
+        return outputs * inputs * self.bits // 8 + self._scales(outputs, inputs) * self.scale_bytes
+
+    def random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        """Weights and scales, packed: for speed the order of random numbers does not matter."""
+        dtype = torch.bfloat16 if self.bits == 16 else torch.int8
+        weight = on_huge_pages(outputs * inputs * self.bits // 8, dtype)
+        scales = torch.full((self._scales(outputs, inputs),), 0.01)
+        return weight, scales.bfloat16() if self.scale_bytes == 2 else scales
+
+    def _scales(self, outputs: int, inputs: int) -> int:
+        return outputs * (inputs // self.group if self.group else 1)
+
+
+KINDS = {
+    "bf16": Kind(1, 16, 0, 0, "peak_bf16"),
+    "int8": Kind(2, 8, 0, 4, "peak_i8"),
+    "int8-weight-only": Kind(3, 8, 0, 4, "peak_bf16"),
+    "int4-g128": Kind(4, 4, 128, 2, "peak_i8"),
+}
+# One layer's matrices: outputs, inputs, activation.
+LAYERS = {
+    "llama-3.2-1b": {
+        "qkv": (3072, 2048, 0),
+        "o": (2048, 2048, 0),
+        "gate_up": (16384, 2048, SILU_AND_MUL),
+        "down": (2048, 8192, 0),
+    },
+    "qwen2.5-0.5b": {
+        "qkv": (1152, 896, 0),
+        "o": (896, 896, 0),
+        "gate_up": (9728, 896, SILU_AND_MUL),
+        "down": (896, 4864, 0),
+    },
+}
+
+
+def words(kernel: str, arguments: dict[str, Value]) -> tuple[int, list[int | float]]:
+    """A kernel's id and its arguments in order: addresses of tensors, numbers of dtypes."""
+    kernel_id, names = KERNELS[kernel]
+    return kernel_id, [_word(arguments[name]) for name in names]
+
+
+def _word(value: Value) -> int | float:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return DTYPES[value] if isinstance(value, torch.dtype) else value
+
+
+@dataclass
+class Work:
+    """Calls on a tape, and what they cost at least.
+
+    Attributes:
+        parts: a name for each call; times are reported by it.
+        bytes, operations: of each part, over all its calls.
+    """
+
+    kernel: str
+    case: str
+    peak: str
+    tape: _native.Tape = field(default_factory=_native.Tape)
+    parts: list[str] = field(default_factory=list)
+    bytes: dict[str, float] = field(default_factory=dict)
+    operations: dict[str, float] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+
+    def call(self, part: str, num_bytes: float, operations: float, **arguments: Value) -> None:
+        self.tape.append(*words(self.kernel, arguments), [])
+        self.parts.append(part)
+        self.bytes[part] = self.bytes.get(part, 0) + num_bytes
+        self.operations[part] = self.operations.get(part, 0) + operations
+        self.alive += [a for a in arguments.values() if isinstance(a, Tensor)]
+
+
+def on_huge_pages(num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Memory full of ordinary numbers, repeated."""
+    memory = torch.from_numpy(_native.allocate(num_bytes)).view(dtype)
+    some = torch.randn(1 << 16)
+    some = (some * 40).to(dtype) if dtype == torch.int8 else (some * 0.1).to(dtype)
+    for piece in memory.split(len(some)):
+        piece.copy_(some[: len(piece)])
+    return memory
+
+
+def linears(
+    rows_of: tuple[int, ...], models: tuple[str, ...], budget: int, wanted: Wanted
+) -> Iterator[Work]:
+    """The matrix products of whole layers, as many layers as fill the budget."""
+    for model in models:
+        for name, kind in KINDS.items():
+            cases = {rows: f"{model} {name} M={rows}" for rows in rows_of}
+            cases = {rows: case for rows, case in cases.items() if wanted(f"linear {case}")}
+            if not cases:
+                continue
+            layer_bytes = sum(kind.bytes(o, i) for o, i, _ in LAYERS[model].values())
+            weights = [
+                {part: kind.random(o, i) for part, (o, i, _) in LAYERS[model].items()}
+                for _ in range(math.ceil(budget / layer_bytes))
+            ]
+            for rows, case in cases.items():
+                yield layers_of_linears(case, model, kind, rows, weights)
+
+
+def layers_of_linears(
+    case: str,
+    model: str,
+    kind: Kind,
+    rows: int,
+    weights: list[dict[str, tuple[Tensor, Tensor]]],
+) -> Work:
+    work = Work("linear", case, kind.peak)
+    for layer in weights:
+        for part, (outputs, inputs, activation) in LAYERS[model].items():
+            width = outputs // 2 if activation else outputs
+            x = torch.randn(rows, inputs).bfloat16()
+            weight, scales = layer[part]
+            work.call(
+                part, kind.bytes(outputs, inputs) + 2 * rows * (inputs + width),
+                2 * rows * outputs * inputs, x=x, x_stride=inputs, rows=rows, weight=weight,
+                scales=scales, zeros=0, kind=kind.number, inputs=inputs, outputs=outputs,
+                group=kind.group or inputs, activation=activation, bias=0, residual=0,
+                residual_stride=0, y=torch.empty(rows, width, dtype=x.dtype), y_stride=width,
+                dtype=x.dtype, out_dtype=x.dtype,
+            )  # fmt: skip
+    return work
+
+
+def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterator[Work]:
+    """Decoding at context 2048, then prompts of 512 tokens. 32 heads, 8 of keys."""
+    for head_dim in (64, 128):
+        block = 8 * BLOCK_SIZE * head_dim  # elements of keys
+        cases = [("decode", batch, 1, 2048) for batch in batches] + [("prefill", 1, 512, 512)]
+        for name, batch, queries, context in cases:
+            work = Work("attention", f"{name} B={batch} D={head_dim}", "peak_bf16")
+            if not wanted(f"attention {work.case}"):
+                continue
+            blocks = batch * context // BLOCK_SIZE
+            layers = math.ceil(budget / (4 * blocks * block))
+            keys, values = (
+                on_huge_pages(2 * layers * blocks * block, torch.bfloat16) for _ in range(2)
+            )
+            order = torch.randperm(layers * blocks, dtype=torch.int32).view(layers, batch, -1)
+            tokens, seen = batch * queries, context * queries - queries * (queries - 1) / 2
+            q = torch.randn(tokens, 32, head_dim).bfloat16()
+            for at in range(layers):
+                work.call(
+                    name, 4 * blocks * block + 4 * q.numel(), 4 * batch * seen * 32 * head_dim,
+                    q=q, q_stride=32 * head_dim, k_cache=keys, v_cache=values, k_scales=0,
+                    v_scales=0, block_table=order[at], table_stride=context // BLOCK_SIZE,
+                    query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
+                    seq_lens=torch.full((batch,), context, dtype=torch.int32), num_seqs=batch,
+                    heads=32, kv_heads=8, head_dim=head_dim, block_size=BLOCK_SIZE, window=0,
+                    tree_mask=0, tree_words=0, scale=head_dim**-0.5, out=torch.empty_like(q),
+                    out_stride=32 * head_dim, dtype=q.dtype, kv_dtype=q.dtype,
+                )  # fmt: skip
+            yield work
+
+
+def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
+    """What is between the products: 512 rows of 2048, each read from memory and written."""
+    rows, dim, dtype = 512, 2048, torch.bfloat16
+    copies = math.ceil(budget / (4 * rows * dim))
+    xs, ys = (
+        on_huge_pages(2 * copies * rows * dim, dtype).view(copies, rows, dim) for _ in range(2)
+    )
+    weight = torch.ones(dim, dtype=dtype)
+    to_y = {"y_stride": dim}
+    more: dict[str, dict[str, Value]] = {
+        "rms_norm": {"weight": weight, "eps": 1e-5, "inner": 1, "x_inner_stride": 0}
+        | {"y_inner_stride": 0, **to_y},
+        "layer_norm": {"weight": weight, "bias": weight, "eps": 1e-5, **to_y},
+        "gelu_tanh": to_y,
+        "add": {"y_stride": dim, "out_stride": dim},
+    }
+    for kernel, arguments in more.items():
+        work = Work(kernel, f"{rows}x{dim} bf16", "peak_f32")
+        if not wanted(f"{kernel} {work.case}"):
+            continue
+        for at in range(copies):
+            x, y = xs[at], ys[at]
+            tensors = {"y": xs[at - 1], "out": y} if kernel == "add" else {"y": y}
+            num_bytes = 2 * x.numel() * (1 + len(tensors))
+            common = {"x_stride": dim, "rows": rows, "dim": dim, "dtype": dtype}
+            work.call(kernel, num_bytes, 0, x=x, **common, **arguments, **tensors)
+        yield work
+    vocab = 128_256
+    work = Work("largest", f"1x{vocab}", "peak_f32")
+    if not wanted(f"largest {work.case}"):
+        return
+    for logits in on_huge_pages(budget // (4 * vocab) * 4 * vocab, torch.float32).split(vocab):
+        work.call(
+            "largest", 4 * vocab, 0, logits=logits, stride=vocab, rows=1, vocab=vocab,
+            top=torch.zeros(1), ids=torch.zeros(1, dtype=torch.int64),
+        )  # fmt: skip
+    yield work
