@@ -188,7 +188,7 @@ struct TileWork {
         if (last) finish(a, x, tile, row, rows, s.sums);
     }
 
-    // Blocks of nearly equal size.
+    // Blocks of nearly equal size, of whole units.
     int64_t block_start(int64_t block) const {
         return smaller(divide_up(a.rows, plan.row_unit) * block / plan.row_blocks * plan.row_unit, a.rows);
     }

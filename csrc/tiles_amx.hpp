@@ -106,7 +106,7 @@ KVIK_INLINE void add_product(const char* x, int64_t x_stride) {
     Product::template add<kLeft + 1, kXTile + kHalf, kWeightTile + 1>();
 }
 
-// kBoth: more than 16 rows. By value: the compiler takes memory as changed by every load and store.
+// kBoth: more than 16 rows. `p` is a copy, since the compiler takes memory as changed by every instruction.
 template <class Product, bool kBoth>
 void add_part(const Stretch& s, const Part p) {
     open_sums<0>(p);
