@@ -148,23 +148,37 @@ struct TileWork {
     char* wide;
     Tiles& tiles;
 
-    void run(int64_t tile, int64_t first_block, int64_t last_block) const {
-        const char* weight = (const char*)a.weight + tile * plan.steps * kStepBytes;
+    const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
+
+    // next: the tile that this thread takes after this one, or -1. While blocks of rows pass over a
+    // stretch, which then lies in a cache, they fetch the stretch behind it: memory works all the time.
+    void run(int64_t tile, int64_t first_block, int64_t last_block, int64_t next) const {
+        const char* weight = weight_of(tile);
         int64_t step = 0;
         do {
             const int64_t steps = smaller(plan.stretch, plan.steps - step);
             if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
-            for (int64_t block = first_block; block < last_block; block++)
-                run_block(tile, weight, block, first_block, step, steps);
+            const char* behind = weight + (step + steps) * kStepBytes;
+            if (step + steps >= plan.steps) behind = next < 0 ? nullptr : weight_of(next);
+            const int64_t blocks = last_block - first_block, stride = divide_up(kStepBytes, blocks);
+            for (int64_t block = first_block; block < last_block; block++) {
+                Stretch s = {};
+                s.ahead = weight + step * kStepBytes + kAhead;
+                s.ahead_stride = kStepBytes;
+                if (blocks > 1 && behind) {
+                    s.ahead = behind + (block - first_block) * steps * stride;
+                    s.ahead_stride = stride;
+                }
+                run_block(tile, weight, block, first_block, step, steps, s);
+            }
             step += steps;
         } while (step < plan.steps);
     }
 
-    void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, int64_t step,
-                   int64_t steps) const {
+    void run_block(int64_t tile, const char* weight, int64_t block, int64_t first_block, int64_t step, int64_t steps,
+                   Stretch s) const {
         const int64_t row = block_start(block), rows = block_start(block + 1) - row;
         const bool last = step + steps >= plan.steps, once = steps >= plan.steps, unpacked = plan.unpack != nullptr;
-        Stretch s = {};
         s.rows = int(rows);
         s.weight = unpacked ? wide : weight + step * kStepBytes;
         s.steps = unpacked ? 2 * steps : steps;
@@ -221,11 +235,14 @@ void linear(const linear_args& a, Team& team) {
 
     const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
     const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
-    for (int64_t piece; (piece = next_piece(team, tile_pieces * row_pieces)) >= 0;) {
+    const int64_t pieces = tile_pieces * row_pieces;
+    for (int64_t piece = next_piece(team, pieces), next; piece >= 0; piece = next) {
+        next = next_piece(team, pieces);
         const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
         const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
-        for (int64_t t = tile; t < smaller(tile + plan.piece_tiles, plan.tiles); t++)
-            work.run(t, block, last_block);
+        const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+        for (int64_t t = tile; t < last_tile; t++)
+            work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next < 0 ? -1 : next / row_pieces * plan.piece_tiles);
     }
     end_pieces(team);
 }

@@ -19,6 +19,9 @@ struct Stretch {
     int rows;
     float* sums;  // [rows][32]
     bool first;  // else the sums of the stretches before are in `sums`
+    // What to fetch from memory meanwhile, and how many bytes further at each step.
+    const char* ahead;
+    int64_t ahead_stride;
     // Of integers, whose stretches are whole groups (the last group of a matrix may be short):
     int64_t group_steps;
     const int32_t* x_sums;   // [rows][groups], times minus the weights' offset
@@ -97,13 +100,14 @@ KVIK_INLINE void multiply_floats(const Stretch& s, int first_vector) {
     }
     const Broadcast<kRows> x(s.x, s.x_stride);
     const char* weight = s.weight + first_vector * kLanes * 4;
+    const char* ahead = s.ahead + first_vector * kLanes * 4;
     const int64_t end = s.steps * 4 * kParts;
     for (int64_t at = 0; at < end; at += 4 * kParts) {
         I32 w[kVectors][kParts];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const char* p = weight + v * kLanes * 4;
-            if (v * kLanes * 4 % 64 == 0) prefetch(p + kAhead);
+            if (v * kLanes * 4 % 64 == 0) prefetch(ahead + v * kLanes * 4);
             Tile::unpack(iload(p), w[v]);
         }
 #pragma GCC unroll 2
@@ -116,6 +120,7 @@ KVIK_INLINE void multiply_floats(const Stretch& s, int first_vector) {
             }
         }
         weight += kStepBytes;
+        ahead += s.ahead_stride;
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
@@ -153,13 +158,14 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
     }
     const Broadcast<kRows> x(s.x, s.x_stride);
     const char* weight = s.weight + first * kStepBytes + first_vector * kLanes * 4;
+    const char* ahead = s.ahead + first * s.ahead_stride + first_vector * kLanes * 4;
     int64_t at = first * 4 * kParts;
     do {
         I32 w[kVectors][kParts];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const char* p = weight + v * kLanes * 4;
-            if (v * kLanes * 4 % 64 == 0) prefetch(p + kAhead);
+            if (v * kLanes * 4 % 64 == 0) prefetch(ahead + v * kLanes * 4);
             Tile::unpack(iload(p), w[v]);
         }
 #pragma GCC unroll 2
@@ -173,6 +179,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
             }
         }
         weight += kStepBytes;
+        ahead += s.ahead_stride;
         at += 4 * kParts;
     } while (at < last * 4 * kParts);
     float* sums = s.sums + first_vector * kLanes;

@@ -15,12 +15,14 @@ from kvik.config.memory import (
     LOADING_BYTES,
     PROMPT_LOGPROB_ROWS,
     QUANTIZED_SCRATCH_BYTES,
+    SAMPLED_LOGITS,
 )
 from kvik.kernels.rounding import PIECE
 from kvik.nn.checkpoint import RUN_BYTES
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
-from kvik.worker.model_runner import _LOGPROB_ROWS
+from kvik.worker.model_runner import LOGPROB_ROWS
+from kvik.worker.model_runner import SAMPLED_LOGITS as RUNNER_SAMPLED_LOGITS
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -72,6 +74,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, tmp_path: Path) -> Non
 
 def test_the_plan_knows_the_limits_it_relies_on() -> None:
     assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
-    assert PROMPT_LOGPROB_ROWS >= _LOGPROB_ROWS
+    assert PROMPT_LOGPROB_ROWS >= LOGPROB_ROWS
+    assert SAMPLED_LOGITS >= RUNNER_SAMPLED_LOGITS
     assert GATHERED_KEYS >= MAX_KEYS
     assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

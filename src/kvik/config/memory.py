@@ -28,9 +28,10 @@ QUANTIZED_SCRATCH_BYTES = 64 * MIB
 LOGIT_BYTES = 4  # of the model's, whatever its dtype
 # One logit in the sampler with every rule on: fp32 copies and penalties, then in double precision
 # its share, its distance from the entropy, their order and two running sums.
-SAMPLER_BYTES_PER_LOGIT = 72
+SAMPLER_BYTES_PER_LOGIT = 116
+SAMPLED_LOGITS = 1 << 22  # logits that go through the sampler at once
 # Rows of logits held at once while the logprobs of a prompt are read, and fp32 copies of each.
-PROMPT_LOGPROB_ROWS, PROMPT_BYTES_PER_LOGIT = 256, 16
+PROMPT_LOGPROB_ROWS, PROMPT_BYTES_PER_LOGIT = 64, 16
 # What penalties count of a request, for each entry of the vocabulary.
 SEEN_BYTES_PER_TOKEN = 5
 # Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
@@ -96,8 +97,10 @@ class Footprint:
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.intermediate_size * (3 * item + 20)
+        sampling = min(size.max_num_seqs, tokens)
+        sampled = min(sampling, max(1, SAMPLED_LOGITS // spec.vocab_size))
         logits = spec.vocab_size * max(
-            min(size.max_num_seqs, tokens) * (LOGIT_BYTES + SAMPLER_BYTES_PER_LOGIT),
+            sampling * LOGIT_BYTES + sampled * SAMPLER_BYTES_PER_LOGIT,
             min(PROMPT_LOGPROB_ROWS, tokens) * (LOGIT_BYTES + PROMPT_BYTES_PER_LOGIT),
         )
         widest = max(norm, rotary, attended, mlp, logits, self._quantized_product(size))

@@ -14,11 +14,14 @@ from kvik.core.types import TokenLogprobs
 from kvik.worker.graphs import Graph, Network
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Sampler, token_logprobs
+from kvik.worker.sampler import Sampler, SampleResult, token_logprobs
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
 
-_LOGPROB_ROWS = 256  # prompt positions whose logits are held at once
+# What is held at once, so that a large vocabulary does not multiply with a large batch: prompt
+# positions whose logits are read, and logits that go through the sampler.
+LOGPROB_ROWS = 64
+SAMPLED_LOGITS = 1 << 22
 
 
 @dataclass(slots=True)
@@ -118,21 +121,27 @@ class ModelRunner:
         logprobs: dict[int, list[TokenLogprobs]],
         errors: dict[int, str],
     ) -> None:
-        """One token for each sampling row, all at once; row by row if one of them breaks that."""
+        """One token for each sampling row, many rows at once; row by row if one breaks that."""
         rows = batch.sampling_rows
         slots = batch.slots[rows]
         positions = self.table.num_tokens[slots]  # of the token to be sampled
-        try:
-            parts = [(0, self.sampler.sample(logits, self.sampling.batch(slots, positions)))]
-        except Exception:
-            parts = []
-            for i, row in enumerate(rows.tolist()):
-                one = slice(i, i + 1)
-                try:
-                    plan = self.sampling.batch(slots[one], positions[one])
-                    parts.append((i, self.sampler.sample(logits[one], plan)))
-                except Exception as error:
-                    errors[row] = describe(error)
+
+        def sample(part: slice) -> SampleResult:
+            return self.sampler.sample(
+                logits[part], self.sampling.batch(slots[part], positions[part])
+            )
+
+        parts: list[tuple[int, SampleResult]] = []
+        size = max(1, SAMPLED_LOGITS // logits.shape[1])
+        for first in range(0, len(rows), size):
+            try:
+                parts.append((first, sample(slice(first, first + size))))
+            except Exception:
+                for i in range(first, min(first + size, len(rows))):
+                    try:
+                        parts.append((i, sample(slice(i, i + 1))))
+                    except Exception as error:
+                        errors[int(rows[i])] = describe(error)
         for first, result in parts:
             tokens = result.token_ids.cpu().numpy()
             part = slice(first, first + len(tokens))
@@ -162,8 +171,8 @@ class ModelRunner:
             first = int(self.table.num_computed[slot]) - (end - start)  # position of `start`
             last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
             try:
-                for begin in range(first, last, _LOGPROB_ROWS):
-                    stop = min(begin + _LOGPROB_ROWS, last)
+                for begin in range(first, last, LOGPROB_ROWS):
+                    stop = min(begin + LOGPROB_ROWS, last)
                     at = start - first
                     logits = self.network.model.logits(hidden[at + begin : at + stop])
                     targets = self.table.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
