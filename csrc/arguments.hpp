@@ -25,7 +25,9 @@ enum MatrixKind : int64_t {
     kMatrixBF16 = 1,
     kMatrixI8 = 2,            // W8A8: activations quantised per row
     kMatrixI8WeightOnly = 3,  // int8 weights, float activations
-    kMatrixI4 = 4,            // 4 bits in groups, activations quantised per row and group
+    // 4 bits in groups, activations quantised per row and group. A group is a multiple of 8, and of at
+    // most 256 where it has a zero point.
+    kMatrixI4 = 4,
 };
 
 // y [rows, inner, dim] = x / rms(x) * weight, over dim.

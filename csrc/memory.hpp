@@ -6,7 +6,8 @@
 
 namespace kvik {
 
-// Zeroed and not yet touched: pages are handed out when they are first written. Throws std::bad_alloc.
+// Zeroed; on Linux not yet touched: pages are handed out when they are first written. Throws
+// std::bad_alloc.
 void* allocate_huge(size_t bytes);
 void free_huge(void* data, size_t bytes);
 

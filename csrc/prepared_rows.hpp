@@ -82,7 +82,13 @@ KVIK_INLINE int32_t quantise(const X* x, int64_t count, float scale, int8_t* out
         // of NaN and a number the second is kept, so that what is rounded is always in range
         const F32 q = max(min(div(v, divisor), all(kQuantised)), all(-kQuantised));
         const I32 rounded = to_int(q);
-        store_i8(out + k, rounded);
+        if (count - k < kLanes) {  // a whole vector could end behind the row
+            int8_t lanes[kLanes];
+            store_i8(lanes, rounded);
+            std::memcpy(out + k, lanes, size_t(count - k));
+        } else {
+            store_i8(out + k, rounded);
+        }
         total = iadd(total, rounded);
     }
     return sum(total);

@@ -387,11 +387,7 @@ KVIK_INLINE float sum(F32 a) {
         for (int i = 0; i < n; i++) a.v[i] += a.v[i + n];
     return a.v[0];
 }
-KVIK_INLINE float largest(F32 a) {
-    float m = a.v[0];
-    KVIK_LANES m = a.v[i] > m ? a.v[i] : m;
-    return m;
-}
+KVIK_INLINE float largest(F32 a) { float m = a.v[0]; KVIK_LANES m = a.v[i] > m ? a.v[i] : m; return m; }
 KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127, or NaN where a is; ldexp would be a call
     KVIK_LANES {
         const uint32_t bits = uint32_t(int32_t(n.v[i]) + 127) << 23;

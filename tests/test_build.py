@@ -129,6 +129,14 @@ def test_kernels_are_installed_where_they_can_be_built() -> None:
     )
 
 
+def test_what_is_never_freed_makes_no_noise() -> None:
+    pytest.importorskip("kvik.kernels.cpu._native")
+    code = "import sys\nfrom kvik.kernels.cpu._native import Runtime\n"
+    code += "sys.kept = Runtime('portable', 1)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, capture_output=True)
+    assert done.stdout + done.stderr == ""
+
+
 @needs_linux
 def test_torch_and_the_kernels_share_one_openmp() -> None:
     """Two would start their threads twice and take the cores from each other."""

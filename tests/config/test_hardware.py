@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,14 +165,14 @@ def test_this_machine_answers() -> None:
 
 
 @needs_native
-def test_the_instruction_set_told_is_the_one_that_runs() -> None:
-    from kvik.kernels.cpu.native import Native
-
-    found = detect()
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of the CPU")
+def test_the_instruction_sets_told_are_the_ones_that_run() -> None:
+    """But for AMX, which the compiler, the system or the self-check may deny."""
+    found, running = detect(), instruction_sets()
     assert found.native
-    assert found.native_isa == Native(threads=1).isa
-    told = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa]
-    assert [*told, "portable"] == instruction_sets()
+    told = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa] + ["portable"]
+    assert found.native_isa == told[0]
+    assert running in (told, [name for name in told if name != "amx"])
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ class Notes(list[Decision]):
 @pytest.mark.parametrize(
     ("hardware", "device", "dtype", "kernels", "reason"),
     [
-        (LAPTOP, "cpu", "bfloat16", "native", "C++ for avx2"),
-        (LAPTOP, "cpu", "float32", "native", "C++ for avx2"),
-        (ARM, "cpu", "bfloat16", "native", "C++ for portable"),
+        (LAPTOP, "cpu", "bfloat16", "native", "C++; this CPU has avx2"),
+        (LAPTOP, "cpu", "float32", "native", "C++; this CPU has avx2"),
+        (ARM, "cpu", "bfloat16", "native", "C++"),
         (LAPTOP, "cpu", "float16", "torch", "native kernels have no float16"),
         (LAPTOP, "cuda:0", "bfloat16", "torch", "native kernels are for CPUs"),
-        (OLD, "cpu", "bfloat16", "torch", "this CPU has no AVX2"),
+        (OLD, "cpu", "bfloat16", "torch", "not known to have AVX2"),
         (BARE, "cpu", "bfloat16", "torch", "was there a C++20 compiler?"),
     ],
 )

@@ -80,7 +80,8 @@ class Hardware:
 
     @property
     def native_isa(self) -> str:
-        """The best instruction set that the native kernels are compiled for and this CPU runs."""
+        """The best instruction set of this CPU that there are native kernels for. Another one runs
+        where the compiler lacked it, or where AMX is withheld by the system or fails its check."""
         for name, needed in NATIVE_ISAS.items():
             if needed <= self.isa:
                 return name

@@ -26,7 +26,7 @@ def native_reason(hardware: Hardware) -> str | None:
     if not hardware.native:
         return "kvik was installed without its native kernels: was there a C++20 compiler?"
     if hardware.native_isa == "portable" and "asimd" not in hardware.isa:
-        return "this CPU has no AVX2"
+        return "this CPU is not known to have AVX2"
     return None
 
 
@@ -52,7 +52,8 @@ def choose_kernels(
     refusal = refusal or native_reason(hardware)
     if refusal is not None:
         return note("kernels", "torch", refusal)
-    return note("kernels", "native", f"C++ for {hardware.native_isa}")
+    isa = hardware.native_isa
+    return note("kernels", "native", "C++" if isa == "portable" else f"C++; this CPU has {isa}")
 
 
 def choose_attention(config: EngineConfig, spec: ModelSpec, kernels: str, note: Note) -> str:

@@ -36,6 +36,8 @@ PROMPT_LOGPROB_ROWS, PROMPT_BYTES_PER_LOGIT = 64, 16
 SEEN_BYTES_PER_TOKEN = 5
 # Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
 GATHERED_KEYS = 16384
+# Keys of a split in the cpu backend, and requests of the longest context that decode side by side.
+SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +147,16 @@ class Footprint:
             # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
             gathered = 2 * size.max_model_len * spec.num_heads * spec.head_dim * (4 + 4 + item)
             return gathered + self._pairs(size) * (3 * spec.num_heads * 4)
+        if self.attention_backend == "cpu":  # partial results of the splits of long contexts
+            splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
+            return splits * spec.num_heads * (spec.head_dim + 32) * 5
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
         return 2 * keys * spec.num_kv_heads * spec.head_dim * item
 
     def _masks(self, size: StepSize) -> int:
         """Masks of all prefilling sequences, per KV group; they live as long as the step."""
+        if self.attention_backend == "cpu":
+            return 0
         return self._pairs(size) * (1 + 1 + 4) * len(self.groups)
 
     def _pairs(self, size: StepSize) -> int:

@@ -83,6 +83,18 @@ def test_products(runtime: Runtime, kind: str) -> None:
         assert_near(y, exact @ weight.T, exact.abs() @ weight.abs().T)
 
 
+@pytest.mark.parametrize("kind", ["int4-8", "int4-40-zeros", "int4-256-zeros", "int4-272"])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1, 5]))
+def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
+    """The last one may end where the memory of a row ends."""
+    for rows, inputs in ((1, 64), (3, 64), (7, 700), (2, 1088)):
+        matrix = random_matrix(runtime, kind, 40, inputs)
+        x = normal(rows, inputs)
+        exact, weight = as_multiplied(x, matrix), matrix.dequantized.double()
+        y = linear(runtime, x, matrix)
+        assert_near(y, exact @ weight.T, exact.abs() @ weight.abs().T)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH])
 @pytest.mark.parametrize("kind", [F32, BF16, I8, I8_WEIGHT_ONLY, I4])

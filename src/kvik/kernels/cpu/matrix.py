@@ -32,6 +32,7 @@ TILE = 32  # outputs
 
 F32, BF16, I8, I8_WEIGHT_ONLY, I4 = range(5)  # MatrixKind
 INPUTS_PER_STEP = (1, 2, 4, 4, 8)  # by kind: what four bytes of an output hold
+MAX_GROUP_WITH_ZEROS = 256  # of inputs: their sum is multiplied by the zero point in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,19 @@ class Matrices:
         self.native = native
 
     def matrix(self, spec: MatrixSpec) -> Matrix:
-        """See `Ops.matrix`. Its bias is fp32."""
+        """See `Ops.matrix`. Its bias is fp32.
+
+        Raises:
+            ValueError: the kernels cannot multiply groups of this size.
+        """
+        if isinstance(spec.kind, Int4Kind):
+            _check_group(spec.kind)
         values, scales, zeros = packed_sizes(spec)
         take = self.native.weights.take
         group = spec.kind.group if isinstance(spec.kind, Int4Kind) else spec.inputs
         packed = Packed(take(values), take(scales), take(zeros), _number(spec.kind), group)
-        return Matrix(spec, torch.empty(spec.rows) if spec.bias else None, packed)
+        bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
+        return Matrix(spec, bias, packed)
 
     def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         """See `Ops.pack_rows`."""
@@ -153,6 +161,16 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
             return values, 2 * groups, groups if zeros else 0
         case _:
             assert_never(spec.kind)
+
+
+def _check_group(kind: Int4Kind) -> None:
+    step = INPUTS_PER_STEP[I4]
+    if kind.group <= 0 or kind.group % step:
+        raise ValueError(f"four bits in groups of {kind.group}: must be a multiple of {step}")
+    if kind.zeros and kind.group > MAX_GROUP_WITH_ZEROS:
+        raise ValueError(
+            f"four bits in groups of {kind.group}: at most {MAX_GROUP_WITH_ZEROS} with zero points"
+        )
 
 
 def ceil_div(a: int, b: int) -> int:
