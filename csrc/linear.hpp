@@ -241,8 +241,9 @@ void linear(const linear_args& a, Team& team) {
         const int64_t tile = piece / row_pieces * plan.piece_tiles, block = piece % row_pieces * plan.piece_blocks;
         const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
         const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+        const int64_t next_tile = next < 0 ? -1 : next / row_pieces * plan.piece_tiles;
         for (int64_t t = tile; t < last_tile; t++)
-            work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next < 0 ? -1 : next / row_pieces * plan.piece_tiles);
+            work.run(t, block, last_block, t + 1 < last_tile ? t + 1 : next_tile);
     }
     end_pieces(team);
 }
