@@ -58,12 +58,14 @@ class NativePlatform:
 
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.cpu.buffers import zeros
-        from kvik.kernels.cpu.native import Native
+        from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
         self.native = Native(runner.threads)
+        for notice in notices(runner.threads):
+            log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.parts = Parts(device, dtype, ops, backend, DenseKV(dtype, zeros))

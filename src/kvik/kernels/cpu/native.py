@@ -21,6 +21,17 @@ _KERNELS = {
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
+def notices(threads: int) -> list[str]:
+    """What a user of so many threads should know about this build on this machine."""
+    found = [
+        f"the native kernels for {isa} compute wrongly on this machine and are not used"
+        for isa in _native.rejected_instruction_sets()
+    ]
+    if threads > 1 and not _native.has_openmp():
+        found.append("the native kernels were built without OpenMP and run on one thread")
+    return found
+
+
 class Native:
     """Kernels of one instruction set, and the threads that run them. Not for two threads at once.
 
