@@ -24,18 +24,20 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"config.model_spec", "nn"},
     "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
     "executors": {"config", "worker", "engine.executor", *BRIDGE},
+    "planner": {"config", "core", "engine"},
     # top: only launch joins the trunks
     "launch": {"config", "core", "text", "engine", "executors", "worker"},
     "llm": {"config", "core", "text", "engine", "launch", "progress", "interrupts"},
     "progress": {"engine.output"},
     "interrupts": set(),
-    "cli": {"config", "core", "text", "engine", "launch", "llm", ""},
+    "bench": {"config", "core", "text", "engine", "kernels", "planner", "launch", "llm", ""},
+    "cli": {"config", "core", "text", "engine", "planner", "bench", "launch", "llm", ""},
     # `import kvik` itself, and `python -m kvik`
     "": {"config", "core", "engine", "llm"},
     "__main__": {"cli"},
 }
 
-CONTROL = ("config", "core", "text", "engine")
+CONTROL = ("config", "core", "text", "engine", "planner")
 
 
 def inside(module: str) -> str:

@@ -51,17 +51,26 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"kvik {__version__}")
         return 0
-    verb, *rest = argv
-    if verb not in VERBS:
-        known = ", ".join(VERBS)
-        raise KvikError("command", f"must be one of {known}, not {verb[:60]!r}")
+    verb, rest = _verb(argv)
     module = import_module(VERBS[verb][0])
     code: int = module.run(module.build_parser().parse_intermixed_args(rest))
     return code
 
 
+def _verb(argv: list[str]) -> tuple[str, list[str]]:
+    """The verb that the first word, or the first two, name; and what follows it."""
+    for length in (2, 1):
+        verb = " ".join(argv[:length])
+        if verb in VERBS:
+            return verb, argv[length:]
+    group = [verb for verb in VERBS if verb.startswith(f"{argv[0]} ")]
+    wrong = " ".join(argv[: 2 if group else 1])
+    raise KvikError("command", f"must be one of {', '.join(group or VERBS)}, not {wrong[:60]!r}")
+
+
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10} {what}" for verb, (_, what) in VERBS.items())
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in VERBS.items())
     return (
         "usage: kvik COMMAND [options]\n\n"
         f"{verbs}\n\n"

@@ -1,0 +1,1 @@
+"""What it does cost: loads, clocks, comparisons, reports."""

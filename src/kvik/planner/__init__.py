@@ -1,0 +1,1 @@
+"""What a model should cost on a machine: memory, rooflines, money, advice."""
