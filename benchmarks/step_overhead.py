@@ -56,9 +56,13 @@ class Constant:
     def __init__(self, vocab_size: int, num_seqs: int) -> None:
         self._logits = torch.zeros(num_seqs, vocab_size)
         self._logits[:, 300] = 1.0  # an ordinary token
+        self._top, self._top_ids = self._logits.max(-1)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        return StepOutput(torch.empty(0), self._logits[: len(batch.logits_indices)])
+        rows = len(batch.logits_indices)
+        return StepOutput(
+            torch.empty(0), self._logits[:rows], self._top[:rows], self._top_ids[:rows]
+        )
 
 
 class Stopwatch:

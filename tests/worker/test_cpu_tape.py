@@ -150,6 +150,8 @@ class Twins:
         assert expected.logits.shape[0] == len(sampling)
         assert torch.equal(found.hidden, expected.hidden)
         assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.top, expected.top)
+        assert torch.equal(found.top_ids, expected.logits.argmax(-1))
         assert expected.hidden.isfinite().all() and expected.logits.isfinite().all()
         for mine, other in zip(self.taped.kv, self.eager.kv, strict=True):
             assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)

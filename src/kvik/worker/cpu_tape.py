@@ -62,4 +62,10 @@ class CpuTape:
         """The batch must lie in the inputs that were recorded."""
         tokens, samples = len(batch.input_ids), len(batch.logits_indices)
         self.native.replay(self.recording, (tokens, len(batch.slots), samples))
-        return StepOutput(self.output.hidden[:tokens], self.output.logits[:samples])
+        output = self.output
+        return StepOutput(
+            output.hidden[:tokens],
+            output.logits[:samples],
+            output.top[:samples],
+            output.top_ids[:samples],
+        )

@@ -25,11 +25,15 @@ from kvik.worker.input_batch import InputBatch
 class StepOutput:
     """Attributes:
     hidden: [tokens, hidden], normalised.
-    logits: [sampling rows, vocab] fp32. Both are valid until the next step.
+    logits: [sampling rows, vocab] fp32.
+    top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token, as
+        `Ops.largest` says. All are valid until the next step.
     """
 
     hidden: Tensor
     logits: Tensor
+    top: Tensor
+    top_ids: Tensor
 
 
 class Graph(Protocol):
@@ -61,7 +65,8 @@ class Network:
             for layout, group in zip(layouts, self.groups, strict=True)
         )
         hidden = self.model.forward(input_ids, ForwardContext(positions, metadata, self.kv))
-        return StepOutput(hidden, self.model.logits(self.ops.gather_rows(hidden, logits_indices)))
+        logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
+        return StepOutput(hidden, logits, *self.ops.largest(logits))
 
 
 class Eager:

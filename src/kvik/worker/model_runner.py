@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
-from kvik.worker.graphs import Graph, Network
+from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler, SampleResult, token_logprobs
@@ -74,7 +74,7 @@ class ModelRunner:
         token_ids: list[list[int]] = [[] for _ in plan.slots]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if len(batch.sampling_rows):
-            self._sample(batch, output.logits, token_ids, logprobs, errors)
+            self._sample(batch, output, token_ids, logprobs, errors)
         return ModelRunnerOutput(
             step=plan.step,
             token_ids=token_ids,
@@ -116,7 +116,7 @@ class ModelRunner:
     def _sample(
         self,
         batch: InputBatch,
-        logits: Tensor,
+        output: StepOutput,
         token_ids: list[list[int]],
         logprobs: dict[int, list[TokenLogprobs]],
         errors: dict[int, str],
@@ -128,11 +128,13 @@ class ModelRunner:
 
         def sample(part: slice) -> SampleResult:
             return self.sampler.sample(
-                logits[part], self.sampling.batch(slots[part], positions[part])
+                output.logits[part],
+                self.sampling.batch(slots[part], positions[part]),
+                (output.top[part], output.top_ids[part]),
             )
 
         parts: list[tuple[int, SampleResult]] = []
-        size = max(1, SAMPLED_LOGITS // logits.shape[1])
+        size = max(1, SAMPLED_LOGITS // output.logits.shape[1])
         for first in range(0, len(rows), size):
             try:
                 parts.append((first, sample(slice(first, first + size))))

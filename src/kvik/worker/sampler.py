@@ -36,16 +36,19 @@ class Sampler:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampleResult:
+    def sample(
+        self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
+    ) -> SampleResult:
         """Sample each row. Works on any subset of a step's rows and changes nothing outside, so a
         caller may try again row by row after an exception.
 
         Args:
             logits: [rows, vocab], any float dtype. -inf marks an impossible token; NaN or +inf
                 makes the row bad.
+            largest: what `Ops.largest` says of them, if that is known.
         """
         bad_rows: dict[int, str] = {}
-        top, token_ids = self._ops.largest(logits)
+        top, token_ids = largest or self._ops.largest(logits)
         logits = _discard(logits, top, bad_rows, "the model's logits are not finite")
         shaped = logits
         if batch.edits is not None or batch.penalties is not None:
