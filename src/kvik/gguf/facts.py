@@ -1,0 +1,125 @@
+"""What a GGUF file says of its model, in the words of a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvik.config.errors import ModelError
+from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.config.rope_spec import MAX_POSITIONS
+from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
+from kvik.gguf.reader import GgufFile
+from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
+
+# `general.architecture` -> the architecture that config.json would name. Mistral is a llama there.
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Tokens that end an answer: the text's end, and those of a turn and of a message.
+END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def architecture(file: GgufFile) -> str:
+    """`general.architecture`, one of those that can be read.
+
+    Raises:
+        ModelError: it is another one, or the file holds only a part of a model.
+    """
+    name = file.metadata.string("general.architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise file.metadata.error("general.architecture", f"must be one of {known}, not {name!r}")
+    if file.metadata.integer("split.count", 0, 1 << 16, 1) > 1:
+        raise file.metadata.error(
+            "split.count", "is more than 1: put the parts together with llama-gguf-split --merge"
+        )
+    if file.metadata.integer(f"{name}.expert_count", 0, 1 << 32, 0):
+        raise file.metadata.error(f"{name}.expert_count", "must be 0: no mixtures of experts")
+    return name
+
+
+def model_config(file: GgufFile) -> dict[str, object]:
+    """The facts as a config.json has them, for `ModelSpec.from_config`.
+
+    Raises:
+        ModelError: an unknown architecture, or a value that cannot be.
+    """
+    name, metadata = architecture(file), file.metadata
+
+    def size(key: str, most: int, default: int | None = None) -> int:
+        return metadata.integer(f"{name}.{key}", 1, most, default)
+
+    hidden = size("embedding_length", MAX_WIDTH)
+    heads = size("attention.head_count", MAX_HEADS)
+    head_dim = size("attention.key_length", MAX_WIDTH, max(1, hidden // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if size(key, MAX_WIDTH, head_dim) != head_dim:
+            raise metadata.error(f"{name}.{key}", f"must be the size of a head, {head_dim}")
+    context = size("context_length", MAX_POSITIONS)
+    theta = metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0)
+    names = {tensor.name for tensor in file.tensors}
+    config: dict[str, object] = {
+        "architectures": [ARCHITECTURES[name]],
+        "hidden_size": hidden,
+        "intermediate_size": size("feed_forward_length", MAX_WIDTH),
+        "num_hidden_layers": size("block_count", MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": size("attention.head_count_kv", MAX_HEADS, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        "rope_theta": theta,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": HEAD not in names,
+        "dtype": _dtype(file),
+    }
+    factors = file.tensor(ROPE_FACTORS)
+    scaling = rope_scaling(metadata, name, context)
+    if scaling is None and factors is not None:
+        scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, head_dim)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
+    if name == "llama" and window:
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return config | _token_ids(file)
+
+
+def _vocab_size(file: GgufFile) -> int:
+    """Rows of the embedding, which there are at least as many of as tokens."""
+    embedding = file.tensor(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(file.path.name, f"must have a matrix {EMBEDDING}")
+    rows = embedding.shape[0]
+    tokens = file.metadata.array_length("tokenizer.ggml.tokens")
+    if tokens > rows:
+        raise file.metadata.error(
+            "tokenizer.ggml.tokens", f"must have at most {rows} values by {EMBEDDING}, not {tokens}"
+        )
+    return rows
+
+
+def _token_ids(file: GgufFile) -> dict[str, object]:
+    """BOS and what ends an answer; a file of a model may leave both out."""
+    metadata, most = file.metadata, (1 << 32) - 1
+    keys = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", *END_TOKENS)}
+    ids = {name: metadata.integer(key, 0, most) for name, key in keys.items() if key in metadata}
+    found: dict[str, object] = {}
+    if "bos_token_id" in ids:
+        found["bos_token_id"] = ids["bos_token_id"]
+    # Written out even if empty, or the defaults of the architecture would be taken.
+    found["eos_token_id"] = list(dict.fromkeys(ids[name] for name in END_TOKENS if name in ids))
+    return found
+
+
+def _dtype(file: GgufFile) -> str:
+    """What to compute in: the widest type of the matrices that are not quantised, if any."""
+    types = {tensor.type.name for tensor in file.tensors if len(tensor.shape) > 1}
+    if types == {"F32"}:
+        return "float32"
+    return "float16" if "F16" in types and "BF16" not in types else "bfloat16"

@@ -1,0 +1,256 @@
+"""The head of a GGUF file, checked completely before a byte of data is believed.
+
+A file is a magic number, a version, the numbers of tensors and of metadata entries, the entries, a
+directory of the tensors, and their data from the next multiple of the alignment on.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
+from kvik.gguf.cursor import Cursor
+from kvik.gguf.types import (
+    ALIGNMENTS,
+    BLOCK_TYPES,
+    DEFAULT_ALIGNMENT,
+    MAGIC,
+    MAX_DIMENSIONS,
+    STRUCT_CODES,
+    UNREAD_TYPES,
+    VERSIONS,
+    BlockType,
+    ValueKind,
+)
+from kvik.gguf.values import Array, Metadata, Value, shortest
+
+MAX_ENTRIES = 1 << 16
+MAX_TENSORS = 1 << 18
+MAX_KEY_BYTES = (1 << 16) - 1  # of the format's description
+MAX_NAME_BYTES = 256
+MAX_DEPTH = 4  # of arrays within arrays
+MIN_ENTRY_BYTES = 8 + 4 + 1
+MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_LAYOUTS = {kind: struct.Struct("<" + code) for kind, code in STRUCT_CODES.items()}
+_KINDS = {int(kind): kind for kind in ValueKind}
+_TYPES = {known.code: known for known in BLOCK_TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a file: `size` bytes from byte `start` of the file.
+
+    Attributes:
+        shape: the outermost dimension first; the last one counts the weights of a row.
+    """
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What the head of a file says.
+
+    Attributes:
+        tensors: in the order of their data.
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: tuple[GgufTensor, ...]
+
+    def tensor(self, name: str) -> GgufTensor | None:
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def read(self, tensor: GgufTensor, most: int) -> bytes:
+        """All bytes of a small tensor.
+
+        Raises:
+            ModelError: it has more than `most` bytes, or the file cannot be read.
+        """
+        if tensor.size > most:
+            what = f"tensor {shown(tensor.name)} must have at most {most} bytes, not {tensor.size}"
+            raise ModelError(self.path.name, what)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(tensor.start)
+                data = file.read(tensor.size)
+        except OSError as error:
+            raise ModelError(self.path.name, f"cannot be read ({error.strerror})") from None
+        if len(data) != tensor.size:
+            raise ModelError(self.path.name, "has become shorter than its head says")
+        return data
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """What a file says, without its data.
+
+    Raises:
+        ModelError: the file cannot be read or is not a valid GGUF file.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+            cursor = Cursor(file, path.name, size)
+            tensors, entries = _header(cursor)
+            metadata = _entries(cursor, path.name, entries)
+            return GgufFile(path, metadata, _tensors(cursor, metadata, tensors, size))
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
+
+
+def _header(cursor: Cursor) -> tuple[int, int]:
+    """-> the numbers of tensors and of metadata entries."""
+    place = cursor.need(4, "the magic number")
+    magic = bytes(cursor.data[place : place + 4])
+    cursor.at += 4
+    if magic != MAGIC:
+        raise cursor.error("the magic number", f"must be {MAGIC!r}, not {magic!r}")
+    version = cursor.whole(_U32, "the version")
+    if version not in VERSIONS:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise cursor.error("the file", "is big endian; only little endian files are read")
+        raise cursor.error("the version", f"must be 2 or 3, not {version}")
+    tensors = cursor.whole(_U64, "the number of tensors")
+    entries = cursor.whole(_U64, "the number of metadata entries")
+    for count, most, size, what in (
+        (entries, MAX_ENTRIES, MIN_ENTRY_BYTES, "the number of metadata entries"),
+        (tensors, MAX_TENSORS, MIN_TENSOR_BYTES, "the number of tensors"),
+    ):
+        if count > min(most, cursor.left // size):
+            room = min(most, cursor.left // size)
+            raise cursor.error(what, f"must be at most {room} in a file of this size, not {count}")
+    return tensors, entries
+
+
+def _entries(cursor: Cursor, file: str, count: int) -> Metadata:
+    values: dict[str, Value] = {}
+    for index in range(count):
+        key = cursor.name(f"key {index}", MAX_KEY_BYTES)
+        what = f"key {shown(key)}"
+        if key in values:
+            raise cursor.error(what, "is there twice")
+        values[key] = _value(cursor, _kind(cursor, what), what)
+    return Metadata(values, file)
+
+
+def _kind(cursor: Cursor, what: str) -> ValueKind:
+    code = cursor.whole(_U32, what)
+    if code not in _KINDS:
+        raise cursor.error(what, f"must have a value of a type in [0, {max(_KINDS)}], not {code}")
+    return _KINDS[code]
+
+
+def _value(cursor: Cursor, kind: ValueKind, what: str) -> Value:
+    if kind is ValueKind.STRING:
+        return cursor.string(what)
+    if kind is ValueKind.ARRAY:
+        return _array(cursor, what, 1)
+    value = cursor.take(_LAYOUTS[kind], what)
+    if kind is ValueKind.FLOAT32:
+        return shortest(value)
+    if kind is not ValueKind.BOOL:
+        return value
+    if value not in (0, 1):
+        raise cursor.error(what, f"must be true (1) or false (0), not {value}")
+    return bool(value)
+
+
+def _array(cursor: Cursor, what: str, depth: int) -> Array:
+    """An array, gone past; of strings and arrays every length is checked."""
+    kind = _kind(cursor, what)
+    count = cursor.whole(_U64, what)
+    layout = _LAYOUTS.get(kind)
+    least = layout.size if layout else 8 if kind is ValueKind.STRING else 12
+    if count > cursor.left // least:
+        raise cursor.error(what, f"has {count} values, for which the file is too small")
+    if kind is ValueKind.ARRAY and depth == MAX_DEPTH:
+        raise cursor.error(what, f"must not have arrays more than {MAX_DEPTH} deep")
+    array = Array(kind, count, cursor.data, cursor.at)
+    if layout:
+        cursor.need(count * layout.size, what)
+        cursor.at += count * layout.size
+    elif kind is ValueKind.STRING:
+        cursor.skip_strings(count, what)
+    else:
+        for _ in range(count):
+            _array(cursor, what, depth + 1)
+    return array
+
+
+def _tensors(
+    cursor: Cursor, metadata: Metadata, count: int, file_size: int
+) -> tuple[GgufTensor, ...]:
+    alignment = metadata.integer("general.alignment", 1, 1 << 63, DEFAULT_ALIGNMENT)
+    if alignment not in ALIGNMENTS:
+        allowed = f"{ALIGNMENTS[0]}..{ALIGNMENTS[-1]}"
+        raise metadata.error(
+            "general.alignment", f"must be a power of two in {allowed}, not {alignment}"
+        )
+    found: dict[str, GgufTensor] = {}
+    for index in range(count):
+        tensor = _tensor(cursor, index)
+        if tensor.name in found:
+            raise cursor.error(f"tensor {shown(tensor.name)}", "is there twice")
+        if tensor.start % alignment:
+            raise cursor.error(
+                f"tensor {shown(tensor.name)}",
+                f"must start at a multiple of {alignment}, not at {tensor.start}",
+            )
+        found[tensor.name] = tensor
+    data_start = -(-cursor.at // alignment) * alignment
+    return _placed(cursor, found.values(), data_start, file_size)
+
+
+def _tensor(cursor: Cursor, index: int) -> GgufTensor:
+    """An entry of the directory; `start` is still counted from the data's start."""
+    name = cursor.name(f"the name of tensor {index}", MAX_NAME_BYTES)
+    what = f"tensor {shown(name)}"
+    dimensions = cursor.whole(_U32, what)
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise cursor.error(what, f"must have 1 to {MAX_DIMENSIONS} dimensions, not {dimensions}")
+    shape = [cursor.whole(_U64, what) for _ in range(dimensions)]  # innermost first
+    code = cursor.whole(_U32, what)
+    start = cursor.whole(_U64, what)
+    if not all(0 < width < 1 << 63 for width in shape):
+        raise cursor.error(what, f"must have dimensions in [1, 2^63 - 1], not {shape[::-1]}")
+    if code not in _TYPES:
+        known = ", ".join(BLOCK_TYPES)
+        raise cursor.error(what, f"must be {known}, not {UNREAD_TYPES.get(code, f'type {code}')}")
+    type = _TYPES[code]
+    if shape[0] % type.weights:
+        raise cursor.error(
+            what, f"is {type.name}: rows must be multiples of {type.weights} wide, not {shape[0]}"
+        )
+    size = type.row_bytes(shape[0]) * math.prod(shape[1:])
+    return GgufTensor(name, type, tuple(shape[::-1]), start, size)
+
+
+def _placed(
+    cursor: Cursor, tensors: Iterable[GgufTensor], data_start: int, file_size: int
+) -> tuple[GgufTensor, ...]:
+    """The tensors in the order of their data, at their places in the file."""
+    placed, end, before = [], data_start, ""
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        what, start = f"tensor {shown(tensor.name)}", data_start + tensor.start
+        if start + tensor.size > file_size:
+            raise cursor.error(
+                what, f"must end within the file's {file_size} bytes, not at {start + tensor.size}"
+            )
+        if start < end:
+            raise cursor.error(what, f"overlaps tensor {shown(before)}")
+        end, before = start + tensor.size, tensor.name
+        placed.append(GgufTensor(tensor.name, tensor.type, tensor.shape, start, tensor.size))
+    return tuple(placed)

@@ -1,0 +1,246 @@
+"""The tokenizer that a GGUF file holds, as one of the `tokenizers` library.
+
+There are two kinds: "gpt2", bytes that are merged by rank (Sennrich et al. 2016; Radford et al.
+2019), and "llama", characters that are merged by score (SentencePiece, Kudo and Richardson 2018),
+where characters without a token fall back to bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
+from kvik.gguf.pretokenizers import WORD_RULES
+from kvik.gguf.values import Metadata
+
+MAX_TOKENS = 1 << 20
+MAX_MERGES = 1 << 21
+MAX_PIECE = 128  # characters of a token that is merged by score: all its cuts are tried
+MAX_MERGES_PER_TOKEN = 8  # there are two in trained ones
+MAX_TEMPLATE = 1 << 20  # characters
+MAX_REASON = 200  # characters of the library's own words in an error
+SPACE = "▁"  # in SentencePiece's tokens
+AT = "tokenizer.ggml"
+
+
+class TokenKind(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """What text is tokenised with.
+
+    Attributes:
+        library: it adds BOS and EOS by itself where the file says so.
+    """
+
+    library: Tokenizer
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
+def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
+    """The tokenizer in the metadata of a file.
+
+    Raises:
+        ModelError: there is none, it is of an unknown kind, or its lists do not fit together.
+    """
+    kind = metadata.string(f"{AT}.model")
+    if kind not in _KINDS:
+        known = " or ".join(_KINDS)
+        raise metadata.error(f"{AT}.model", f"must be {known}, not {shown(kind)}")
+    tokens = metadata.string_array(f"{AT}.tokens", MAX_TOKENS)
+    if not tokens:
+        raise metadata.error(f"{AT}.tokens", "is missing")
+    # As llama.cpp names them: a token without text would be found everywhere.
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise metadata.error(f"{AT}.tokens", f"holds {shown(twice)} twice")
+    kinds = metadata.integer_array(f"{AT}.token_type", MAX_TOKENS) or [TokenKind.NORMAL] * len(ids)
+    _fits(metadata, "token_type", len(kinds), len(tokens))
+    names = {name: _token_name(metadata, name, tokens) for name in ("bos", "eos")}
+    try:
+        library, bos = _KINDS[kind](metadata, ids, kinds)
+        _add_special(library, tokens, kinds)
+        _add_ends(library, metadata, names, {"bos": bos, "eos": False})
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        raise metadata.error(f"{AT}", f"is not a tokenizer: {reason}") from None
+    template = metadata.string("tokenizer.chat_template", "")
+    if len(template) > MAX_TEMPLATE:
+        raise metadata.error(
+            "tokenizer.chat_template", f"must have at most {MAX_TEMPLATE} characters"
+        )
+    return GgufTokenizer(library, names["bos"], names["eos"], template or None)
+
+
+def _byte_level(
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    """ "gpt2" -> the tokenizer, and whether it puts BOS first by itself."""
+    name = metadata.string(f"{AT}.pre", "default")
+    if name not in WORD_RULES:
+        known = ", ".join(WORD_RULES)
+        raise metadata.error(f"{AT}.pre", f"must be one of {known}, not {shown(name)}")
+    rule = WORD_RULES[name]
+    merges = _merges(metadata)
+    if not merges:
+        raise metadata.error(f"{AT}.merges", "is missing")
+    library = Tokenizer(BPE(dict(ids), merges, ignore_merges=rule.whole_words))
+    if (normalizer := rule.normalizer()) is not None:
+        library.normalizer = normalizer
+    library.pre_tokenizer = rule.pre_tokenizer()
+    library.decoder = decoders.ByteLevel()
+    return library, rule.bos
+
+
+def _sentencepiece(
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    """ "llama" -> the tokenizer, and that it puts BOS first by itself."""
+    merges = _merges(metadata)
+    if not merges:
+        scores = metadata.number_array(f"{AT}.scores", MAX_TOKENS)
+        _fits(metadata, "scores", len(scores), len(ids))
+        plain = {TokenKind.NORMAL, TokenKind.USER_DEFINED, TokenKind.UNUSED}
+        pieces = {token: index for token, index in ids.items() if kinds[index] in plain}
+        _short_enough(metadata, pieces)
+        merges = merges_by_score(pieces, list(ids), scores)
+    unknown = next((token for token, i in ids.items() if kinds[i] == TokenKind.UNKNOWN), None)
+    library = Tokenizer(
+        BPE(dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = metadata.boolean(f"{AT}.add_space_prefix", True)
+    escape = normalizers.Replace(" ", SPACE)
+    library.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), escape]) if prefix else escape
+    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return library, True
+
+
+_KINDS: Mapping[
+    str, Callable[[Metadata, Mapping[str, int], Sequence[int]], tuple[Tokenizer, bool]]
+] = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def merges_by_score(
+    ids: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """The merges that SentencePiece makes: any two neighbours that are a token together, the one
+    with the highest score first.
+
+    Tokens of one score are ordered as `transformers` does, so that ids are the same.
+
+    Args:
+        ids: of the tokens that text is merged to.
+        tokens, scores: of all tokens, by id.
+
+    Raises:
+        ValueError: there are so many that the tokens cannot come from a training.
+    """
+    found: list[tuple[float, int, int]] = []
+    for token, index in ids.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        halves = [(ids[left], ids[right]) for left, right in cuts if left in ids and right in ids]
+        found += [(scores[index], left, right) for left, right in halves]
+        if len(found) > MAX_MERGES_PER_TOKEN * len(tokens):
+            raise ValueError(f"more than {MAX_MERGES_PER_TOKEN} merges for each token")
+    found.sort(key=lambda m: (m[0], len(tokens[m[1]]), len(tokens[m[2]])), reverse=True)
+    return [(tokens[left], tokens[right]) for _, left, right in found]
+
+
+def _short_enough(metadata: Metadata, pieces: Mapping[str, int]) -> None:
+    longest = max(pieces, key=len, default="")
+    if len(longest) > MAX_PIECE:
+        raise metadata.error(
+            f"{AT}.tokens", f"must have at most {MAX_PIECE} characters each, not {shown(longest)}"
+        )
+
+
+def _merges(metadata: Metadata) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in metadata.string_array(f"{AT}.merges", MAX_MERGES):
+        cut = merge.find(" ", 1)
+        if cut < 0:
+            raise metadata.error(f"{AT}.merges", f"must hold pairs of tokens, not {shown(merge)}")
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    return pairs
+
+
+def _fits(metadata: Metadata, name: str, length: int, expected: int) -> None:
+    if length != expected:
+        raise metadata.error(
+            f"{AT}.{name}", f"must have {expected} values, one for each token, not {length}"
+        )
+
+
+def _add_special(library: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tokens that are found in text before it is cut into words; control tokens are not shown."""
+    known = list(zip(tokens, kinds, strict=True))
+    hidden = {TokenKind.CONTROL, TokenKind.UNKNOWN}
+    library.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token, kind in known
+            if kind in hidden
+        ]
+    )
+    library.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token, kind in known
+            if kind == TokenKind.USER_DEFINED
+        ]
+    )
+
+
+def _token_name(metadata: Metadata, name: str, tokens: Sequence[str]) -> str | None:
+    key = f"{AT}.{name}_token_id"
+    if key not in metadata:
+        return None
+    return tokens[metadata.integer(key, 0, len(tokens) - 1)]
+
+
+def _add_ends(
+    library: Tokenizer,
+    metadata: Metadata,
+    names: Mapping[str, str | None],
+    defaults: Mapping[str, bool],
+) -> None:
+    """Let BOS and EOS be added to each text, where the file or the kind of tokenizer says so."""
+    added = {
+        name: token
+        for name, token in names.items()
+        if metadata.boolean(f"{AT}.add_{name}_token", defaults[name]) and token is not None
+    }
+    if not added:
+        return
+    bos, eos = added.get("bos"), added.get("eos")
+    parts = [part for part in (bos, "$A", eos) if part]
+    pairs = [part for part in (bos, "$A", eos, bos, "$B:1", eos) if part]
+    library.post_processor = processors.TemplateProcessing(
+        single=parts,
+        pair=pairs,
+        special_tokens=[(token, library.token_to_id(token)) for token in set(added.values())],
+    )

@@ -1,0 +1,126 @@
+"""Writing a GGUF file: the head first, then the data as it comes, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedWriter
+from math import prod
+from pathlib import Path
+
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
+from kvik.gguf.types import DEFAULT_ALIGNMENT, MAGIC, STRUCT_CODES, BlockType, ValueKind
+
+Scalar = bool | int | float | str
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """A tensor to be written.
+
+    Attributes:
+        shape: the outermost dimension first; rows are whole blocks.
+        data: makes its bytes, in pieces of any size, when it is its turn.
+    """
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    data: Callable[[], Iterable[Buffer]]
+
+    @property
+    def size(self) -> int:
+        return self.type.row_bytes(self.shape[-1]) * prod(self.shape[:-1])
+
+
+def write_gguf(
+    path: Path, metadata: Mapping[str, Scalar | Sequence[Scalar]], tensors: Sequence[OutTensor]
+) -> None:
+    """Write a file of version 3. Until it is whole it has another name.
+
+    Args:
+        metadata: integers become UINT32, or a wider kind where they must; floats FLOAT32; integers
+            in sequences INT32.
+
+    Raises:
+        ModelError: it cannot be written, or a tensor has other data than it said.
+    """
+    head = _head(metadata, tensors)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(head)
+                for tensor in tensors:
+                    _write_data(file, tensor)
+            Path(name).chmod(0o644)  # mkstemp's files are private
+            Path(name).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as error:
+        raise ModelError(path.name, f"cannot be written ({error.strerror})") from None
+
+
+def _write_data(file: BufferedWriter, tensor: OutTensor) -> None:
+    written = 0
+    for piece in tensor.data():
+        written += file.write(piece)
+    if written != tensor.size:
+        raise ModelError(
+            f"tensor {shown(tensor.name)}", f"must have {tensor.size} bytes, not {written}"
+        )
+    file.write(bytes(-written % DEFAULT_ALIGNMENT))
+
+
+def _head(metadata: Mapping[str, Scalar | Sequence[Scalar]], tensors: Sequence[OutTensor]) -> bytes:
+    parts = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_string(key), _value(value)]
+    offset = 0
+    for tensor in tensors:
+        dimensions = tensor.shape[::-1]
+        parts.append(_string(tensor.name))
+        parts.append(struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
+        parts.append(struct.pack("<IQ", tensor.type.code, offset))
+        offset += tensor.size + -tensor.size % DEFAULT_ALIGNMENT
+    head = b"".join(parts)
+    return head + bytes(-len(head) % DEFAULT_ALIGNMENT)
+
+
+def _value(value: Scalar | Sequence[Scalar]) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", ValueKind.STRING) + _string(value)
+    if isinstance(value, bool | int | float):
+        kind = _kind(value)
+        return struct.pack("<I" + STRUCT_CODES[kind], kind, value)
+    texts = [single for single in value if isinstance(single, str)]
+    if texts:
+        head = struct.pack("<IIQ", ValueKind.ARRAY, ValueKind.STRING, len(texts))
+        return head + b"".join(map(_string, texts))
+    floats = any(isinstance(single, float) for single in value)
+    kind = ValueKind.FLOAT32 if floats else ValueKind.INT32
+    layout = f"<IIQ{len(value)}{STRUCT_CODES[kind]}"
+    return struct.pack(layout, ValueKind.ARRAY, kind, len(value), *value)
+
+
+def _kind(value: bool | int | float) -> ValueKind:
+    if isinstance(value, bool):
+        return ValueKind.BOOL
+    if isinstance(value, float):
+        return ValueKind.FLOAT32
+    if value < 0:
+        return ValueKind.INT32 if value >= -1 << 31 else ValueKind.INT64
+    return ValueKind.UINT32 if value < 1 << 32 else ValueKind.UINT64
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
