@@ -15,19 +15,23 @@ union Word {
     void* p;
 };
 
-// Element types of tensors.
-enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2 };
+// Element types of tensors; the last two are those of KV caches alone.
+enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kFP8 = 3, kI4 = 4 };
 // What happens to x W^T + b before the residual is added.
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2 };
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
     kMatrixF32 = 0,
     kMatrixBF16 = 1,
-    kMatrixI8 = 2,            // W8A8: activations quantised per row
-    kMatrixI8WeightOnly = 3,  // int8 weights, float activations
+    // W8A8: activations quantised per row, and per group where there are groups. A group is a multiple
+    // of 4 of at most 2048.
+    kMatrixI8 = 2,
+    kMatrixI8WeightOnly = 3,  // int8 weights, float activations; a group is a multiple of 4
     // 4 bits in groups, activations quantised per row and group. A group is a multiple of 8, and of at
     // most 256 where it has a zero point.
     kMatrixI4 = 4,
+    kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
+    kMatrixFp8 = 6,     // E4M3 weights, float activations; a group is a multiple of 4
 };
 
 // y [rows, inner, dim] = x / rms(x) * weight, over dim.
@@ -57,8 +61,8 @@ enum MatrixKind : int64_t {
     P(q) I(q_stride) I(heads) P(k) I(k_stride) I(kv_heads) P(rotation) I(rows)           \
     I(head_dim) I(dtype)
 
-// k and v [rows, kv_heads, head_dim] to their places in the cache (layout: kv_layout.hpp).
-// Scales: fp32 [blocks, kv_heads, block_size], for int8 caches alone.
+// k and v [rows, kv_heads, head_dim] to their places in the cache (layout: kv_layout.hpp). Scales: words
+// of 16 bits [blocks, kv_heads, block_size] (kv_numbers.hpp), for caches of int8, fp8 and int4 alone.
 #define KVIK_ARGS_store_kv(P, I, F)                                                      \
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
@@ -82,24 +86,26 @@ enum MatrixKind : int64_t {
     I(out_stride) I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
-// out. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns. bias fp32; bias and
-// residual may be null; residual has the dtype of x.
+// out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
+// is column order[i] of x. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns. bias
+// fp32; bias and residual may be null; residual has the dtype of x.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
-    I(group) I(activation) P(bias) P(residual) I(residual_stride) P(y) I(y_stride)       \
-    I(dtype) I(out_dtype)
+    I(group) P(order) I(activation) P(bias) P(residual) I(residual_stride) P(y)          \
+    I(y_stride) I(dtype) I(out_dtype)
 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
-// fp32 or bf16 (value_dtype), int8, or two 4-bit values to a byte; scales fp32 [count, groups], zeros
-// uint8 [count, groups] or null. paired: the matrix is gate and up for silu_and_mul.
+// fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
+// or [count] without groups; zeros: null, uint8 [count, groups], or of kMatrixI4Min the minima, fp32.
+// paired: the matrix is gate and up for silu_and_mul.
 #define KVIK_ARGS_pack_matrix(P, I, F)                                                   \
     P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \
     I(outputs) I(group) I(paired) I(value_dtype) P(weight) P(packed_scales) P(packed_zeros)
 
-// out [rows, inputs] = rows `ids` (int64) of a packed matrix, dequantised.
+// out [rows, inputs] = rows `ids` (int64) of a packed matrix, dequantised; order as of `linear`.
 #define KVIK_ARGS_matrix_rows(P, I, F)                                                   \
-    P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs) I(group) P(ids) P(out)     \
-    I(out_stride) I(rows) I(dtype)
+    P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs) I(group) P(order) P(ids)   \
+    P(out) I(out_stride) I(rows) I(dtype)
 
 // top [rows] fp32 and ids [rows] int64: largest of each row, the first of equals. NaN anywhere in a
 // row makes its top NaN.

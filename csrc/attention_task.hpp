@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_tile.hpp"
+#include "kv_widen.hpp"
 #include "team.hpp"
 
 namespace kvik {
@@ -63,13 +64,13 @@ inline void read_query(const attention_args& a, int64_t at, float* to) {
     *to = a.dtype == kF32 ? static_cast<const float*>(a.q)[at] : to_float(static_cast<const bf16*>(a.q)[at]);
 }
 
-// Runs tasks. Stored: element type of the cache; int8 is widened to what the format computes with,
+// Runs tasks. Stored: what the cache holds; rounded numbers are widened to what the format computes with,
 // tile by tile.
 template <class Format, class Stored>
 class Worker {
     using Cache = typename Format::Cache;
     using Factor = typename Format::Factor;
-    static constexpr bool kWiden = sizeof(Stored) == 1;
+    static constexpr bool kWiden = cache::kScaled<Stored>;
 
 public:
     // Bytes of scratch for tasks of so many rows, over all their heads.
@@ -173,7 +174,8 @@ private:
     }
 
     const Stored* at(const void* cache, const Strips& strips, int s, int64_t head) const {
-        return static_cast<const Stored*>(cache) + (strips.token[s] + head * a.block_size) * a.head_dim;
+        const int64_t first = (strips.token[s] + head * a.block_size) * a.head_dim;
+        return static_cast<const Stored*>(cache) + first / cache::kNumbers<Stored>;
     }
 
     void walk_rows(const Strips& strips, int64_t head, const Strips& next, int64_t next_head, const Factor* q,
@@ -185,7 +187,12 @@ private:
         alignas(64) float key_scales[kTile], value_scales[kTile];
         unit.fetch = rows <= kThinRows && !kWiden;
         if constexpr (kWiden) {
-            read_scales(strips, head, key_scales, value_scales);
+            const F32 scale = all(unit.scale);
+            for (int s = 0; s < kStrips; s++) {
+                const int64_t place = word_at(strips, s, head);
+                cache::read_scales<Stored>(key_scales + s * kStrip, words(a.k_scales) + place, scale);
+                cache::read_scales<Stored>(value_scales + s * kStrip, words(a.v_scales) + place, all(1.0f));
+            }
             unit.key_scales = key_scales;
             unit.value_scales = value_scales;
             widen_tile(strips, head, next, next_head);
@@ -212,36 +219,28 @@ private:
         }
     }
 
-    // Of absent strips too: they have the place of another one.
-    void read_scales(const Strips& strips, int64_t head, float* key_scales, float* value_scales) const {
-        const F32 scale = all(float(a.scale));
-        for (int s = 0; s < kStrips; s++) {
-            const int64_t place = strips.token[s] + head * a.block_size;
-            for (int n = 0; n < kStrip; n += kLanes) {
-                const F32 k = load(static_cast<const float*>(a.k_scales) + place + n);
-                store(key_scales + s * kStrip + n, mul(k, scale));
-                store(value_scales + s * kStrip + n, load(static_cast<const float*>(a.v_scales) + place + n));
-            }
-        }
-    }
+    // Words of scale; of absent strips too, as they have the place of another one.
+    int64_t word_at(const Strips& strips, int s, int64_t head) const { return strips.token[s] + head * a.block_size; }
+    static const uint16_t* words(const void* scales) { return static_cast<const uint16_t*>(scales); }
 
+    // Each strip while another one is fetched.
     void widen_tile(const Strips& strips, int64_t head, const Strips& next, int64_t next_head) const {
-        for (int s = 0; s < kStrips; s++)
-            widen(keys + s * kStrip * a.head_dim, at(a.k_cache, strips, s, head), at(a.v_cache, strips, s, head));
         for (int s = 0; s < kStrips; s++) {
-            widen(values + s * kStrip * a.head_dim, at(a.v_cache, strips, s, head), at(a.k_cache, next, s, next_head));
-            const int64_t place = next.token[s] + next_head * a.block_size;
-            prefetch(static_cast<const float*>(a.k_scales) + place);
-            prefetch(static_cast<const float*>(a.v_scales) + place);
+            fetch(at(a.v_cache, strips, s, head));
+            cache::widen_keys(keys + s * kStrip * a.head_dim, at(a.k_cache, strips, s, head),
+                              words(a.k_scales) + word_at(strips, s, head), a.head_dim);
+        }
+        for (int s = 0; s < kStrips; s++) {
+            fetch(at(a.k_cache, next, s, next_head));
+            cache::widen_values(values + s * kStrip * a.head_dim, at(a.v_cache, strips, s, head),
+                                words(a.v_scales) + word_at(strips, s, head), a.head_dim);
+            prefetch(words(a.k_scales) + word_at(next, s, next_head));
+            prefetch(words(a.v_scales) + word_at(next, s, next_head));
         }
     }
-
-    // A strip of int8 to bf16, while another one is fetched.
-    void widen(bf16* to, const int8_t* from, const int8_t* next) const {
-        for (int64_t i = 0; i < kStrip * a.head_dim; i += 64) {
-            prefetch(next + i);
-            for (int64_t j = i; j < i + 64; j += 2 * kLanes) istore(to + j, load_i8_pairs(from + j));
-        }
+    void fetch(const Stored* strip) const {
+        const int64_t bytes = kStrip * a.head_dim / cache::kNumbers<Stored>;
+        for (int64_t i = 0; i < bytes; i += 64) prefetch(strip + i);
     }
 
     const attention_args& a;
@@ -249,7 +248,7 @@ private:
     const int64_t group;
     int64_t record_size;
     float *records, *totals;
-    Cache *keys, *values;  // a tile of an int8 cache
+    Cache *keys, *values;  // a tile of a cache of rounded numbers
     Factor* factors;
     uint64_t* visible;  // of each row in the current tile
 

@@ -86,20 +86,21 @@ NB_MODULE(_native, m) {
     });
     m.def(
         "allocate",
-        [](size_t bytes) {
-            void* data = allocate_huge(bytes);
+        [](size_t bytes, bool huge) {
+            void* data = allocate_pages(bytes, huge);
             struct Owner {
                 void* data;
                 size_t bytes;
             };
             nb::capsule owner(new Owner{data, bytes}, [](void* p) noexcept {
                 auto* owner = static_cast<Owner*>(p);
-                free_huge(owner->data, owner->bytes);
+                free_pages(owner->data, owner->bytes);
                 delete owner;
             });
             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes}, owner);
         },
-        "bytes"_a);
+        "bytes"_a, "huge"_a);
+    m.def("release_freed", &release_freed);
 
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())

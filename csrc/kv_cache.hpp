@@ -3,6 +3,7 @@
 
 #include "arguments.hpp"
 #include "kv_layout.hpp"
+#include "kv_numbers.hpp"
 #include "simd.hpp"
 #include "team.hpp"
 
@@ -11,9 +12,6 @@ namespace {
 namespace cache {
 
 constexpr int kMaxHeadDim = 256;
-
-template <class Stored>
-constexpr int kPair = sizeof(Stored) == 4 ? 1 : 2;
 
 // One head of one token, in fp32.
 inline void read_head(float* to, const void* from, int64_t index, int64_t head_dim, int64_t dtype) {
@@ -33,35 +31,50 @@ inline void write_head(void* to, int64_t index, const float* from, int64_t head_
     }
 }
 
-// To the stored type, in place of the scale if it has one.
-inline void encode(float* to, const float* from, int64_t head_dim, float*) {
-    std::memcpy(to, from, size_t(head_dim) * sizeof(float));
+// One head of one token into a strip, in place t: numbers as they are stored, or bytes of them. Scaled
+// types have a word beside them.
+template <class Stored>
+void put_key(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
+    constexpr int P = kPair<Stored>;
+    alignas(64) Stored stored[kMaxHeadDim];
+    encode(stored, from, head_dim, word);
+    for (int64_t d = 0; d < head_dim; d += P) std::memcpy(strip + key_place<P>(t, d), stored + d, P * sizeof(Stored));
 }
-inline void encode(bf16* to, const float* from, int64_t head_dim, float*) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(from + d));
+template <class Stored>
+void put_value(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
+    alignas(64) Stored stored[kMaxHeadDim];
+    encode(stored, from, head_dim, word);
+    for (int64_t d = 0; d < head_dim; d++) strip[value_place<kPair<Stored>>(t, d, head_dim)] = stored[d];
 }
-inline void encode(int8_t* to, const float* from, int64_t head_dim, float* scale) {
-    float most = 0.0f;
-    for (int64_t d = 0; d < head_dim; d++) {
-        const float size = std::fabs(from[d]);
-        if (!(size <= most)) most = size;
-        if (most != most) break;  // NaN has no place in int8: the scale carries it
-    }
-    // Below this the scale would be denormal; such a head is zero beside any other.
-    const bool usable = most >= 1e-30f && most <= 3e38f;
-    *scale = usable ? most / 127.0f : most < 1e-30f ? 0.0f : most;
-    const F32 inverse = all(usable ? 127.0f / most : 0.0f);
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-        if (usable)
-            store_i8(to + d, to_int(mul(load(from + d), inverse)));
-        else
-            store_i8(to + d, izero());
-    }
+inline void put_key(Int4s* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
+    alignas(64) uint8_t stored[kMaxHeadDim];
+    encode_int4(stored, from, head_dim, word);
+    for (int64_t d = 0; d < head_dim; d += 2)
+        strip[key_byte(t, d)].bits = uint8_t(stored[d] | stored[d + 1] << 4);
+}
+inline void put_value(Int4s* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
+    alignas(64) uint8_t stored[kMaxHeadDim];
+    encode_int4(stored, from, head_dim, word);
+    for (int64_t first = 0; first < head_dim; first += 16)
+        for (int64_t d = first; d < first + 8; d++)
+            strip[value_byte(t, d, head_dim)].bits = uint8_t(stored[d] | stored[d + 8] << 4);
 }
 
-inline float decode(float value, float) { return value; }
-inline float decode(bf16 value, float) { return to_float(value); }
-inline float decode(int8_t value, float scale) { return float(value) * scale; }
+// And back: column d.
+template <class Stored>
+float key_at(const Stored* strip, int64_t t, int64_t d, uint16_t word) {
+    return decode(strip[key_place<kPair<Stored>>(t, d)], word);
+}
+template <class Stored>
+float value_at(const Stored* strip, int64_t t, int64_t d, int64_t head_dim, uint16_t word) {
+    return decode(strip[value_place<kPair<Stored>>(t, d, head_dim)], word);
+}
+inline float key_at(const Int4s* strip, int64_t t, int64_t d, uint16_t word) {
+    return decode_int4(strip[key_byte(t, d)].bits >> 4 * (d % 2) & 15, word);
+}
+inline float value_at(const Int4s* strip, int64_t t, int64_t d, int64_t head_dim, uint16_t word) {
+    return decode_int4(strip[value_byte(t, d, head_dim)].bits >> d % 16 / 8 * 4 & 15, word);
+}
 
 // Calls body(row, head, strip, scale place, token of the strip) for this thread's share. Rows without
 // a place (negative slots) are left out.
@@ -81,37 +94,31 @@ void each_head(const Args& a, const Team& team, const Body& body) {
 
 template <class Stored>
 void store_as(const store_kv_args& a, Team& team) {
-    constexpr int P = kPair<Stored>;
-    const bool scaled = sizeof(Stored) == 1;
     each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t place, int64_t t) {
         alignas(64) float floats[kMaxHeadDim];
-        alignas(64) Stored stored[kMaxHeadDim];
-        auto* keys = static_cast<Stored*>(a.k_cache) + strip;
+        uint16_t none;
+        uint16_t* key_word = kScaled<Stored> ? static_cast<uint16_t*>(a.k_scales) + place : &none;
+        uint16_t* value_word = kScaled<Stored> ? static_cast<uint16_t*>(a.v_scales) + place : &none;
+        strip /= kNumbers<Stored>;
         read_head(floats, a.k, row * a.k_stride + head * a.head_dim, a.head_dim, a.dtype);
-        encode(stored, floats, a.head_dim, scaled ? static_cast<float*>(a.k_scales) + place : nullptr);
-        for (int64_t d = 0; d < a.head_dim; d += P)
-            std::memcpy(keys + key_place<P>(t, d), stored + d, P * sizeof(Stored));
-        auto* values = static_cast<Stored*>(a.v_cache) + strip;
+        put_key(static_cast<Stored*>(a.k_cache) + strip, t, floats, a.head_dim, key_word);
         read_head(floats, a.v, row * a.v_stride + head * a.head_dim, a.head_dim, a.dtype);
-        encode(stored, floats, a.head_dim, scaled ? static_cast<float*>(a.v_scales) + place : nullptr);
-        for (int64_t d = 0; d < a.head_dim; d++) values[value_place<P>(t, d, a.head_dim)] = stored[d];
+        put_value(static_cast<Stored*>(a.v_cache) + strip, t, floats, a.head_dim, value_word);
     });
 }
 
 template <class Stored>
 void load_as(const load_kv_args& a, Team& team) {
-    constexpr int P = kPair<Stored>;
-    const bool scaled = sizeof(Stored) == 1;
     each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t place, int64_t t) {
         alignas(64) float floats[kMaxHeadDim];
+        const uint16_t key_word = kScaled<Stored> ? static_cast<const uint16_t*>(a.k_scales)[place] : 0;
+        const uint16_t value_word = kScaled<Stored> ? static_cast<const uint16_t*>(a.v_scales)[place] : 0;
+        strip /= kNumbers<Stored>;
         const auto* keys = static_cast<const Stored*>(a.k_cache) + strip;
-        const float key_scale = scaled ? static_cast<const float*>(a.k_scales)[place] : 1.0f;
-        for (int64_t d = 0; d < a.head_dim; d++) floats[d] = decode(keys[key_place<P>(t, d)], key_scale);
+        for (int64_t d = 0; d < a.head_dim; d++) floats[d] = key_at(keys, t, d, key_word);
         write_head(a.k, row * a.k_stride + head * a.head_dim, floats, a.head_dim, a.dtype);
         const auto* values = static_cast<const Stored*>(a.v_cache) + strip;
-        const float value_scale = scaled ? static_cast<const float*>(a.v_scales)[place] : 1.0f;
-        for (int64_t d = 0; d < a.head_dim; d++)
-            floats[d] = decode(values[value_place<P>(t, d, a.head_dim)], value_scale);
+        for (int64_t d = 0; d < a.head_dim; d++) floats[d] = value_at(values, t, d, a.head_dim, value_word);
         write_head(a.v, row * a.v_stride + head * a.head_dim, floats, a.head_dim, a.dtype);
     });
 }
@@ -122,12 +129,16 @@ void store_kv(const store_kv_args& a, Team& team) {
     if (a.kv_dtype == kF32) cache::store_as<float>(a, team);
     if (a.kv_dtype == kBF16) cache::store_as<bf16>(a, team);
     if (a.kv_dtype == kI8) cache::store_as<int8_t>(a, team);
+    if (a.kv_dtype == kFP8) cache::store_as<cache::Fp8>(a, team);
+    if (a.kv_dtype == kI4) cache::store_as<cache::Int4s>(a, team);
 }
 
 void load_kv(const load_kv_args& a, Team& team) {
     if (a.kv_dtype == kF32) cache::load_as<float>(a, team);
     if (a.kv_dtype == kBF16) cache::load_as<bf16>(a, team);
     if (a.kv_dtype == kI8) cache::load_as<int8_t>(a, team);
+    if (a.kv_dtype == kFP8) cache::load_as<cache::Fp8>(a, team);
+    if (a.kv_dtype == kI4) cache::load_as<cache::Int4s>(a, team);
 }
 
 }  // namespace

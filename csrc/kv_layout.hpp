@@ -4,7 +4,10 @@
 // runs. A head's tokens come in strips of 16. Keys of a strip: [head_dim / P][16 tokens][P], so that
 // lanes are tokens and scores need no horizontal sum. Values: [16 / P][head_dim][P tokens], so that lanes
 // are columns of the output. P is 2 for 16-bit and 8-bit elements (a lane multiplies pairs), 1 for fp32.
-// int8 has one fp32 scale per token and kv head: [blocks, kv_heads, block_size].
+//
+// int4 has two numbers to a byte, both of one token, so that no two tokens write to one byte. Keys of a
+// strip: [head_dim / 2][16 tokens], columns 2i and 2i + 1 in a byte. Values: [8 pairs of tokens]
+// [head_dim / 16][8 columns][2 tokens], columns c and c + 8 in a byte. The lower column is in the low bits.
 #pragma once
 
 #include "arguments.hpp"
@@ -17,7 +20,7 @@ constexpr int kStrip = 16;  // tokens; block_size is a multiple of it
 struct KvLayout {
     int64_t kv_heads, head_dim, block_size;
 
-    // Where a token's scale is. The strips' elements follow the same order, head_dim to a token.
+    // Where a token's word of scale is. The strips' elements follow the same order, head_dim to a token.
     int64_t token(int64_t block, int64_t head, int64_t offset) const {
         return (block * kv_heads + head) * block_size + offset;
     }
@@ -35,6 +38,12 @@ int64_t key_place(int64_t t, int64_t d) {
 template <int P>
 int64_t value_place(int64_t t, int64_t d, int64_t head_dim) {
     return (t / P * head_dim + d) * P + t % P;
+}
+
+// Bytes of int4; d: the lower of the two columns.
+inline int64_t key_byte(int64_t t, int64_t d) { return d / 2 * kStrip + t; }
+inline int64_t value_byte(int64_t t, int64_t d, int64_t head_dim) {
+    return (t / 2 * (head_dim / 16) + d / 16) * 16 + d % 8 * 2 + t % 2;
 }
 
 }  // namespace

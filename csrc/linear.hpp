@@ -36,12 +36,13 @@ KVIK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 struct LinearPlan {
     int64_t tiles, steps, groups;
     int64_t step_bytes;   // of a row of x
+    int64_t scale_bytes;  // of a tile
     int64_t stretch;      // steps
     int64_t piece_tiles;  // tiles of a piece of work
     int64_t block_rows, row_unit, row_blocks, piece_blocks;
     Unpack unpack;  // or null
     bool paired, in_place, own_rows;
-    int64_t x_bytes, sums_bytes, wide_bytes;
+    int64_t x_bytes, ordered_bytes, sums_bytes, wide_bytes;
 };
 
 LinearPlan plan_linear(const linear_args& a, int threads) {
@@ -49,12 +50,13 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     p.paired = a.activation == kSiluAndMul;
     p.tiles = count_tiles(a.outputs, p.paired);
     p.steps = divide_up(a.inputs, inputs_per_step(a.kind));
-    p.groups = divide_up(a.inputs, summed_inputs(a));
-    p.step_bytes = a.kind == kMatrixI4 || a.kind == kMatrixI8WeightOnly ? 8 : 4;
-    p.block_rows = Tiles::block_rows(a.kind);
-    p.row_unit = Tiles::row_unit(a.kind);
+    p.groups = count_groups(a.inputs, a.group);
+    p.step_bytes = x_step_bytes(a.kind);
+    p.scale_bytes = tile_scale_bytes(a.kind, p.groups);
+    p.block_rows = Tiles::block_rows(a);
+    p.row_unit = Tiles::row_unit(a);
     p.row_blocks = divide_up(a.rows, p.block_rows);
-    p.unpack = Tiles::unpack_of(a.kind, a.rows);
+    p.unpack = Tiles::unpack_of(a);
     p.in_place = a.rows <= 2 && readable_in_place(a);
     p.own_rows = a.rows <= 2;
     if (p.row_blocks == 1) {
@@ -69,13 +71,14 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
         while (p.piece_blocks > 1 && p.tiles * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads)
             p.piece_blocks = divide_up(p.piece_blocks, 2);
     }
-    // Integers are summed over whole groups.
-    if (quantises(a.kind)) {
+    // What has groups is summed over whole ones.
+    if (quantises(a.kind) || a.group) {
         const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind);
         p.stretch = divide_up(p.stretch, group_steps) * group_steps;
     }
     const bool once = p.stretch >= p.steps;
     p.x_bytes = p.in_place ? 0 : prepared_bytes(a, a.rows);
+    p.ordered_bytes = ordered_bytes(a);
     p.sums_bytes = (once ? 1 : p.piece_blocks) * p.block_rows * kTile * 4;
     p.wide_bytes = p.unpack ? smaller(p.stretch, p.steps) * 2 * kStepBytes : 0;
     return p;
@@ -100,16 +103,18 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
     const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
     const int64_t column = tile * width;
     const int valid = int(smaller(width, columns - column)), vectors = int(width / kLanes);
-    const bool scaled = a.kind == kMatrixI8 || a.kind == kMatrixI8WeightOnly;
+    const bool scaled = has_scales(a.kind), x_scaled = a.kind == kMatrixI8 && !a.group;
+    const int64_t scale_bytes = scaled ? tile_scale_bytes(a.kind, count_groups(a.inputs, a.group)) : 0;
+    const char* scales = (const char*)a.scales + tile * scale_bytes;
     F32 scale[kTileVectors], bias[kTileVectors];
     for (int v = 0; v < kTileVectors; v++) {
-        scale[v] = scaled ? load((const float*)a.scales + tile * kTile + v * kLanes) : all(1.0f);
+        scale[v] = scaled ? load((const float*)scales + v * kLanes) : all(1.0f);
         // of a pair the second half belongs to `up`
         const int64_t at = v < vectors ? column + v * kLanes : columns + column + (v - vectors) * kLanes;
         bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
     }
     for (int64_t row = first; row < first + rows; row++, sums += kTile) {
-        const F32 x_scale = all(a.kind == kMatrixI8 ? x.scales[row] : 1.0f);
+        const F32 x_scale = all(x_scaled ? x.scales[row] : 1.0f);
         F32 value[kTileVectors];
         for (int v = 0; v < kTileVectors; v++) {
             value[v] = load(sums + v * kLanes);
@@ -186,18 +191,19 @@ struct TileWork {
         s.x_stride = x.stride;
         s.sums = sums + (once ? 0 : (row - block_start(first_block)) * kTile);
         s.first = step == 0;
+        const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
+        s.group_steps = unpacked ? 2 * group_steps : group_steps;
         if (quantises(a.kind)) {
-            const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
-            s.group_steps = unpacked ? 2 * group_steps : group_steps;
             s.x_sums = x.sums + row * x.sums_stride + group;
             s.groups_stride = x.sums_stride;
-            if (a.kind == kMatrixI4) {
-                const int64_t at = (tile * plan.groups + group) * kTile;
-                s.scales = (const bf16*)a.scales + at;
-                s.zeros = a.zeros ? (const uint8_t*)a.zeros + at : nullptr;
-                s.x_scales = x.scales + row * x.scales_stride + group;
-            }
+            if (a.group) s.x_scales = x.scales + row * x.scales_stride + group;
         }
+        if (a.group) {
+            const char* scales = (const char*)a.scales + tile * plan.scale_bytes + kFactorBytes;
+            s.scales = scales + group * group_scale_bytes(a.kind);
+            s.wide_scales = a.kind == kMatrixFp8;
+        }
+        if (a.zeros) s.zeros = (const char*)a.zeros + (tile * plan.groups + group) * group_zero_bytes(a.kind);
         tiles.multiply(a.kind, unpacked, s);
         if (last) finish(a, x, tile, row, rows, s.sums);
     }
@@ -208,7 +214,7 @@ struct TileWork {
     }
 };
 
-PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team, char* own) {
+PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team, char* ordered, char* own) {
     if (plan.in_place) {
         PreparedRows x = {};
         x.data = (const char*)a.x;
@@ -218,7 +224,7 @@ PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& tea
     // One or two rows are prepared by every thread for itself: quicker than to wait for each other.
     char* memory = plan.own_rows ? own : (char*)shared_scratch(team, size_t(plan.x_bytes));
     const PreparedRows x = prepared_at(a, a.rows, memory);
-    prepare(a, plan.own_rows ? 0 : team.rank, plan.own_rows ? 1 : team.size, x);
+    prepare(a, plan.own_rows ? 0 : team.rank, plan.own_rows ? 1 : team.size, x, ordered);
     if (!plan.own_rows) barrier(team);
     return x;
 }
@@ -227,9 +233,11 @@ void linear(const linear_args& a, Team& team) {
     if (a.rows == 0 || a.outputs == 0) return;
     const LinearPlan plan = plan_linear(a, team.size);
     const int64_t own_x_bytes = plan.own_rows ? plan.x_bytes : 0;
-    char* own = (char*)private_scratch(team, size_t(plan.sums_bytes + plan.wide_bytes + own_x_bytes));
+    const int64_t own_bytes = plan.sums_bytes + plan.wide_bytes + plan.ordered_bytes + own_x_bytes;
+    char* own = (char*)private_scratch(team, size_t(own_bytes));
     char* wide = own + plan.sums_bytes;
-    const PreparedRows x = prepare_all(a, plan, team, wide + plan.wide_bytes);
+    char* ordered = wide + plan.wide_bytes;
+    const PreparedRows x = prepare_all(a, plan, team, ordered, ordered + plan.ordered_bytes);
     Tiles tiles;
     const TileWork work = {a, plan, x, finish_of(a), (float*)own, wide, tiles};
 

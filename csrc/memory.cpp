@@ -7,6 +7,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 namespace kvik {
 namespace {
@@ -19,31 +22,41 @@ size_t rounded(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
 
 #if defined(__linux__)
 
-void* allocate_huge(size_t bytes) {
+void* allocate_pages(size_t bytes, bool huge) {
     const size_t size = rounded(bytes ? bytes : 1);
     char* start = static_cast<char*>(
         mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (start == MAP_FAILED) throw std::bad_alloc();
     const size_t before = (kHuge - reinterpret_cast<size_t>(start) % kHuge) % kHuge;
     if (before) munmap(start, before);
-    if (kHuge - before) munmap(start + before + size, kHuge - before);
-    // Small things stay on small pages: a huge one would cost more memory than it saves time.
-    if (bytes >= kHuge) madvise(start + before, size, MADV_HUGEPAGE);
-    return start + before;
+    munmap(start + before + size, kHuge - before);
+    start += before;
+    // Small things and the end of large ones stay on small pages: a huge one that is not filled would
+    // cost more memory than it saves time.
+    const size_t filled = huge ? bytes / kHuge * kHuge : 0;
+    if (filled) madvise(start, filled, MADV_HUGEPAGE);
+    if (filled < size) madvise(start + filled, size - filled, MADV_NOHUGEPAGE);
+    return start;
 }
 
-void free_huge(void* data, size_t bytes) { munmap(data, rounded(bytes ? bytes : 1)); }
+void free_pages(void* data, size_t bytes) { munmap(data, rounded(bytes ? bytes : 1)); }
 
 #else
 
-void* allocate_huge(size_t bytes) {
+void* allocate_pages(size_t bytes, bool) {
     void* data = std::aligned_alloc(kHuge, rounded(bytes ? bytes : 1));
     if (!data) throw std::bad_alloc();
     return std::memset(data, 0, rounded(bytes ? bytes : 1));
 }
 
-void free_huge(void* data, size_t) { std::free(data); }
+void free_pages(void* data, size_t) { std::free(data); }
 
 #endif
+
+void release_freed() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
+}
 
 }  // namespace kvik

@@ -1,5 +1,6 @@
-// Memory for weights and the KV cache: aligned to huge pages, and asking for them. A stream over 4 KiB
-// pages stops for the page walker every 4 KiB; over 2 MiB pages it reads a third faster.
+// Memory from the system. Weights and the KV cache lie on huge pages: a stream over 4 KiB pages stops for
+// the page walker every 4 KiB; over 2 MiB pages it reads a third faster. What is large for the rare large
+// step alone lies on small ones, of which only those are in memory that were ever written.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,10 @@ namespace kvik {
 
 // Zeroed; on Linux not yet touched: pages are handed out when they are first written. Throws
 // std::bad_alloc.
-void* allocate_huge(size_t bytes);
-void free_huge(void* data, size_t bytes);
+void* allocate_pages(size_t bytes, bool huge);
+void free_pages(void* data, size_t bytes);
+
+// Gives what the C library keeps of freed memory back to the system, where it can be asked to.
+void release_freed();
 
 }  // namespace kvik

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "arguments.hpp"
+#include "fp8.hpp"
+#include "half.hpp"
+#include "pack_scales.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 #include "team.hpp"
@@ -55,6 +58,11 @@ KVIK_INLINE uint32_t word_i4(const char* row, int64_t step, int64_t inputs) {
     return word;
 }
 
+KVIK_INLINE uint32_t word_fp8(const char* row, int64_t step, int64_t inputs) {
+    const uint32_t word = row ? load_bytes(row + 4 * step, inputs - 4 * step) : 0;
+    return (word & 0xff0000ffu) | (word & 0xff00u) << 8 | (word >> 8 & 0xff00u);
+}
+
 // rows: the 32 rows of a tile; the ones with `skip` are left as they are.
 template <uint32_t (*kWord)(const char*, int64_t, int64_t)>
 void pack_tile(const char* const* rows, const bool* skip, int64_t inputs, int64_t steps, char* tile) {
@@ -89,7 +97,6 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
     const TileRange tiles = tiles_of(a.first, a.count, a.outputs, a.paired);
     const int64_t width = tiles.end - tiles.begin;
     const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));
-    const int64_t groups = a.kind == kMatrixI4 ? divide_up(a.inputs, a.group) : 1;
     const bool from_bf16 = a.value_dtype == kBF16;
     const bool floats = a.kind == kMatrixF32 || a.kind == kMatrixBF16;
     const int64_t row_bytes = a.values_stride * (!floats ? 1 : from_bf16 ? 2 : 4);
@@ -113,69 +120,86 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
         switch (a.kind) {
             case kMatrixF32: pack(from_bf16 ? pack_tile<word_f32_of_bf16> : pack_tile<word_f32>); break;
             case kMatrixBF16: pack(from_bf16 ? pack_tile<word_bf16> : pack_tile<word_bf16_of_f32>); break;
-            case kMatrixI4: pack(pack_tile<word_i4>); break;
+            case kMatrixI4:
+            case kMatrixI4Min: pack(pack_tile<word_i4>); break;
+            case kMatrixFp8: pack(pack_tile<word_fp8>); break;
             default: pack(pack_tile<word_i8>); break;
         }
         if (floats) continue;
-        for (int lane = 0; lane < kTile; lane++) {
-            if (skip[lane]) continue;
-            for (int64_t g = 0; g < groups; g++) {
-                const int64_t from = index[lane] * groups + g, to = (t * groups + g) * kTile + lane;
-                const float scale = index[lane] < 0 ? 0.0f : ((const float*)a.scales)[from];
-                if (a.kind != kMatrixI4)
-                    ((float*)a.packed_scales)[to] = scale;
-                else
-                    ((bf16*)a.packed_scales)[to] = to_bf16(scale);
-                if (a.zeros)
-                    ((uint8_t*)a.packed_zeros)[to] = index[lane] < 0 ? 0 : ((const uint8_t*)a.zeros)[from];
-            }
-        }
+        for (int lane = 0; lane < kTile; lane++)
+            if (!skip[lane]) OutputScales{a, index[lane], rows[lane]}.pack(t, lane);
     }
 }
 
-// Output `lane` of a tile from the four bytes of one step: value(i) is its input k + i, dequantised.
+// An output from the four bytes of one step: value(i) is its input k + i, before scale and minimum.
 struct F32Step {
     static constexpr int kInputs = 1;
-    KVIK_INLINE float value(uint32_t word, int, float, int) { return __builtin_bit_cast(float, word); }
+    KVIK_INLINE float value(uint32_t word, int, int) { return __builtin_bit_cast(float, word); }
 };
 struct BF16Step {
     static constexpr int kInputs = 2;
-    KVIK_INLINE float value(uint32_t word, int i, float, int) { return to_float(bf16(word >> (16 * i))); }
+    KVIK_INLINE float value(uint32_t word, int i, int) { return to_float(bf16(word >> (16 * i))); }
 };
 struct I8Step {
     static constexpr int kInputs = 4;
-    KVIK_INLINE float value(uint32_t word, int i, float scale, int) {
-        return float(int(word >> (8 * i) & 255) - 128) * scale;
-    }
+    KVIK_INLINE float value(uint32_t word, int i, int) { return float(int(word >> (8 * i) & 255) - 128); }
 };
 struct I4Step {
     static constexpr int kInputs = 8;
-    KVIK_INLINE float value(uint32_t word, int i, float scale, int zero) {
-        return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero) * scale;
+    KVIK_INLINE float value(uint32_t word, int i, int zero) {
+        return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero);
+    }
+};
+struct Fp8Step {
+    static constexpr int kInputs = 4;
+    KVIK_INLINE float value(uint32_t word, int i, int) {
+        return to_float(fp8_to_bf16(uint8_t(word >> (i % 2 * 16 + i / 2 * 8))));
     }
 };
 
 KVIK_INLINE void put(float* out, float value) { *out = value; }
 KVIK_INLINE void put(bf16* out, float value) { *out = to_bf16(value); }
 
+// What the values of one group of one output are multiplied with and counted from.
+struct GroupMeaning {
+    float scale, minimum;
+    int zero;
+};
+
+GroupMeaning meaning_of(const matrix_rows_args& a, int64_t tile, int64_t lane, int64_t g) {
+    GroupMeaning m = {1.0f, 0.0f, kSymmetricZero};
+    if (!has_scales(a.kind)) return m;
+    const int64_t groups = count_groups(a.inputs, a.group), at = g * kTile + lane;
+    const char* scales = (const char*)a.scales + tile * tile_scale_bytes(a.kind, groups);
+    const float factor = m.scale = ((const float*)scales)[lane];
+    scales += kFactorBytes;
+    if (groups) m.scale *= a.kind == kMatrixFp8 ? ((const float*)scales)[at] : to_float(((const f16*)scales)[at]);
+    if (!a.zeros) return m;
+    const char* zeros = (const char*)a.zeros + tile * groups * group_zero_bytes(a.kind);
+    m.zero = a.kind == kMatrixI4Min ? 0 : ((const uint8_t*)zeros)[at];
+    if (a.kind == kMatrixI4Min) m.minimum = to_float(((const f16*)zeros)[at]) * factor;
+    return m;
+}
+
 template <class Step, class Out>
 void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
     constexpr int kInputs = Step::kInputs;
     const int64_t tile = id / kTile, lane = id % kTile, steps = divide_up(a.inputs, kInputs);
     const char* words = (const char*)a.weight + tile * steps * kStepBytes + lane * 4;
-    const bool grouped = a.kind == kMatrixI4, scaled = grouped || kInputs == 4;
-    const int64_t group = grouped ? a.group : a.inputs;  // a step lies in one group
+    const int64_t group = a.group ? a.group : a.inputs;  // a step lies in one group
+    const int32_t* order = (const int32_t*)a.order;
     for (int64_t k = 0, g = 0; k < a.inputs; g++) {
-        const int64_t at = (grouped ? tile * divide_up(a.inputs, group) + g : tile) * kTile + lane;
-        const float scale = !scaled    ? 1.0f
-                            : grouped ? to_float(((const bf16*)a.scales)[at])
-                                      : ((const float*)a.scales)[at];
-        const int zero = a.zeros ? ((const uint8_t*)a.zeros)[at] : kSymmetricZero;
+        const GroupMeaning m = meaning_of(a, tile, lane, g);
         const int64_t end = k + group < a.inputs ? k + group : a.inputs;
         for (; k < end; k += kInputs, words += kStepBytes) {
             const uint32_t word = uint32_t(load_word(words));
             const int valid = int(end - k < kInputs ? end - k : kInputs);
-            for (int i = 0; i < valid; i++) put(out + k + i, Step::value(word, i, scale, zero));
+            for (int i = 0; i < valid; i++) {
+                float value = Step::value(word, i, m.zero);
+                if (has_scales(a.kind)) value *= m.scale;
+                if (a.kind == kMatrixI4Min) value -= m.minimum;
+                put(out + (order ? order[k + i] : k + i), value);
+            }
         }
     }
 }
@@ -188,7 +212,9 @@ void matrix_rows_of(const matrix_rows_args& a, const Team& team) {
         switch (a.kind) {
             case kMatrixF32: unpack_row<F32Step>(a, id, out); break;
             case kMatrixBF16: unpack_row<BF16Step>(a, id, out); break;
-            case kMatrixI4: unpack_row<I4Step>(a, id, out); break;
+            case kMatrixI4:
+            case kMatrixI4Min: unpack_row<I4Step>(a, id, out); break;
+            case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }
     }

@@ -8,9 +8,13 @@
 //   bf16   2                 two bf16
 //   int8   4                 w + 128, unsigned; both kinds alike
 //   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
-//   scales  int8: fp32 [tiles][32]; int4: bf16 [tiles][groups][32]
-//   zeros   int4 with zero points: uint8 [tiles][groups][32]
-// tiles = ceil(outputs / 32), steps = ceil(inputs / inputs per step), groups = ceil(inputs / group).
+//   fp8    4                 inputs 0, 2, 1, 3: what is two bytes apart becomes a pair
+//   scales  of integers and fp8, one tile after the other: fp32 [32], a factor of each output, then
+//           [groups][32] to multiply it with, fp16 (fp8: fp32). Without groups the factor is the scale.
+//   zeros   int4 with zero points: uint8 [tiles][groups][32]; with minima: fp16 of the same shape, times
+//           the factor
+// tiles = ceil(outputs / 32), steps = ceil(inputs / inputs per step), groups = ceil(inputs / group) or 0.
+// A factor is 1, or where fp16 would not hold all scales and minima of an output a power of two.
 //
 // Paired (gate and up of silu_and_mul, outputs = 2 * inner): the 32 outputs of a tile are 16 of the
 // gate, then the same 16 of up; tiles = ceil(inner / 16).
@@ -35,10 +39,25 @@ KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
     switch (kind) {
         case kMatrixF32: return 1;
         case kMatrixBF16: return 2;
-        case kMatrixI4: return 8;
+        case kMatrixI4:
+        case kMatrixI4Min: return 8;
         default: return 4;
     }
 }
+
+KVIK_INLINE bool is_int4(int64_t kind) { return kind == kMatrixI4 || kind == kMatrixI4Min; }
+KVIK_INLINE bool has_scales(int64_t kind) { return kind != kMatrixF32 && kind != kMatrixBF16; }
+
+KVIK_INLINE int64_t count_groups(int64_t inputs, int64_t group) { return group ? divide_up(inputs, group) : 0; }
+
+// Bytes of the scales of a tile: of the factors, of one group, of all.
+constexpr int64_t kFactorBytes = kTile * 4;
+KVIK_INLINE int64_t group_scale_bytes(int64_t kind) { return kTile * (kind == kMatrixFp8 ? 4 : 2); }
+KVIK_INLINE int64_t tile_scale_bytes(int64_t kind, int64_t groups) {
+    return kFactorBytes + groups * group_scale_bytes(kind);
+}
+// Bytes of the zero points or minima of one group of a tile.
+KVIK_INLINE int64_t group_zero_bytes(int64_t kind) { return kTile * (kind == kMatrixI4Min ? 2 : 1); }
 
 KVIK_INLINE int64_t count_tiles(int64_t outputs, bool paired) {
     return paired ? divide_up(outputs / 2, kHalfTile) : divide_up(outputs, kTile);

@@ -11,28 +11,38 @@ namespace {
 struct PreparedRows {
     const char* data;  // [rows], `stride` bytes apart
     int64_t stride;
-    // Of quantised rows, x = data * scale: scales [rows][groups] of int4, [rows] of int8, and for each
-    // group of inputs minus the weights' offset times the sum of data ([rows][groups]).
+    // Of quantised rows, x = data * scale: scales [rows][groups], or [rows] where weights have no groups,
+    // and for each group of inputs minus the weights' offset times the sum of data ([rows][groups]).
     float* scales;
     int32_t* sums;
     int64_t scales_stride, sums_stride;
 };
 
-// Inputs whose integer products are summed before they become floats; far from overflow.
+// Inputs whose integer products are summed before they become floats, where weights have no groups; far
+// from overflow.
 constexpr int64_t kGroupI8 = 2048;
 
 constexpr float kQuantised = 127.0f;  // largest
 
-KVIK_INLINE int64_t summed_inputs(const linear_args& a) { return a.kind == kMatrixI4 ? a.group : kGroupI8; }
+KVIK_INLINE int64_t summed_inputs(const linear_args& a) { return a.group ? a.group : kGroupI8; }
 
-KVIK_INLINE bool quantises(int64_t kind) { return kind == kMatrixI8 || kind == kMatrixI4; }
+KVIK_INLINE bool quantises(int64_t kind) { return kind == kMatrixI8 || is_int4(kind); }
+
+// Of a row of x, for one step of the weights.
+KVIK_INLINE int64_t x_step_bytes(int64_t kind) {
+    return is_int4(kind) || kind == kMatrixI8WeightOnly || kind == kMatrixFp8 ? 8 : 4;
+}
+
+// Of one row while its columns are put into the order of the weights.
+KVIK_INLINE int64_t ordered_bytes(const linear_args& a) {
+    return a.order ? divide_up(a.inputs * (a.dtype == kBF16 ? 2 : 4), 64) * 64 : 0;
+}
 
 // Bytes of a prepared row: whole cache lines, an odd number of them. Rows a power of two apart would
 // fall into the same few places of the first cache.
 KVIK_INLINE int64_t row_bytes(const linear_args& a) {
     const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));
-    const int64_t step_bytes = a.kind == kMatrixI4 || a.kind == kMatrixI8WeightOnly ? 8 : 4;
-    return (divide_up(steps * step_bytes, 64) | 1) * 64;
+    return (divide_up(steps * x_step_bytes(a.kind), 64) | 1) * 64;
 }
 
 KVIK_INLINE int64_t prepared_bytes(const linear_args& a, int64_t rows) {
@@ -45,7 +55,7 @@ KVIK_INLINE PreparedRows prepared_at(const linear_args& a, int64_t rows, char* m
     p.data = memory;
     p.stride = row_bytes(a);
     p.sums_stride = divide_up(a.inputs, summed_inputs(a));
-    p.scales_stride = a.kind == kMatrixI4 ? p.sums_stride : 1;
+    p.scales_stride = a.group ? p.sums_stride : 1;
     p.scales = (float*)(memory + rows * p.stride);
     p.sums = (int32_t*)(p.scales + rows * p.scales_stride);
     return p;
@@ -53,9 +63,10 @@ KVIK_INLINE PreparedRows prepared_at(const linear_args& a, int64_t rows, char* m
 
 // Rows that need no preparation can be read where they are.
 KVIK_INLINE bool readable_in_place(const linear_args& a) {
+    if (a.order) return false;
     if (a.kind == kMatrixF32) return a.dtype == kF32;
     if (a.kind == kMatrixBF16) return a.dtype == kBF16 && a.inputs % 2 == 0;
-    if (a.kind == kMatrixI8WeightOnly) return a.dtype == kBF16 && a.inputs % 4 == 0;
+    if (a.kind == kMatrixI8WeightOnly || a.kind == kMatrixFp8) return a.dtype == kBF16 && a.inputs % 4 == 0;
     return false;
 }
 
@@ -105,8 +116,8 @@ void quantise_row(const linear_args& a, const X* x, int64_t row, const PreparedR
     int8_t* out = (int8_t*)to.data + row * to.stride;
     float* scales = to.scales + row * to.scales_stride;
     int32_t* sums = to.sums + row * to.sums_stride;
-    const bool each = a.kind == kMatrixI4;
-    const int32_t offset = !each ? 128 : a.zeros ? 1 : kSymmetricZero;
+    const bool each = a.group != 0;
+    const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : kSymmetricZero;
     const int64_t group = summed_inputs(a);
     clear_end((char*)out, to.stride);
     if (!each) scales[0] = scale_of(x, a.inputs);
@@ -128,8 +139,16 @@ void convert_row(const linear_args& a, const X* x, int64_t row, const PreparedRo
 }
 
 template <class X>
-void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to) {
+const X* in_order(const linear_args& a, const X* x, X* ordered) {
+    const int32_t* order = (const int32_t*)a.order;
+    for (int64_t k = 0; k < a.inputs; k++) ordered[k] = x[order[k]];
+    return ordered;
+}
+
+template <class X>
+void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char* ordered) {
     const X* x = (const X*)a.x + row * a.x_stride;
+    if (a.order) x = in_order(a, x, (X*)ordered);
     if (quantises(a.kind))
         quantise_row(a, x, row, to);
     else if (a.kind == kMatrixF32)
@@ -138,13 +157,13 @@ void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to) {
         convert_row<X, bf16>(a, x, row, to);
 }
 
-// Rows first, first + step, ... of x to their places.
-void prepare(const linear_args& a, int64_t first, int64_t step, const PreparedRows& to) {
+// Rows first, first + step, ... of x to their places. ordered: room for a row, if there is an order.
+void prepare(const linear_args& a, int64_t first, int64_t step, const PreparedRows& to, char* ordered) {
     for (int64_t row = first; row < a.rows; row += step) {
         if (a.dtype == kBF16)
-            prepare_row<bf16>(a, row, to);
+            prepare_row<bf16>(a, row, to, ordered);
         else
-            prepare_row<float>(a, row, to);
+            prepare_row<float>(a, row, to, ordered);
     }
 }
 

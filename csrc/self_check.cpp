@@ -48,7 +48,7 @@ Matrix random_matrix(int64_t kind, const Table& trusted) {
     for (float value : floats) integers.push_back(int8_t(value * 128));
     pack_matrix_args pack = {};
     pack.values = kind == kMatrixI8 ? static_cast<void*>(integers.data()) : floats.data();
-    pack.values_stride = pack.inputs = pack.group = kInputs;
+    pack.values_stride = pack.inputs = kInputs;
     pack.scales = scales.data();
     pack.count = pack.outputs = kOutputs;
     pack.kind = kind;
@@ -62,7 +62,7 @@ std::vector<float> product(const Table& table, Matrix& m, int64_t rows) {
     std::vector<float> x = numbers(rows * kInputs, 11), y(size_t(rows * kOutputs), NAN);
     linear_args a = {};
     a.x = x.data();
-    a.x_stride = a.inputs = a.group = kInputs;
+    a.x_stride = a.inputs = kInputs;
     a.rows = rows;
     a.weight = m.weight.data();
     a.scales = m.scales.data();

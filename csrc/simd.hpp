@@ -50,6 +50,15 @@ KVIK_INLINE int32_t load_word(const void* p) {
     return word;
 }
 
+// bf16 of the E4M3 numbers below 2^-6, whose exponent is 0: i / 512.
+alignas(16) constexpr bf16 kSmallFp8[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+// bf16 of i - 16.
+alignas(64) constexpr bf16 kShifted[32] = {
+    0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0,
+    0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+    0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+
 // ------------------------------------------------------------------------------------ vectors
 // F32: kLanes floats. I32: kLanes 32-bit words, which also hold pairs of bf16 and fours of int8.
 
@@ -119,6 +128,31 @@ KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {  // pairs of int8 as pairs of b
     const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
     return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
 }
+KVIK_INLINE I32 load_fp8_pairs(const void* p) {  // the same of E4M3; what would be NaN is 480
+    const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    const __m512i size = _mm512_and_si512(v, _mm512_set1_epi16(0x7f));
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(v, 8), _mm512_set1_epi16(int16_t(0x8000)));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    const __m512i small = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kSmallFp8));
+    const __mmask32 is_small = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
+    return _mm512_or_si512(_mm512_mask_permutexvar_epi16(normal, is_small, size, small), sign);
+}
+// Bytes of two nibbles -> pairs of words, the low nibble first.
+KVIK_INLINE I32 load_nibbles(const void* p) {
+    const __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_or_si512(_mm512_and_si512(v, _mm512_set1_epi32(15)),
+                           _mm512_and_si512(_mm512_slli_epi32(v, 12), _mm512_set1_epi32(15 << 16)));
+}
+// 8 pairs of such bytes -> 16 pairs of words: the low nibbles of each pair, then the high ones. Of these
+// the kLanes from lane `first` on.
+KVIK_INLINE I32 load_paired_nibbles(const void* p, int) {
+    const __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi32(pairs, 4), 1);
+    return _mm512_or_si512(_mm512_and_si512(v, _mm512_set1_epi32(15)),
+                           _mm512_and_si512(_mm512_slli_epi32(v, 8), _mm512_set1_epi32(15 << 16)));
+}
+// Pairs of words from 0 to 31 -> pairs of bf16, less 16.
+KVIK_INLINE I32 shifted_to_bf16(I32 v) { return _mm512_permutexvar_epi16(v, _mm512_load_si512(kShifted)); }
 
 KVIK_INLINE __m256i narrow(F32 v) {
 #if defined(__AVX512BF16__)
@@ -288,6 +322,35 @@ KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {
     const __m256 odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16));
     return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
 }
+KVIK_INLINE I32 load_fp8_pairs(const void* p) {
+    const __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256i size = _mm256_and_si256(v, _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(v, 8), _mm256_set1_epi16(int16_t(0x8000)));
+    const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(size, 4), _mm256_set1_epi16(120 << 7));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kSmallFp8));
+    // bytes 2 i and 2 i + 1 of the table, where i = size is below 8
+    const __m256i bytes = _mm256_add_epi16(_mm256_mullo_epi16(size, _mm256_set1_epi16(0x0202)), _mm256_set1_epi16(0x0100));
+    const __m256i small = _mm256_shuffle_epi8(table, bytes);
+    const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), size);
+    return _mm256_or_si256(_mm256_blendv_epi8(normal, small, is_small), sign);
+}
+KVIK_INLINE I32 load_nibbles(const void* p) {
+    const __m256i v = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32(15)),
+                           _mm256_and_si256(_mm256_slli_epi32(v, 12), _mm256_set1_epi32(15 << 16)));
+}
+KVIK_INLINE I32 load_paired_nibbles(const void* p, int first) {
+    const __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m256i v = first ? _mm256_srli_epi32(pairs, 4) : pairs;
+    return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32(15)),
+                           _mm256_and_si256(_mm256_slli_epi32(v, 8), _mm256_set1_epi32(15 << 16)));
+}
+KVIK_INLINE I32 shifted_to_bf16(I32 shifted) {
+    const __m256i v = _mm256_sub_epi16(shifted, _mm256_set1_epi16(16));
+    const __m256 even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 16), 16));
+    const __m256 odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 16));
+    return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
+}
 
 KVIK_INLINE __m128i narrow(F32 v) {
     const __m256i bits = _mm256_castps_si256(v);
@@ -421,6 +484,39 @@ KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {
     KVIK_LANES r.v[i] = int32_t(to_bf16(p[2 * i]) | uint32_t(to_bf16(p[2 * i + 1])) << 16);
     return r;
 }
+KVIK_INLINE I32 pair_words(const uint32_t (&even)[kLanes], const uint32_t (&odd)[kLanes]) {
+    I32 r;
+    KVIK_LANES r.v[i] = int32_t((even[i] & 0xffff) | odd[i] << 16);
+    return r;
+}
+KVIK_INLINE I32 load_fp8_pairs(const void* p) {
+    const auto* bytes = static_cast<const uint8_t*>(p);
+    const auto widened = [](uint32_t v) {
+        const uint32_t size = v & 0x7f;
+        return (size < 8 ? kSmallFp8[size] : (size << 4) + (120 << 7)) | (v & 0x80) << 8;
+    };
+    uint32_t even[kLanes], odd[kLanes];
+    KVIK_LANES even[i] = widened(bytes[2 * i]), odd[i] = widened(bytes[2 * i + 1]);
+    return pair_words(even, odd);
+}
+KVIK_INLINE I32 load_nibbles(const void* p) {
+    const auto* bytes = static_cast<const uint8_t*>(p);
+    uint32_t even[kLanes], odd[kLanes];
+    KVIK_LANES even[i] = bytes[i] & 15u, odd[i] = bytes[i] >> 4u;
+    return pair_words(even, odd);
+}
+KVIK_INLINE I32 load_paired_nibbles(const void* p, int first) {
+    const auto* bytes = static_cast<const uint8_t*>(p);
+    const int shift = first ? 4 : 0;
+    uint32_t even[kLanes], odd[kLanes];
+    KVIK_LANES even[i] = bytes[2 * i] >> shift & 15u, odd[i] = bytes[2 * i + 1] >> shift & 15u;
+    return pair_words(even, odd);
+}
+KVIK_INLINE I32 shifted_to_bf16(I32 v) {
+    uint32_t even[kLanes], odd[kLanes];
+    KVIK_LANES even[i] = kShifted[v.v[i] & 31], odd[i] = kShifted[v.v[i] >> 16 & 31];
+    return pair_words(even, odd);
+}
 
 KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
     KVIK_LANES {
@@ -478,6 +574,8 @@ KVIK_INLINE void store(bf16* p, F32 v, int n) {
 }
 
 KVIK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// What is read once, so that it does not drive everything else out of the caches.
+KVIK_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
 // e^x, relative error below 2e-7; x is cut to [-87, 88], NaN stays NaN. e^0 is exactly 1.
 KVIK_INLINE F32 exp(F32 x) {

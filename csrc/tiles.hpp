@@ -4,6 +4,8 @@
 // its row alone. So each kind has one chain of additions per output, also where two would be quicker.
 #pragma once
 
+#include "fp8.hpp"
+#include "half.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 
@@ -22,54 +24,80 @@ struct Stretch {
     // What to fetch from memory meanwhile, and how many bytes further at each step.
     const char* ahead;
     int64_t ahead_stride;
-    // Of integers, whose stretches are whole groups (the last group of a matrix may be short):
+    // Of integers, and of weights with groups. Such stretches are whole groups (the last group of a matrix
+    // may be short):
     int64_t group_steps;
+    const char* scales;      // [groups][32], fp16, or fp32 if wide_scales; null without groups
+    bool wide_scales;
+    // of integers alone
     const int32_t* x_sums;   // [rows][groups], times minus the weights' offset
-    const float* x_scales;   // [rows][groups]; int4 alone, like what follows
+    const float* x_scales;   // [rows][groups]; null without groups
     int64_t groups_stride;   // elements of the two above
-    const bf16* scales;      // [groups][32]
-    const uint8_t* zeros;    // [groups][32], or null
+    const char* zeros;       // [groups][32], zero points (uint8) or minima (fp16); or null
 };
 
+// Rows that are multiplied at once: with two vectors of outputs they fill the registers.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
 constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about what memory takes to answer
 
 // What a kind does with a vector of weights. kParts: vectors that come out, each of which meets four
-// bytes of x. kScaled: each group has a scale; else the caller scales the sums of all inputs.
+// bytes of x. Of floats kGroups: there may be groups, each with a scale. Of integers kScaled: there are
+// groups with scales; kZeros: they may have zero points; kMinima: they have minima. The caller scales the
+// sums of all inputs.
 struct TileF32 {
     static constexpr int kParts = 1;
+    static constexpr bool kGroups = false;
     KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
     KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) {
         return fma(__builtin_bit_cast(F32, w), __builtin_bit_cast(F32, x), sum);
     }
 };
 
+// Of bf16 matrices, or of what was widened to it.
 struct TileBF16 {
     static constexpr int kParts = 1;
+    static constexpr bool kGroups = true;
     KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
     KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
 };
 
 struct TileI8AsBF16 {
     static constexpr int kParts = 2;
+    static constexpr bool kGroups = true;
     KVIK_INLINE void unpack(I32 v, I32* w) { widen_i8(ixor(v, iall(int32_t(0x80808080))), w[0], w[1]); }
+    KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
+};
+
+struct TileFp8 {
+    static constexpr int kParts = 2;
+    static constexpr bool kGroups = true;
+    KVIK_INLINE void unpack(I32 v, I32* w) { widen_fp8(v, w[0], w[1]); }
     KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
 };
 
 struct TileI8 {
     static constexpr int kParts = 1;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kZeros = false, kMinima = false;
     KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
 };
 
+struct TileI8Groups : TileI8 {
+    static constexpr bool kScaled = true;
+};
+
 struct TileI4 {
     static constexpr int kParts = 2;
-    static constexpr bool kScaled = true;
+    static constexpr bool kScaled = true, kZeros = true, kMinima = false;
     KVIK_INLINE void unpack(I32 v, I32* w) {
         w[0] = low_nibbles(v);
         w[1] = high_nibbles(v);
     }
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i4(sum, w, x); }
+};
+
+struct TileI4Min : TileI4 {
+    static constexpr bool kZeros = false, kMinima = true;
 };
 
 // Four bytes of row m in all lanes. Rows are reached from every fourth one, so that the addresses of
@@ -88,26 +116,47 @@ struct Broadcast {
     }
 };
 
+// Rows are shared out evenly over blocks, so that so few are the only block: no other one will read these
+// weights again before the next step.
+template <int kRows>
+KVIK_INLINE void prefetch_for(const char* ahead) {
+    if constexpr (2 * kRows < kMaxRows)
+        prefetch_once(ahead);
+    else
+        prefetch(ahead);
+}
+
+// The scales of some outputs of a group; 1 without groups.
+KVIK_INLINE F32 group_scale(const Stretch& s, int64_t lane) {
+    if (!s.scales) return all(1.0f);
+    return s.wide_scales ? load((const float*)s.scales + lane) : load((const f16*)s.scales + lane);
+}
+
+// Steps [first, last): a group, or the whole stretch without groups. A function of its own, since the
+// compiler keeps all sums in registers only where the loop over the steps is the only one.
 template <class Tile, int kRows, int kVectors>
-KVIK_INLINE void multiply_floats(const Stretch& s, int first_vector) {
+__attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vector, int64_t group, int64_t first,
+                                               int64_t last) {
     constexpr int kParts = Tile::kParts;
+    const bool grouped = Tile::kGroups && s.scales;
+    const bool from_zero = grouped || s.first;
     float* sums = s.sums + first_vector * kLanes;
     F32 acc[kRows][kVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) acc[m][v] = s.first ? zero() : load(sums + m * kTile + v * kLanes);
+        for (int v = 0; v < kVectors; v++) acc[m][v] = from_zero ? zero() : load(sums + m * kTile + v * kLanes);
     }
     const Broadcast<kRows> x(s.x, s.x_stride);
-    const char* weight = s.weight + first_vector * kLanes * 4;
-    const char* ahead = s.ahead + first_vector * kLanes * 4;
-    const int64_t end = s.steps * 4 * kParts;
-    for (int64_t at = 0; at < end; at += 4 * kParts) {
+    const char* weight = s.weight + first * kStepBytes + first_vector * kLanes * 4;
+    const char* ahead = s.ahead + first * s.ahead_stride + first_vector * kLanes * 4;
+    const int64_t end = last * 4 * kParts;
+    for (int64_t at = first * 4 * kParts; at < end; at += 4 * kParts) {
         I32 w[kVectors][kParts];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const char* p = weight + v * kLanes * 4;
-            if (v * kLanes * 4 % 64 == 0) prefetch(ahead + v * kLanes * 4);
+            if (v * kLanes * 4 % 64 == 0) prefetch_for<kRows>(ahead + v * kLanes * 4);
             Tile::unpack(iload(p), w[v]);
         }
 #pragma GCC unroll 2
@@ -122,24 +171,34 @@ KVIK_INLINE void multiply_floats(const Stretch& s, int first_vector) {
         weight += kStepBytes;
         ahead += s.ahead_stride;
     }
+    F32 scale[kVectors];
+    for (int v = 0; v < kVectors; v++)
+        scale[v] = grouped ? group_scale(s, group * kTile + (first_vector + v) * kLanes) : zero();
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) store(sums + m * kTile + v * kLanes, acc[m][v]);
+        for (int v = 0; v < kVectors; v++) {
+            float* sum = sums + m * kTile + v * kLanes;
+            store(sum, grouped ? fma(acc[m][v], scale[v], load(sum)) : acc[m][v]);
+        }
     }
 }
 
-// The part of one group. A function of its own, since the compiler keeps all sums in registers only
-// where the loop over the steps is the only one. Sums of a group are exact, so their order is free: few
-// rows use a chain for each part.
+KVIK_INLINE void clear_sums(const Stretch& s, int first_vector, int vectors) {
+    float* sums = s.sums + first_vector * kLanes;
+    for (int m = 0; m < s.rows; m++)
+        for (int v = 0; v < vectors; v++) store(sums + m * kTile + v * kLanes, zero());
+}
+
+// The integers of one group. Their sum is exact, so its order is free: few rows use a chain for each part.
 template <class Tile, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector, int64_t group, int64_t first,
                                               int64_t last) {
     constexpr int kParts = Tile::kParts;
     constexpr int kChains = kRows <= 2 ? kParts : 1;
-    constexpr bool kScaled = Tile::kScaled;
+    constexpr bool kScaled = Tile::kScaled, kMinima = Tile::kMinima;
     const int64_t lane = group * kTile + first_vector * kLanes, groups_stride = s.groups_stride;
-    const uint8_t* packed_zeros = kScaled ? s.zeros : nullptr;
+    const char* packed_zeros = Tile::kZeros ? s.zeros : nullptr;
     const float* x_scales = s.x_scales + group;
     const int32_t* x_sums = s.x_sums + group;
     I32 acc[kChains][kRows][kVectors];
@@ -152,7 +211,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
         const I32 x_sum = iall(x_sums[m * groups_stride]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            acc[0][m][v] = packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
+            acc[0][m][v] = kMinima ? izero() : packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
             if (kChains > 1) acc[kChains - 1][m][v] = izero();
         }
     }
@@ -165,7 +224,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const char* p = weight + v * kLanes * 4;
-            if (v * kLanes * 4 % 64 == 0) prefetch(ahead + v * kLanes * 4);
+            if (v * kLanes * 4 % 64 == 0) prefetch_for<kRows>(ahead + v * kLanes * 4);
             Tile::unpack(iload(p), w[v]);
         }
 #pragma GCC unroll 2
@@ -183,32 +242,24 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
         at += 4 * kParts;
     } while (at < last * 4 * kParts);
     float* sums = s.sums + first_vector * kLanes;
-    F32 scale[kVectors];
-    for (int v = 0; v < kVectors; v++) scale[v] = kScaled ? load(s.scales + lane + v * kLanes) : all(1.0f);
+    F32 scale[kVectors], minimum[kVectors];
+    for (int v = 0; v < kVectors; v++) {
+        scale[v] = kScaled ? load((const f16*)s.scales + lane + v * kLanes) : all(1.0f);
+        minimum[v] = kMinima ? load((const f16*)s.zeros + lane + v * kLanes) : zero();
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
         const F32 x_scale = all(kScaled ? x_scales[m * groups_stride] : 1.0f);
+        const F32 x_sum = kMinima ? mul(to_float(iall(x_sums[m * groups_stride])), x_scale) : zero();
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             const I32 whole = kChains > 1 ? iadd(acc[0][m][v], acc[kChains - 1][m][v]) : acc[0][m][v];
             float* sum = sums + m * kTile + v * kLanes;
-            store(sum, kScaled ? fma(to_float(whole), mul(scale[v], x_scale), load(sum))
-                               : add(to_float(whole), load(sum)));
+            F32 total = kScaled ? fma(to_float(whole), mul(scale[v], x_scale), load(sum))
+                                : add(to_float(whole), load(sum));
+            if (kMinima) total = fma(minimum[v], x_sum, total);
+            store(sum, total);
         }
-    }
-}
-
-template <class Tile, int kRows, int kVectors>
-KVIK_INLINE void multiply_integers(const Stretch& s, int first_vector) {
-    if (s.first) {
-        float* sums = s.sums + first_vector * kLanes;
-        for (int m = 0; m < kRows; m++)
-            for (int v = 0; v < kVectors; v++) store(sums + m * kTile + v * kLanes, zero());
-    }
-    for (int64_t group = 0, step = 0; step < s.steps; group++) {
-        const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps;
-        multiply_group<Tile, kRows, kVectors>(s, first_vector, group, step, last);
-        step = last;
     }
 }
 
@@ -217,18 +268,29 @@ constexpr bool kIsInteger = false;
 template <>
 constexpr bool kIsInteger<TileI8> = true;
 template <>
+constexpr bool kIsInteger<TileI8Groups> = true;
+template <>
 constexpr bool kIsInteger<TileI4> = true;
+template <>
+constexpr bool kIsInteger<TileI4Min> = true;
 
 template <class Tile, int kRows, int kVectors>
 KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
-    if constexpr (kIsInteger<Tile>)
-        multiply_integers<Tile, kRows, kVectors>(s, first_vector);
-    else
-        multiply_floats<Tile, kRows, kVectors>(s, first_vector);
+    constexpr auto kMultiply = [] {
+        if constexpr (kIsInteger<Tile>)
+            return multiply_group<Tile, kRows, kVectors>;
+        else
+            return multiply_floats<Tile, kRows, kVectors>;
+    }();
+    if (!kIsInteger<Tile> && !s.scales) return kMultiply(s, first_vector, 0, 0, s.steps);
+    if (s.first) clear_sums(s, first_vector, kVectors);
+    for (int64_t group = 0, step = 0; step < s.steps; group++) {
+        const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps;
+        kMultiply(s, first_vector, group, step, last);
+        step = last;
+    }
 }
 
-// Rows that are multiplied at once: with two vectors of outputs they fill the registers.
-constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
 constexpr int kTileVectors = kTile / kLanes;
 
 template <class Tile, int kRows>
@@ -273,29 +335,36 @@ void unpack_tile(const char* weight, int64_t steps, char* wide) {
     }
 }
 
-// Rows from which int8 weights are widened to bf16 once for all of them. Where vectors are long, widening
-// again for each block of rows hides behind the products, and less memory is touched.
+// Rows from which weights of eight bits are widened to bf16 once for all of them. Where vectors are long,
+// widening again for each block of rows hides behind the products, and less memory is touched.
 constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
 
 // What `linear` asks of an instruction set; tiles_amx.hpp has another answer.
 struct VectorTiles {
     // Rows of x that are multiplied at once, at most; and of which blocks of rows are multiples.
-    static int64_t block_rows(int64_t) { return kMaxRows; }
-    static int64_t row_unit(int64_t) { return 1; }
+    static int64_t block_rows(const linear_args&) { return kMaxRows; }
+    static int64_t row_unit(const linear_args&) { return 1; }
 
-    // How weights are unpacked before they meet so many rows, or null.
-    static Unpack unpack_of(int64_t kind, int64_t rows) {
-        return kind == kMatrixI8WeightOnly && rows >= kWidenFrom ? unpack_tile<TileI8AsBF16> : nullptr;
+    // How weights are unpacked before they meet the rows, or null.
+    static Unpack unpack_of(const linear_args& a) {
+        if (a.rows < kWidenFrom) return nullptr;
+        return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
+               : a.kind == kMatrixFp8         ? unpack_tile<TileFp8>
+                                             : nullptr;
     }
 
-    void multiply(int64_t kind, bool unpacked, const Stretch& s) const { multiply_of(kind, unpacked, s.rows)(s); }
+    void multiply(int64_t kind, bool unpacked, const Stretch& s) const {
+        multiply_of(kind, s.scales != nullptr, unpacked, s.rows)(s);
+    }
 
-    static Multiply multiply_of(int64_t kind, bool unpacked, int rows) {
+    static Multiply multiply_of(int64_t kind, bool grouped, bool unpacked, int rows) {
         switch (kind) {
             case kMatrixF32: return multiply_for<TileF32>(rows);
             case kMatrixBF16: return multiply_for<TileBF16>(rows);
-            case kMatrixI8: return multiply_for<TileI8>(rows);
+            case kMatrixI8: return grouped ? multiply_for<TileI8Groups>(rows) : multiply_for<TileI8>(rows);
             case kMatrixI4: return multiply_for<TileI4>(rows);
+            case kMatrixI4Min: return multiply_for<TileI4Min>(rows);
+            case kMatrixFp8: return unpacked ? multiply_for<TileBF16>(rows) : multiply_for<TileFp8>(rows);
             default: return unpacked ? multiply_for<TileBF16>(rows) : multiply_for<TileI8AsBF16>(rows);
         }
     }

@@ -149,25 +149,28 @@ void multiply_bf16(TileShapes& shapes, const Stretch& s, bool streamed) {
 }
 
 // From the integers of a group to the sums, as `multiply_group` of the vectors does it.
-template <bool kScaled>
+template <bool kMinima>
 void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
-    const uint8_t* packed_zeros = kScaled ? s.zeros : nullptr;
+    const char* packed_zeros = kMinima ? nullptr : s.zeros;
     for (int v = 0; v < kTileVectors; v++) {
         const int64_t lane = group * kTile + v * kLanes;
         const I32 zeros = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane) : iall(1);
-        const F32 scale = kScaled ? load(s.scales + lane) : all(1.0f);
+        const F32 scale = group_scale(s, lane), minimum = kMinima ? load((const f16*)s.zeros + lane) : zero();
         for (int m = 0; m < s.rows; m++) {
             const int64_t of_x = m * s.groups_stride + group;
+            const float x_scale = s.x_scales ? s.x_scales[of_x] : 1.0f;
             const I32 x_sum = iall(s.x_sums[of_x]);
-            const I32 offset = packed_zeros ? short_mul(zeros, x_sum) : x_sum;
+            const I32 offset = kMinima ? izero() : packed_zeros ? short_mul(zeros, x_sum) : x_sum;
             const F32 whole = to_float(iadd(iload(integers + m * kTile + v * kLanes), offset));
             float* sum = s.sums + m * kTile + v * kLanes;
-            store(sum, kScaled ? fma(whole, mul(scale, all(s.x_scales[of_x])), load(sum)) : add(whole, load(sum)));
+            F32 total = fma(whole, mul(scale, all(x_scale)), load(sum));
+            if (kMinima) total = fma(minimum, all(float(s.x_sums[of_x]) * x_scale), total);
+            store(sum, total);
         }
     }
 }
 
-template <bool kScaled>
+template <bool kMinima>
 void multiply_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
     alignas(64) int32_t integers[2 * kRegisterRows * kTile];
     if (s.first) std::memset(s.sums, 0, size_t(s.rows) * kTile * sizeof(float));
@@ -177,33 +180,42 @@ void multiply_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
     for (int64_t group = 0, step = 0; step < s.steps; group++, step += s.group_steps) {
         const int64_t steps = s.steps - step < s.group_steps ? s.steps - step : s.group_steps;
         add_steps<ProductI8>(shapes, s, {step, steps, product_steps, (char*)integers, true, streamed});
-        add_group<kScaled>(s, group, integers);
+        add_group<kMinima>(s, group, integers);
     }
 }
 
-// The kinds as the registers multiply them; floats of 32 bits are left to the vectors.
+// The kinds as the registers multiply them; floats of 32 bits and those in groups are left to the vectors.
 class AmxTiles {
 public:
-    static int64_t block_rows(int64_t kind) {
-        return kind == kMatrixF32 ? VectorTiles::block_rows(kind) : 2 * kRegisterRows;
+    static int64_t block_rows(const linear_args& a) {
+        return by_vectors(a.kind, a.group) ? VectorTiles::block_rows(a) : 2 * kRegisterRows;
     }
-    static int64_t row_unit(int64_t kind) { return kind == kMatrixF32 ? VectorTiles::row_unit(kind) : kRegisterRows; }
-    static Unpack unpack_of(int64_t kind, int64_t) {
-        return kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
-               : kind == kMatrixI4         ? unpack_tile<TileI4>
-                                           : nullptr;
+    static int64_t row_unit(const linear_args& a) {
+        return by_vectors(a.kind, a.group) ? VectorTiles::row_unit(a) : kRegisterRows;
+    }
+    static Unpack unpack_of(const linear_args& a) {
+        if (by_vectors(a.kind, a.group)) return VectorTiles::unpack_of(a);
+        return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
+               : a.kind == kMatrixFp8         ? unpack_tile<TileFp8>
+               : is_int4(a.kind)             ? unpack_tile<TileI4>
+                                             : nullptr;
     }
 
     void multiply(int64_t kind, bool unpacked, const Stretch& s) {
+        if (by_vectors(kind, s.scales != nullptr)) return vectors_.multiply(kind, unpacked, s);
         switch (kind) {
-            case kMatrixF32: return vectors_.multiply(kind, unpacked, s);
-            case kMatrixI8: return multiply_i8<false>(shapes_, s, !unpacked);
-            case kMatrixI4: return multiply_i8<true>(shapes_, s, !unpacked);
+            case kMatrixI8:
+            case kMatrixI4: return multiply_i8<false>(shapes_, s, !unpacked);
+            case kMatrixI4Min: return multiply_i8<true>(shapes_, s, !unpacked);
             default: return multiply_bf16(shapes_, s, !unpacked);
         }
     }
 
 private:
+    static bool by_vectors(int64_t kind, bool grouped) {
+        return kind == kMatrixF32 || (grouped && (kind == kMatrixI8WeightOnly || kind == kMatrixFp8));
+    }
+
     VectorTiles vectors_;
     TileShapes shapes_;
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,17 @@ from hypothesis import settings
 # `pytest --hypothesis-profile=default`.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `kvik calibrate` has saved on this machine decides no test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache))
 
 
 @pytest.fixture

@@ -5,14 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch  # before the extension, which then shares torch's threads
 from torch import Tensor
 
+from kvik.config.kv_formats import KV_FORMATS
 from kvik.kernels.cpu import _native
+from kvik.kernels.cpu.native import DTYPES
 
 KERNELS = {name: (i, [a for a, _ in args]) for i, (name, args) in enumerate(_native.kernels())}
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+# What KV caches hold.
+CACHES = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+# Words of scale, all of about 0.01 (csrc/kv_numbers.hpp); those of int4 with 8 as the zero point.
+SCALES = {"bf16": 0, "fp8": 0x3C24, "int8": 0x3C24, "int4": 0x7848}
 BLOCK_SIZE = 32  # tokens of a block of the KV cache
 SILU_AND_MUL = 1
 
@@ -26,33 +37,49 @@ class Kind:
 
     Attributes:
         group: inputs that share a scale; 0: all of them.
+        scale_bytes: of a group.
+        minima: whether a group has one, as large as its scale.
     """
 
     number: int
     bits: int
-    group: int
-    scale_bytes: int
     peak: str
+    group: int = 0
+    scale_bytes: int = 0
+    minima: bool = False
 
     def bytes(self, outputs: int, inputs: int) -> int:
-        return outputs * inputs * self.bits // 8 + self._scales(outputs, inputs) * self.scale_bytes
+        return outputs * inputs * self.bits // 8 + sum(self._small_bytes(outputs, inputs))
 
-    def random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        """Weights and scales, packed: for speed the order of random numbers does not matter."""
+    def random(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, scales and minima, packed: for speed the order of random numbers does not
+        matter, and scales are bytes of ordinary floats of both sizes."""
         dtype = torch.bfloat16 if self.bits == 16 else torch.int8
         weight = on_huge_pages(outputs * inputs * self.bits // 8, dtype)
-        scales = torch.full((self._scales(outputs, inputs),), 0.01)
-        return weight, scales.bfloat16() if self.scale_bytes == 2 else scales
+        scales, minima = (
+            torch.full((size,), 0x3C, dtype=torch.uint8)
+            for size in self._small_bytes(outputs, inputs)
+        )
+        return weight, scales, minima
 
-    def _scales(self, outputs: int, inputs: int) -> int:
-        return outputs * (inputs // self.group if self.group else 1)
+    def _small_bytes(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Of scales and of minima."""
+        groups = inputs // self.group if self.group else 0
+        of_groups = outputs * groups * self.scale_bytes
+        factors = 0 if self.bits == 16 else 4 * outputs
+        return factors + of_groups, of_groups if self.minima else 0
 
 
 KINDS = {
-    "bf16": Kind(1, 16, 0, 0, "peak_bf16"),
-    "int8": Kind(2, 8, 0, 4, "peak_i8"),
-    "int8-weight-only": Kind(3, 8, 0, 4, "peak_bf16"),
-    "int4-g128": Kind(4, 4, 128, 2, "peak_i8"),
+    "bf16": Kind(1, 16, "bf16"),
+    "int8": Kind(2, 8, "int8"),
+    "int8-g32": Kind(2, 8, "int8", 32, 2),
+    "int8-weight-only": Kind(3, 8, "bf16"),
+    "int4-g128": Kind(4, 4, "int8", 128, 2),
+    "int4-g32": Kind(4, 4, "int8", 32, 2),
+    "int4-min-g32": Kind(5, 4, "int8", 32, 2, minima=True),
+    "fp8": Kind(6, 8, "bf16"),
+    "fp8-g128": Kind(6, 8, "bf16", 128, 4),
 }
 # One layer's matrices: outputs, inputs, activation.
 LAYERS = {
@@ -111,7 +138,7 @@ class Work:
 
 def on_huge_pages(num_bytes: int, dtype: torch.dtype) -> Tensor:
     """Memory full of ordinary numbers, repeated."""
-    memory = torch.from_numpy(_native.allocate(num_bytes)).view(dtype)
+    memory = torch.from_numpy(_native.allocate(num_bytes, True)).view(dtype)
     some = torch.randn(1 << 16)
     some = (some * 40).to(dtype) if dtype == torch.int8 else (some * 0.1).to(dtype)
     for piece in memory.split(len(some)):
@@ -143,21 +170,21 @@ def layers_of_linears(
     model: str,
     kind: Kind,
     rows: int,
-    weights: list[dict[str, tuple[Tensor, Tensor]]],
+    weights: list[dict[str, tuple[Tensor, Tensor, Tensor]]],
 ) -> Work:
     work = Work("linear", case, kind.peak)
     for layer in weights:
         for part, (outputs, inputs, activation) in LAYERS[model].items():
             width = outputs // 2 if activation else outputs
             x = torch.randn(rows, inputs).bfloat16()
-            weight, scales = layer[part]
+            weight, scales, minima = layer[part]
             work.call(
                 part, kind.bytes(outputs, inputs) + 2 * rows * (inputs + width),
                 2 * rows * outputs * inputs, x=x, x_stride=inputs, rows=rows, weight=weight,
-                scales=scales, zeros=0, kind=kind.number, inputs=inputs, outputs=outputs,
-                group=kind.group or inputs, activation=activation, bias=0, residual=0,
-                residual_stride=0, y=torch.empty(rows, width, dtype=x.dtype), y_stride=width,
-                dtype=x.dtype, out_dtype=x.dtype,
+                scales=scales, zeros=minima if kind.minima else 0, kind=kind.number, inputs=inputs,
+                outputs=outputs, group=kind.group, order=0, activation=activation, bias=0,
+                residual=0, residual_stride=0, y=torch.empty(rows, width, dtype=x.dtype),
+                y_stride=width, dtype=x.dtype, out_dtype=x.dtype,
             )  # fmt: skip
     return work
 
@@ -167,28 +194,33 @@ def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterato
     for head_dim in (64, 128):
         block = 8 * BLOCK_SIZE * head_dim  # elements of keys
         cases = [("decode", batch, 1, 2048) for batch in batches] + [("prefill", 1, 512, 512)]
-        for name, batch, queries, context in cases:
-            work = Work("attention", f"{name} B={batch} D={head_dim}", "peak_bf16")
+        for (name, batch, queries, context), stored in product(cases, CACHES):
+            work = Work("attention", f"{name} {stored} B={batch} D={head_dim}", "bf16")
             if not wanted(f"attention {work.case}"):
                 continue
             blocks = batch * context // BLOCK_SIZE
-            layers = math.ceil(budget / (4 * blocks * block))
+            kv_bytes = 2 * blocks * 8 * BLOCK_SIZE * KV_FORMATS[stored].vector_bytes(head_dim)
+            layers = math.ceil(budget / kv_bytes)
             keys, values = (
-                on_huge_pages(2 * layers * blocks * block, torch.bfloat16) for _ in range(2)
+                on_huge_pages(layers * blocks * block * KV_FORMATS[stored].bits // 8, stored_as)
+                for stored_as in 2 * [torch.bfloat16 if stored == "bf16" else torch.int8]
+            )
+            scales = torch.full(
+                (layers * blocks * 8 * BLOCK_SIZE,), SCALES[stored], dtype=torch.int16
             )
             order = torch.randperm(layers * blocks, dtype=torch.int32).view(layers, batch, -1)
             tokens, seen = batch * queries, context * queries - queries * (queries - 1) / 2
             q = torch.randn(tokens, 32, head_dim).bfloat16()
             for at in range(layers):
                 work.call(
-                    name, 4 * blocks * block + 4 * q.numel(), 4 * batch * seen * 32 * head_dim,
-                    q=q, q_stride=32 * head_dim, k_cache=keys, v_cache=values, k_scales=0,
-                    v_scales=0, block_table=order[at], table_stride=context // BLOCK_SIZE,
+                    name, kv_bytes + 4 * q.numel(), 4 * batch * seen * 32 * head_dim,
+                    q=q, q_stride=32 * head_dim, k_cache=keys, v_cache=values, k_scales=scales,
+                    v_scales=scales, block_table=order[at], table_stride=context // BLOCK_SIZE,
                     query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
                     seq_lens=torch.full((batch,), context, dtype=torch.int32), num_seqs=batch,
                     heads=32, kv_heads=8, head_dim=head_dim, block_size=BLOCK_SIZE, window=0,
                     tree_mask=0, tree_words=0, scale=head_dim**-0.5, out=torch.empty_like(q),
-                    out_stride=32 * head_dim, dtype=q.dtype, kv_dtype=q.dtype,
+                    out_stride=32 * head_dim, dtype=q.dtype, kv_dtype=CACHES[stored],
                 )  # fmt: skip
             yield work
 
@@ -210,7 +242,7 @@ def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
         "add": {"y_stride": dim, "out_stride": dim},
     }
     for kernel, arguments in more.items():
-        work = Work(kernel, f"{rows}x{dim} bf16", "peak_f32")
+        work = Work(kernel, f"{rows}x{dim} bf16", "fp32")
         if not wanted(f"{kernel} {work.case}"):
             continue
         for at in range(copies):
@@ -221,7 +253,7 @@ def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
             work.call(kernel, num_bytes, 0, x=x, **common, **arguments, **tensors)
         yield work
     vocab = 128_256
-    work = Work("largest", f"1x{vocab}", "peak_f32")
+    work = Work("largest", f"1x{vocab}", "fp32")
     if not wanted(f"largest {work.case}"):
         return
     for logits in on_huge_pages(budget // (4 * vocab) * 4 * vocab, torch.float32).split(vocab):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.config.check import check_config
-from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.config import CacheConfig, EngineConfig, ResolvedConfig, SchedulerConfig
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
 from kvik.config.kernels import ASKED
@@ -19,6 +19,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.client import EngineClient, InprocClient
 from kvik.engine.core import EngineCore
 from kvik.engine.defaults import read_default_params
+from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
 from kvik.text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Engine:
     client: EngineClient
     tokenizer: Tokenizer | None  # None: the folder has none; prompts are token ids
     default_params: SamplingParams
+    executor: Executor
 
 
 def launch(config: EngineConfig) -> Engine:
@@ -41,7 +43,11 @@ def launch(config: EngineConfig) -> Engine:
     Raises:
         KvikError: the model or an option cannot be used; nothing was loaded.
     """
-    resolved = resolve_config(config)
+    return start(resolve_config(config))
+
+
+def start(resolved: ResolvedConfig) -> Engine:
+    """Load what was decided on."""
     _tell_what_is_slow(resolved)
     folder = Path(resolved.runner.model_path)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
@@ -52,8 +58,23 @@ def launch(config: EngineConfig) -> Engine:
 
     executor = InprocExecutor(lambda: Worker(resolved))
     executor.start()
+    client = _client(resolved, executor)
+    return Engine(resolved, client, tokenizer, default_params, executor)
+
+
+def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:
+    """The loaded model under another policy, with an empty prefix cache; nothing is loaded again.
+
+    The sizes must be those it was loaded with. `engine` must have no requests, and is not used
+    any more.
+    """
+    resolved = replace(engine.resolved, scheduler=scheduler, cache=cache)
+    return replace(engine, resolved=resolved, client=_client(resolved, engine.executor))
+
+
+def _client(resolved: ResolvedConfig, executor: Executor) -> EngineClient:
     loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
-    return Engine(resolved, InprocClient(loop, time.sleep), tokenizer, default_params)
+    return InprocClient(loop, time.sleep)
 
 
 def _tell_what_is_slow(resolved: ResolvedConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
+from kvik.kernels.kv_rounding import SCALES
 
 
 @dataclass
@@ -34,9 +35,8 @@ class Step:
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
-        kv = LayerKV(self.kv.k.clone(), self.kv.v.clone())
         metadata = backend.plan(self.layout, window)
-        return backend.run(self.q, self.k, self.v, kv, metadata, self.scale)
+        return backend.run(self.q, self.k, self.v, copied(self.kv), metadata, self.scale)
 
     def expected(self, window: int | None = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
@@ -67,6 +67,24 @@ class Step:
 MakeStep = Callable[..., Step]
 
 
+def copied(kv: LayerKV) -> LayerKV:
+    every = (kv.k, kv.v, kv.k_scales, kv.v_scales)
+    return LayerKV(*(None if tensor is None else tensor.clone() for tensor in every))
+
+
+def _poisoned(dtype: torch.dtype, *shape: int) -> LayerKV:
+    """Bytes 0xff, which are NaN, or make a scale NaN."""
+
+    def tensor(of: torch.dtype, *shape: int) -> Tensor:
+        return torch.full((*shape, of.itemsize), 0xFF, dtype=torch.uint8).view(of).squeeze(-1)
+
+    if dtype not in SCALES:
+        return LayerKV(tensor(dtype, *shape), tensor(dtype, *shape))
+    places, width = shape[:-1], shape[-1] // (2 if dtype == torch.uint8 else 1)
+    numbers = [tensor(dtype, *places, width) for _ in range(2)]
+    return LayerKV(*numbers, *(tensor(SCALES[dtype], *places) for _ in range(2)))
+
+
 def _make_step(
     backend: AttentionBackend,
     sequences: list[tuple[int, int]],
@@ -77,9 +95,11 @@ def _make_step(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     value: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Step:
     """
     Args:
+        kv_dtype: of the cache, where it is not `dtype`.
         value: [context, kv_heads, dim], values of every sequence in place of random ones.
     """
     g = torch.Generator().manual_seed(seed)
@@ -92,10 +112,7 @@ def _make_step(
     num_blocks = sum(lengths) + 3
     free = (torch.randperm(num_blocks - 1, generator=g) + 1).tolist()
     table = torch.randint(num_blocks, (len(sequences), max(lengths) + 2), generator=g)
-    shape = (num_blocks, block_size, kv_heads, dim)
-    kv = LayerKV(
-        torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-    )
+    kv = _poisoned(kv_dtype or dtype, num_blocks, block_size, kv_heads, dim)
     keys, values, slots, q = [], [], [], []
     for i, (cached, new) in enumerate(sequences):
         blocks = torch.tensor([free.pop() for _ in range(lengths[i])])

@@ -7,25 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.optional_native import NATIVE
+from helpers.attention_backends import NAMES, STEPS, make_backend
 
 from kvik.attention.base import AttentionBackend, LayerKV
-from kvik.attention.reference import ReferenceAttention
-from kvik.attention.sdpa import SdpaAttention
 from kvik.config.kernels import LANES
-from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.torch_ops import TORCH
-
-NAMES = ("reference", "sdpa", *(["cpu"] if NATIVE else []))
-
-
-def make_backend(name: str) -> AttentionBackend:
-    if name == "cpu":
-        from kvik.attention.cpu import CpuAttention
-        from kvik.kernels.cpu.native import Native
-
-        return CpuAttention(Native(threads=1))
-    return ReferenceAttention(REFERENCE) if name == "reference" else SdpaAttention(TORCH)
 
 
 @pytest.fixture(params=NAMES)
@@ -51,19 +36,6 @@ def with_dtypes(*dtypes: torch.dtype) -> list:
         for dtype in dtypes
         if name != "cpu" or dtype != torch.float16
     ]
-
-
-# (cached, new) tokens of each sequence of a step
-STEPS = {
-    "one token": [(0, 1)],
-    "decode": [(40, 1)],
-    "decode batch": [(5, 1), (64, 1), (17, 1), (0, 1)],
-    "decode, very different lengths": [(2, 1)] * 9 + [(700, 1), (300, 1), (650, 1)],
-    "prefill": [(0, 37)],
-    "prefill batch": [(0, 3), (0, 70), (0, 16)],
-    "chunk behind a prefix": [(30, 20)],
-    "mixed": [(12, 1), (0, 9), (33, 1), (16, 16), (50, 2)],
-}
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 60])

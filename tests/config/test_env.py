@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kvik.config.env import environment_options
+from kvik.config.env import cache_folder, environment_options
 from kvik.config.errors import ConfigError
 
 
@@ -51,3 +53,18 @@ def test_a_bad_variable_is_named(variable: str, text: str, part: str) -> None:
     assert error.value.field == variable
     assert part in error.value.message
     assert "\n" not in str(error.value)
+
+
+def test_the_cache_folder_follows_the_specification() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/some/where"}) == Path("/some/where/kvik")
+    for environ in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
+        assert cache_folder(environ) == Path.home() / ".cache" / "kvik"
+
+
+def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder({}).name.startswith("kvik-") and cache_folder({}).is_absolute()
+    assert cache_folder({"XDG_CACHE_HOME": "/some/where"}) == Path("/some/where/kvik")

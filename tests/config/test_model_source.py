@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from kvik.config.errors import ModelError
-from kvik.config.model_source import BUNDLED, find_model
+from kvik.config.model_source import BUNDLED, find_config, find_model
 
 
 @pytest.fixture
@@ -99,3 +99,25 @@ def test_a_hub_that_fails_is_one_line(
     assert part in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_a_file_or_stands_in_a_folder(tmp_path: Path, hub: list[Any]) -> None:
+    file = tmp_path / "shape.json"
+    file.touch()
+    assert find_config(str(file)) == file
+    assert find_config(str(tmp_path)) == tmp_path.resolve() / "config.json"
+    assert find_config("") == BUNDLED / "config.json"
+    assert not hub
+
+
+def test_of_a_hub_id_a_config_alone_is_fetched(hub: list[Any]) -> None:
+    assert find_config("owner/model") == Path("/cache/model/config.json")
+    (call,) = hub
+    assert call["allow_patterns"] == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["a/b.json", "/no/such/folder", "a/b/c"])
+def test_a_config_that_is_not_there_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
+    with pytest.raises(ModelError, match="there is no"):
+        find_config(name)
+    assert not hub

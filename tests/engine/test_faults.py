@@ -155,7 +155,7 @@ def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
 
         def broken(batch):
             output = genuine(batch)
-            output.logits[0] = float("nan")
+            output.logits[0] = output.top[0] = float("nan")
             return output
 
         patch.setattr(graph_of(llm), "run", broken)

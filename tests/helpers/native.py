@@ -19,7 +19,13 @@ from kvik.kernels.cpu import _native
 
 # By name: id, and of each argument the name and its kind ("p", "i" or "f").
 KERNELS = {name: (number, arguments) for number, (name, arguments) in enumerate(_native.kernels())}
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+    torch.float8_e4m3fn: 3,
+    torch.uint8: 4,  # two numbers of four bits
+}
 FLOATS = (torch.float32, torch.bfloat16)
 THREADS = (1, 2, 5)
 

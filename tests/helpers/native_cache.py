@@ -7,33 +7,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvik.kernels.kv_rounding import SCALES
 from tests.helpers.native import Poisoned, Runtime, call
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Bytes 0xff: NaN, or -1 in int8."""
+    """Bytes 0xff: NaN, or -1 in integers."""
     return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
 class NativeCache:
-    """Keys and values of one layer. What was never stored is NaN (int8: its scale is).
+    """Keys and values of one layer. What was never stored is NaN, or its scale is.
 
     Attributes:
-        k, v: [blocks, kv_heads, block_size * head_dim].
-        k_scales, v_scales: [blocks, kv_heads, block_size] fp32; None unless the cache is int8.
+        k, v: [blocks, kv_heads, block_size * head_dim]; in four bits half as many bytes.
+        k_scales, v_scales: [blocks, kv_heads, block_size]; None where the cache is of floats.
     """
 
     def __init__(
         self, blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        shape = (blocks, kv_heads, block_size * head_dim)
+        shape = (blocks, kv_heads, block_size * head_dim // (2 if dtype == torch.uint8 else 1))
         self.k, self.v = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype)
         self.kv_heads, self.block_size, self.head_dim = kv_heads, block_size, head_dim
         self.dtype = dtype
         self.k_scales = self.v_scales = None
-        if dtype == torch.int8:
-            self.k_scales = poisoned(blocks, kv_heads, block_size, dtype=torch.float32)
-            self.v_scales = poisoned(blocks, kv_heads, block_size, dtype=torch.float32)
+        if dtype in SCALES:
+            self.k_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
+            self.v_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
 
     def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""

@@ -7,15 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.rounding import round_int4, round_int8
-from kvik.kernels.weights import Int4Weight
-from tests.helpers.native import Poisoned, Runtime, call, normal
+from kvik.kernels.rounding import round_int4
+from kvik.kernels.weights import Fp8Weight, Int4MinWeight, Int4Weight, Int8Weight
+from tests.helpers.native import FLOATS, Poisoned, Runtime, call, normal
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4 = "f32", "bf16", "int8", "int8-weight-only", "int4"
-# The kinds with the group sizes and zero points of int4.
-KINDS = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, "int4-32", "int4-64-zeros", "int4-128-zeros")
-NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8)  # by number
+F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
+I4, I4_MIN, FP8 = "int4", "int4-min", "fp8"
+NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6}
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4)  # by number
+# Names of the kinds, each with the inputs of a group behind a "/", if it has groups.
+ONE_OF_EACH = (
+    *(F32, BF16, I8, I8_WEIGHT_ONLY, FP8, "int8/16", "int8-weight-only/32"),
+    *("int4/128", "int4-min/32", "fp8/128"),
+)
+KINDS = (
+    *ONE_OF_EACH,
+    *("int8/32", "int8-weight-only/64", "int4/32", "int4/64-zeros", "int4/128-zeros"),
+)
 TILE = 32
 NO_ACTIVATION, SILU_AND_MUL, GELU_TANH = range(3)
 
@@ -45,6 +53,7 @@ class NativeMatrix:
 
     Attributes:
         source, dequantized: see `Values`.
+        order: see `linear` in arguments.hpp.
     """
 
     source: Tensor
@@ -56,46 +65,65 @@ class NativeMatrix:
     weight: Tensor
     scales: Tensor
     zeros: Tensor | None
+    order: Tensor | None = None
 
 
 def random_values(
     kind: str, outputs: int, inputs: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Values:
-    """Normal weights rounded to the kind. int4: the last group is short if it must be."""
+    """Normal weights rounded to the kind. The last group is short if it must be."""
     source = normal(outputs, inputs, seed=seed, dtype=dtype)
-    if kind in (F32, BF16):
+    name, _, options = kind.partition("/")
+    group = int(options.split("-")[0]) if options else 0
+    if name in (F32, BF16):
         dequantized = source if kind == F32 else source.bfloat16()
-        return Values(source, dequantized.float(), source, None, None, inputs, NUMBERS[kind])
-    if kind in (I8, I8_WEIGHT_ONLY):
-        if inputs == 0:
-            empty, scales = source.to(torch.int8), torch.ones(outputs)
-            return Values(source, source.float(), empty, scales, None, 0, NUMBERS[kind])
-        weight = round_int8(source, quantize_activations=kind == I8)
-        scales = weight.scales
-        return Values(
-            source, weight.dequantized(), weight.values, scales, None, inputs, NUMBERS[kind]
-        )
-    _, *options = kind.split("-")
-    group = int(options[0]) if options else 128
-    if inputs == 0:
-        empty, scales = torch.empty(outputs, 0, dtype=torch.uint8), torch.empty(outputs, 0)
-        return Values(source, source.float(), empty, scales, None, group, 4)
-    full = torch.nn.functional.pad(source.float(), (0, -inputs % group))
-    rounded = round_int4(full, group, symmetric="zeros" not in options)
-    # the packed scales are bf16
-    scales = rounded.scales.bfloat16().float()
-    dequantized = Int4Weight(rounded.values, scales, rounded.zeros, group).dequantized()
-    values = rounded.values[:, : (inputs + 1) // 2].contiguous()
-    return Values(source, dequantized[:, :inputs], values, scales, rounded.zeros, group, 4)
+        return Values(source, dequantized.float(), source, None, None, 0, NUMBERS[name])
+    unit = group or 1
+    groups = -(-inputs // unit)
+    full = torch.nn.functional.pad(source.float(), (0, max(groups, 1) * unit - inputs))
+    weight = _rounded(name, full, group, "zeros" in options)
+    values, scales, zeros = weight.values[:, :inputs], weight.scales, None
+    if isinstance(weight, Int4Weight | Int4MinWeight):
+        values = weight.values[:, : (inputs + 1) // 2]
+        zeros = weight.zeros if isinstance(weight, Int4Weight) else weight.minima
+    if group:
+        scales = scales[:, :groups].contiguous()
+        zeros = None if zeros is None else zeros[:, :groups].contiguous()
+    dequantized = weight.dequantized()[:, :inputs]
+    return Values(source, dequantized, values.contiguous(), scales, zeros, group, NUMBERS[name])
+
+
+def _rounded(
+    name: str, source: Tensor, group: int, zeros: bool
+) -> Int8Weight | Int4Weight | Int4MinWeight | Fp8Weight:
+    """source: [outputs, inputs] of whole groups, fp32. Scales of groups are fp16 numbers."""
+    if name == I4:
+        return round_int4(source, group, symmetric=not zeros)
+    grouped = source.unflatten(1, (-1, group or source.shape[1]))
+    most = {I4_MIN: 15.0, FP8: 448.0}.get(name, 127.0)
+    low = grouped.amin(2, True).half().float() if name == I4_MIN else torch.zeros(())
+    scales = (grouped - low).abs().amax(2, True) / most
+    scales = torch.where(scales == 0, 1.0, scales.half().float() if group else scales)
+    q = ((grouped - low) / scales).flatten(1)
+    kept = scales[:, :, 0] if group else scales.flatten()
+    if name == I4_MIN:
+        halves = q.round().clamp(0, 15).to(torch.uint8).unflatten(1, (-1, 2))
+        return Int4MinWeight(halves[:, :, 0] | halves[:, :, 1] << 4, kept, -low[:, :, 0], group)
+    q = q.clamp(-most, most)
+    if name == FP8:
+        return Fp8Weight(q.to(torch.float8_e4m3fn), kept, group)
+    return Int8Weight(q.round().to(torch.int8), kept, name == I8, group)
 
 
 def packed_sizes(v: Values, outputs: int, inputs: int, *, paired: bool) -> tuple[int, int, int]:
     """Bytes of the packed weight, scales and zeros."""
     tiles = -(-(outputs // 2) // (TILE // 2)) if paired else -(-outputs // TILE)
     steps = -(-inputs // INPUTS_PER_STEP[v.kind])
-    groups = -(-inputs // v.group) if v.kind == 4 else 0
-    scales = tiles * TILE * (4 if v.kind in (2, 3) else 2 * groups)
-    zeros = tiles * TILE * groups if v.zeros is not None else 0
+    groups = -(-inputs // v.group) if v.group else 0
+    scale_bytes = 4 + groups * (4 if v.kind == NUMBERS[FP8] else 2)
+    zero_bytes = groups * (2 if v.kind == NUMBERS[I4_MIN] else 1)
+    scales = tiles * TILE * (0 if v.scales is None else scale_bytes)
+    zeros = tiles * TILE * (0 if v.zeros is None else zero_bytes)
     return tiles * steps * TILE * 4, scales, zeros
 
 
@@ -124,7 +152,7 @@ def pack(
             outputs=outputs,
             group=v.group,
             paired=int(paired),
-            value_dtype=values.dtype if values.dtype.is_floating_point else 0,
+            value_dtype=values.dtype if values.dtype in FLOATS else 0,
             weight=weight,
             packed_scales=scales,
             packed_zeros=zeros,
@@ -178,6 +206,7 @@ def linear(
         inputs=matrix.inputs,
         outputs=matrix.outputs,
         group=matrix.group,
+        order=matrix.order,
         activation=activation,
         bias=bias,
         residual=residual,

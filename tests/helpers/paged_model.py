@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
-from kvik.config.kv_spec import group_layers
+from kvik.config.kv_spec import group_layers, stored_as
 from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
@@ -17,7 +17,7 @@ from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.context import ForwardContext
-from kvik.nn.kv_formats import DenseKV, allocate_kv
+from kvik.nn.kv_formats import allocate_kv
 
 
 class PagedModel:
@@ -32,6 +32,7 @@ class PagedModel:
         ops: Ops = REFERENCE,
         backend: AttentionBackend | None = None,
         quantization: str = "none",
+        kv_format: str = "auto",
         block_size: int = 4,
         num_blocks: int = 256,
         max_model_len: int = 0,
@@ -39,7 +40,8 @@ class PagedModel:
     ) -> None:
         """A model from a folder, or of `spec` with random weights when folder is None."""
         self.spec = spec or read_model_spec(folder)
-        self.groups = group_layers(self.spec.kv_specs(dtype.itemsize))
+        specs = stored_as(self.spec.kv_specs(dtype.itemsize), kv_format)
+        self.groups = group_layers(specs)
         self.backend = backend or ReferenceAttention(ops)
         device = torch.device("cpu")
         self.builder = Builder(
@@ -54,7 +56,7 @@ class PagedModel:
             quantization=quantization,
         )
         self.model = load_model(self.spec, self.builder, seed=seed)
-        self.kv = allocate_kv(self.groups, num_blocks, block_size, DenseKV(dtype), device)
+        self.kv = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
         self.block_size = block_size
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free: list[int] = order.tolist()

@@ -5,7 +5,7 @@ attention, no prefix cache, no chunking. Each column of the matrix turns feature
 feature adds a column.
 
 That is for fp32, where rounding hardly ever decides between two tokens. The native kernels promise
-more: log probabilities are the same to the bit, in every format of the weights.
+more: log probabilities are the same to the bit, in every format of the weights and of the KV cache.
 """
 
 from __future__ import annotations
@@ -218,6 +218,13 @@ FORMATS = {
         name: {"dtype": "bfloat16", "quantization": name}
         for name in ("int8", "int8-weight-only", "int4")
     },
+    "KV in fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
+    "KV in int8": {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "int8",
+        "kv_cache_dtype_skip_layers": (1,),
+    },
+    "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
 }
 BITS = [c for c in COLUMNS if c.native and "policy" not in c.config]  # policies only reorder
 

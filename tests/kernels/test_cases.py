@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -20,9 +20,12 @@ from kvik.kernels.weights import (
     Activation,
     FloatKind,
     FloatWeight,
+    Fp8Weight,
+    Int4MinWeight,
     Int4Weight,
     Int8Weight,
     MatrixSpec,
+    OrderedWeight,
     Weight,
 )
 
@@ -54,19 +57,17 @@ NAMED_DTYPES = [
 
 
 def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """Arguments with what the native kernels keep of them: the scales of four bits are bfloat16,
-    and x is rounded for products with weights of few bits."""
-    changed = [
-        replace(a, scales=a.scales.bfloat16().float()) if isinstance(a, Int4Weight) else a
-        for a in args
-    ]
+    """Arguments with what the native kernels keep of x for products with weights of few bits."""
     match args:
-        case (Tensor() as x, Int4Weight() as weight, *_):
-            groups = round_tokens(x.unflatten(1, (-1, weight.group)))
-            changed[0] = groups.flatten(1).to(x.dtype)
-        case (Tensor() as x, Int8Weight(quantize_activations=False), *_):
-            changed[0] = x.bfloat16().to(x.dtype)
-    return tuple(changed)
+        case (Tensor() as x, OrderedWeight(plain, order), *rest):
+            kept, *_ = rounded((x[:, order], plain))
+            assert isinstance(kept, Tensor)
+            return (torch.empty_like(kept).index_copy_(1, order.long(), kept), args[1], *rest)
+        case (Tensor() as x, Int4Weight() | Int4MinWeight() as weight, *rest):
+            return (round_tokens(x, weight.group).to(x.dtype), weight, *rest)
+        case (Tensor() as x, Int8Weight(quantize_activations=False) | Fp8Weight() as weight, *rest):
+            return (x.bfloat16().to(x.dtype), weight, *rest)
+    return args
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op}-{c.name}")
@@ -118,7 +119,24 @@ def test_products_in_pieces(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
+def _in_groups(group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes [150, 64], and scales and minima of groups of them."""
+    generator = torch.Generator().manual_seed(group)
+    drawn = torch.randint(0, 127, (150, 64), generator=generator, dtype=torch.uint8)
+    scales, minima = torch.randn(2, 150, 64 // group, generator=generator)
+    return drawn, scales, minima
+
+
+BYTES16, SCALES16, _ = _in_groups(16)
+BYTES32, SCALES32, MINIMA32 = _in_groups(32)
 WEIGHTS = (
+    Int8Weight(BYTES16.view(torch.int8), SCALES16, True, 16),
+    Int8Weight(BYTES32.view(torch.int8), SCALES32, False, 32),
+    Int4MinWeight(BYTES32[:, :32], SCALES32, MINIMA32, 32),
+    Fp8Weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32),
+    OrderedWeight(
+        Int8Weight(BYTES16.view(torch.int8), SCALES16, True, 16), torch.arange(63, -1, -1).int()
+    ),
     FloatWeight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
     round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
     round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32, False),

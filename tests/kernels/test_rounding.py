@@ -20,6 +20,12 @@ def nibbles(weight: Int4Weight) -> Tensor:
     return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(1)
 
 
+def kept(scales: Tensor) -> Tensor:
+    """With eleven binary digits, half to even."""
+    digits, exponent = torch.frexp(scales.double())
+    return torch.ldexp((digits * 2**11).round() / 2**11, exponent).float()
+
+
 def int4_error(weight: Int4Weight, values: Tensor) -> Tensor:
     """In steps, [outputs, inputs]."""
     steps = weight.scales.repeat_interleave(weight.group, dim=1)
@@ -45,9 +51,9 @@ def test_int4_is_off_by_half_a_step(symmetric: bool, group: int) -> None:
     weight = round_int4(values, group, symmetric)
     assert weight.values.shape == (9, 96) and weight.scales.shape == (9, 192 // group)
     assert (weight.zeros is None) == symmetric
-    assert torch.equal(weight.scales, weight.scales.bfloat16().float())
-    # a scale that bfloat16 made smaller moves the ends of the range beyond the last step
-    assert 0.4 < float(int4_error(weight, values).max()) <= 0.5 + 15 / 256
+    assert torch.equal(weight.scales, weight.scales.half().float())
+    # a scale that became smaller moves the ends of the range beyond the last step
+    assert 0.4 < float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
 def test_symmetric_int4_stays_in_its_range() -> None:
@@ -55,16 +61,25 @@ def test_symmetric_int4_stays_in_its_range() -> None:
     q = nibbles(weight)
     assert int(q.min()) == 1 and int(q.max()) == 15
     scales = normal(8, 64).view(8, 2, 32).abs().amax(-1) / 7
-    assert torch.equal(weight.scales, scales.bfloat16().float())
+    assert torch.equal(weight.scales, kept(scales))
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**-20, 1.0, 2.0**60])
+def test_scales_keep_their_digits_whatever_their_size(size: float) -> None:
+    values = normal(8, 64)
+    for symmetric in (True, False):
+        small, large = (round_int4(v, 32, symmetric) for v in (values, values * size))
+        assert torch.equal(large.scales, small.scales * size)
+        assert torch.equal(large.values, small.values)
 
 
 def test_int4_values_are_rounded_by_the_scale_that_is_kept() -> None:
-    """By the finer scale that bfloat16 rounds away, some values would go to a worse step."""
-    values = normal(64, 128)
+    """By the finer scale that is rounded away, some values would go to a worse step."""
+    values = normal(512, 128)
     weight = round_int4(values, 32, symmetric=True)
-    grouped = values.view(64, 4, 32)
+    grouped = values.view(512, 4, 32)
     best = (grouped / weight.scales[:, :, None]).round().clamp(-7, 7)
-    assert torch.equal(nibbles(weight).view(64, 4, 32).float(), best + 8)
+    assert torch.equal(nibbles(weight).view(512, 4, 32).float(), best + 8)
     finer = (grouped / (grouped.abs().amax(-1, keepdim=True) / 7)).round()
     assert not torch.equal(finer, best)
 
@@ -76,8 +91,8 @@ def test_zero_stays_zero_whatever_the_range(low: float, high: float) -> None:
     weight = round_int4(values, 32, symmetric=False)
     assert weight.dequantized()[0, 5] == 0.0
     spread = max(high, 0) - min(low, 0)
-    assert torch.equal(weight.scales, torch.tensor([[spread / 15]]).bfloat16().float())
-    assert float(int4_error(weight, values).max()) <= 0.5 + 15 / 256
+    torch.testing.assert_close(weight.scales, torch.tensor([[spread / 15]]), rtol=2**-11, atol=0)
+    assert float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
 def test_groups_lie_along_the_inputs() -> None:
@@ -111,7 +126,7 @@ def test_steps_too_small_for_a_float() -> None:
     weight = round_int8(values, quantize_activations=False)
     assert weight.values.abs().max() == 127
     assert torch.equal(weight.values.sign().float(), values.sign())
-    # Of bfloat16, the smallest step is larger: 2 ** -133.
+    # Of eleven digits, the smallest step is larger: 2 ** -136.
     for symmetric in (True, False):
         weight4 = round_int4(values, 32, symmetric)
         assert not weight4.dequantized().any()
@@ -153,6 +168,12 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(int4.values, again4.values) and torch.equal(int4.scales, again4.scales)
     assert int4.zeros is not None and again4.zeros is not None
     assert torch.equal(int4.zeros, again4.zeros)
+
+
+def test_groups_of_tokens_are_rounded_on_their_own() -> None:
+    x = normal(3, 70)
+    expected = [round_tokens(part) for part in x.split(32, dim=1)]
+    assert torch.equal(round_tokens(x, 32), torch.cat(expected, 1))
 
 
 def test_tokens_are_rounded_on_their_own_half_to_even() -> None:

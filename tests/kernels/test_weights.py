@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Weight
+from kvik.kernels.weights import (
+    FloatWeight,
+    Fp8Weight,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Weight,
+    OrderedWeight,
+    Weight,
+)
 
 INT8 = Int8Weight(
     torch.tensor([[-127, 3], [5, 127], [0, -1]], dtype=torch.int8),
@@ -18,6 +26,19 @@ INT4 = Int4Weight(
     torch.tensor([[1.0, 10.0], [0.5, 2.0]]),
     torch.tensor([[0, 4], [15, 8]], dtype=torch.uint8),
     group=4,
+)
+INT4_MIN = Int4MinWeight(INT4.values, INT4.scales, torch.tensor([[0.5, -1.0], [7.5, 0.0]]), group=4)
+# Groups of two, the last one short.
+INT8_GROUPS = Int8Weight(
+    torch.tensor([[-127, 3, 4], [5, 127, -128]], dtype=torch.int8),
+    torch.tensor([[0.5, 2.0], [1.0, -1.0]]),
+    quantize_activations=False,
+    group=2,
+)
+FP8 = Fp8Weight(
+    torch.tensor([[1.0, -448.0, 0.001953125], [0.0, 3.5, 2.0]]).to(torch.float8_e4m3fn),
+    torch.tensor([[2.0, 512.0], [1.0, 0.5]]),
+    group=2,
 )
 INT4_VALUES = [
     [0, 1, 2, 3, 0, 10, 20, 30],
@@ -38,9 +59,35 @@ def test_int4_without_zero_points_counts_from_8() -> None:
     assert found.tolist() == [[-8, -7, -6, -5, -40, -30, -20, -10]]
 
 
+def test_int4_with_minima_counts_from_them() -> None:
+    assert INT4_MIN.dequantized().tolist() == [
+        [-0.5, 0.5, 1.5, 2.5, 41, 51, 61, 71],
+        [0, -7.5, -7.5, 0, 20, 16, 16, 20],
+    ]
+
+
+def test_int8_scales_groups_of_inputs() -> None:
+    assert INT8_GROUPS.dequantized().tolist() == [[-63.5, 1.5, 8], [5, 127, 128]]
+
+
+def test_fp8_scales_groups_of_inputs_or_outputs() -> None:
+    assert FP8.dequantized().tolist() == [[2, -896, 1], [0, 3.5, 1]]
+    whole = Fp8Weight(FP8.values, torch.tensor([1.0, 2.0]))
+    assert whole.dequantized().tolist() == [[1, -448, 2**-9], [0, 7, 4]]
+
+
+def test_an_order_says_where_inputs_belong() -> None:
+    ordered = OrderedWeight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32))
+    assert ordered.dequantized().tolist() == [[1.5, 8, -63.5], [127, 128, 5]]
+
+
 @pytest.mark.parametrize(
     "weight",
-    [FloatWeight(torch.arange(6.0).view(3, 2).bfloat16()), INT8, INT4],
+    [
+        FloatWeight(torch.arange(6.0).view(3, 2).bfloat16()),
+        *(INT8, INT4, INT4_MIN, INT8_GROUPS, FP8),
+        OrderedWeight(INT4, torch.arange(7, -1, -1).int()),
+    ],
     ids=lambda w: type(w).__name__,
 )
 def test_rows_are_the_same_rows(weight: Weight) -> None:

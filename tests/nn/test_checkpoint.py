@@ -204,3 +204,17 @@ def test_reading_needs_memory_for_two_runs(tmp_path: Path, monkeypatch: pytest.M
         peak = max(peak, resident() - before)
     assert total == 16 * mib
     assert peak < 16 * mib
+
+
+def test_what_belongs_to_a_layer_comes_together(tmp_path: Path) -> None:
+    """Small tensors first, though the file is sorted by type."""
+    tensors = {}
+    for layer in ("b", "a"):
+        tensors[f"{layer}.qweight"] = torch.zeros(64, 8, dtype=torch.int32)
+        tensors[f"{layer}.scales"] = torch.zeros(64, 4, dtype=torch.float16)
+        tensors[f"{layer}.g_idx"] = torch.zeros(64, dtype=torch.int32)
+    save_file(tensors, tmp_path / SINGLE)
+    checkpoint = open_checkpoint(tmp_path)
+    assert [name.split(".")[1] for name in checkpoint.entries][-2:] == ["scales", "scales"]
+    names = [run.name for run in checkpoint.runs(dict.fromkeys(tensors, False))]
+    assert names == [f"{layer}.{part}" for layer in "ab" for part in ("g_idx", "scales", "qweight")]

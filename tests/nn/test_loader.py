@@ -85,7 +85,7 @@ K = "model__layers__0__self_attn__k_proj__weight"
         ),
         (
             {K: None, K.replace("weight", "qweight"): torch.ones(3, dtype=torch.int32)},
-            "its weights lack 'model.layers.0.self_attn.k_proj.weight'",
+            "'model.layers.0.self_attn.k_proj' is stored as qweight; by config.json",
         ),
         (
             {
@@ -93,8 +93,8 @@ K = "model__layers__0__self_attn__k_proj__weight"
                 Q.replace("weight", "qweight"): torch.ones(3, dtype=torch.int32),
                 Q.replace("weight", "scales"): torch.ones(3),
             },
-            "self_attn.q_proj is stored as qweight, scales (quant_method None); "
-            "known weight formats: dense",
+            "self_attn.q_proj' is stored as qweight, scales; by config.json quantization_config it "
+            "must be weight",
         ),
     ],
 )

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import layer_scheme
+from kvik.config.errors import ModelError
+from kvik.config.quantization import LayerScheme, layer_scheme
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.weights import (
     FloatWeight,
     Int4Weight,
-    Int8Kind,
     Int8Weight,
     Matrix,
     MatrixSpec,
     Weight,
 )
 from kvik.nn import parts
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, WeightFormat
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError, WeightFormat
 from kvik.nn.formats.dense import Dense
 from kvik.nn.parts import Part, Rows
-from kvik.nn.quantizer import Quantizer
+from kvik.nn.quantizer import Quantizer, weight_kind
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 64, 70
@@ -41,18 +41,21 @@ class Target:
         self,
         quantization: str = "none",
         format: WeightFormat | None = None,
+        scheme: LayerScheme | None = None,
         transposed: bool = False,
     ) -> None:
-        format = format or Dense()
-        quantizer = Quantizer(layer_scheme(quantization, INPUTS, head=False), "layer")
-        kind = quantizer.kind(format.kind(torch.bfloat16))
+        shape = LinearShape(INPUTS, OUTPUTS, transposed)
+        format = format or Dense(shape)
+        scheme = scheme or layer_scheme(quantization, INPUTS, head=False)
+        quantizer = Quantizer(scheme, "layer")
+        kind = weight_kind(scheme, torch.bfloat16)
         spec = MatrixSpec(kind, OUTPUTS + 2, INPUTS, False, None, torch.float32, CPU)
         self.matrix: Matrix = REFERENCE.matrix(spec)
         self.runs: list[tuple[int, int]] = []
-        shape = LinearShape(INPUTS, OUTPUTS, transposed)
-        tensors = format.tensors(shape, "column", torch.bfloat16)
+        tensors = format.tensors("column", torch.bfloat16)
         ops = replace(REFERENCE, pack_rows=self._pack_rows)
-        self.part = Part(format, tensors, shape, Rows(ops, self.matrix, quantizer), 1)
+        rows = Rows(ops, self.matrix, quantizer)
+        self.part = Part("layer", format, tensors, shape, rows, 1)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         self.runs.append((first, weight.outputs))
@@ -103,35 +106,57 @@ def test_large_weights_are_cut_on_the_way(
 
 
 class RowScaled:
-    """Bytes and a scale for each output, in two tensors."""
+    """Bytes and a scale for each output, in two tensors; scales are positive."""
 
-    name = "row-scaled"
+    unread = ()
 
-    def match(self, tensors: frozenset[str], quantization: Mapping[str, object] | None) -> bool:
-        return tensors == {"weight", "scale"}
-
-    def kind(self, dtype: torch.dtype) -> Int8Kind:
-        return Int8Kind(quantize_activations=False)
-
-    def tensors(
-        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
-    ) -> dict[str, StoredTensor]:
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {
-            "weight": StoredTensor((shape.outputs, shape.inputs), torch.int8, 0, in_runs=False),
-            "scale": StoredTensor((shape.outputs,), torch.float32, 0, in_runs=False),
+            "weight": StoredTensor((OUTPUTS, INPUTS), torch.int8, 0),
+            "scale": StoredTensor((OUTPUTS,), torch.float32, 0),
         }
 
-    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> Int8Weight:
-        return Int8Weight(tensors["weight"], tensors["scale"], quantize_activations=False)
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Int8Weight:
+        scale = tensors["scale"][rows]
+        if bool((scale <= 0).any()):
+            raise TensorError("scale", "must be positive")
+        return Int8Weight(tensors["weight"][rows], scale, quantize_activations=False)
 
 
-def test_a_format_of_several_tensors_gets_them_together() -> None:
-    target = Target(format=RowScaled(), quantization="int4")  # stored quantised: left as it is
-    scale = torch.rand(OUTPUTS)
+WEIGHT_ONLY = LayerScheme(8)
+
+
+def row_scaled() -> tuple[Tensor, Tensor]:
     values = torch.randint(-127, 128, (OUTPUTS, INPUTS), dtype=torch.int8)
+    return values, torch.rand(OUTPUTS) + 0.1
+
+
+def test_a_format_of_several_tensors_gets_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "RUN_WEIGHTS", 40 * INPUTS)
+    target = Target(format=RowScaled(), scheme=WEIGHT_ONLY)
+    values, scale = row_scaled()
     buffer = scale.clone()
     target.part.fill("scale", 0, buffer)
     assert not target.runs
     buffer.zero_()  # its memory is read into again
     target.part.fill("weight", 0, values)
+    assert target.runs == [(1, 32), (33, 32), (65, 6)]
     assert torch.equal(target.stored()[0], values) and torch.equal(target.stored()[1], scale)
+
+
+def test_a_quantised_weight_is_multiplied_out_for_a_float_matrix() -> None:
+    target = Target(format=RowScaled())
+    values, scale = row_scaled()
+    target.part.fill("weight", 0, values)
+    target.part.fill("scale", 0, scale)
+    expected = (values * scale[:, None]).bfloat16()
+    assert torch.equal(target.stored()[0], expected)
+
+
+def test_a_tensor_that_cannot_be_is_named() -> None:
+    target = Target(format=RowScaled(), scheme=WEIGHT_ONLY)
+    values, scale = row_scaled()
+    scale[69] = 0
+    target.part.fill("weight", 0, values)
+    with pytest.raises(ModelError, match=r"tensor 'layer\.scale' must be positive"):
+        target.part.fill("scale", 0, scale)

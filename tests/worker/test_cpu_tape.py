@@ -111,8 +111,9 @@ class Twins:
                         cache.groups,
                         cache.num_blocks,
                         cache.block_size,
-                        parts.kv_format,
+                        parts.dtype,
                         parts.device,
+                        parts.kv_zeros,
                     ),
                 )
                 for _ in range(2)

@@ -96,3 +96,18 @@ def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
     t = table()
     t.set(0, GREEDY.with_changes(min_tokens=2), 0, [1, 2, 3], [], frozenset({9}))
     assert [greedy(t, [0], position)[0] for position in (3, 4, 5, 6)] == [8, 8, 9, 9]
+
+
+def test_what_takes_much_memory_is_sampled_in_parts() -> None:
+    """Vocabulary of 10: a row that draws by typical_p takes 1,000 bytes, one without 80."""
+    table = SamplingTable(8, 10, CPU, draw_bytes=4)
+    every, room = np.arange(8), 2000
+    for slot in range(8):
+        table.set(slot, SamplingParams(temperature=0.0), 0, [1], [], frozenset())
+    assert table.rows_at_once(every, room) == 8
+    table.set(3, SamplingParams(temperature=1.0), 0, [1], [], frozenset())
+    assert table.rows_at_once(every, room) == 2000 // 80
+    table.set(5, SamplingParams(temperature=1.0, typical_p=0.5), 0, [1], [], frozenset())
+    assert table.rows_at_once(every, room) == 2
+    assert table.rows_at_once(np.array([3]), room) == 2000 // 80
+    assert table.rows_at_once(every, 1) == 1

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvik.kernels.kv_rounding import movable
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -33,11 +35,24 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """K and V of one layer: each [num_blocks, block_size, kv_heads, head_dim]. A backend may order
-    the elements within a block in its own way."""
+    """K and V of one layer. A backend may order the elements within a block in its own way.
+
+    Attributes:
+        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2].
+        k_scales, v_scales: [num_blocks, block_size, kv_heads], where k and v are rounded
+            (kernels/kv_rounding.py); None where they are floats, of any dtype.
+    """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, to be moved: each [num_blocks, block_size, ...]."""
+        every = (self.k, self.v, self.k_scales, self.v_scales)
+        return tuple(movable(tensor) for tensor in every if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)

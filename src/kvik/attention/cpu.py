@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
-from kvik.kernels.cpu.native import DTYPES, Native
+from kvik.kernels.cpu.native import DTYPES, Native, pointer
 
 
 class CpuAttention:
@@ -44,8 +44,8 @@ class CpuAttention:
             v_stride=v.stride(0),
             k_cache=kv.k.data_ptr(),
             v_cache=kv.v.data_ptr(),
-            k_scales=0,
-            v_scales=0,
+            k_scales=pointer(kv.k_scales),
+            v_scales=pointer(kv.v_scales),
             slot_mapping=layout.slot_mapping.data_ptr(),
             rows=self.native.rows(k),
             kv_heads=kv_heads,
@@ -61,8 +61,8 @@ class CpuAttention:
             q_stride=q.stride(0),
             k_cache=kv.k.data_ptr(),
             v_cache=kv.v.data_ptr(),
-            k_scales=0,
-            v_scales=0,
+            k_scales=pointer(kv.k_scales),
+            v_scales=pointer(kv.v_scales),
             block_table=layout.block_table.data_ptr(),
             table_stride=layout.block_table.stride(0),
             query_start_loc=layout.query_start_loc.data_ptr(),

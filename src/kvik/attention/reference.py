@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.stored import read, store
 from kvik.kernels.ops import Ops
 
 
@@ -37,7 +38,7 @@ class ReferenceAttention:
         scale: float,
     ) -> Tensor:
         layout = metadata.layout
-        self._ops.store_kv(k, v, kv.k, kv.v, layout.slot_mapping)
+        store(self._ops, k, v, kv, layout.slot_mapping)
         out = torch.empty_like(q)
         start = 0
         for i, (length, context) in enumerate(
@@ -65,10 +66,10 @@ def _attend(
     first = 0 if window is None else max(0, context - length - window + 1)
     keys = torch.arange(first, context, device=q.device)
     queries = torch.arange(context - length, context, device=q.device)
-    block, offset = blocks[keys // block_size].long(), keys % block_size
+    at = blocks[keys // block_size].long() * block_size + keys % block_size
     # [keys, heads, head_dim]
-    k = kv.k[block, offset].float().repeat_interleave(heads // kv_heads, dim=1)
-    v = kv.v[block, offset].float().repeat_interleave(heads // kv_heads, dim=1)
+    k = read(kv.k, kv.k_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
+    v = read(kv.v, kv.v_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
 
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     visible = keys <= queries[:, None]  # [queries, keys]

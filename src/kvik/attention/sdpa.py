@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
 from kvik.attention.decode_batches import DecodeRow, split
+from kvik.attention.stored import store
 from kvik.attention.workspace import Workspace
 from kvik.kernels.ops import Ops
 
@@ -99,7 +100,7 @@ class SdpaAttention:
         scale: float,
     ) -> Tensor:
         assert isinstance(metadata, SdpaMetadata)
-        self._ops.store_kv(k, v, kv.k, kv.v, metadata.layout.slot_mapping)
+        k, v = store(self._ops, k, v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
             return self._decode(q, kv, metadata.decode[0], scale)
         out = torch.empty_like(q)
@@ -116,7 +117,7 @@ class SdpaAttention:
         """q: [rows, heads, head_dim] -> the same shape."""
         rows, heads, dim = q.shape
         kv_heads = kv.k.shape[2]
-        k, v = self._workspace.gather(kv, batch.keys)
+        k, v = self._workspace.gather(kv, batch.keys, q.dtype)
         out = F.scaled_dot_product_attention(
             q.view(rows, kv_heads, heads // kv_heads, dim),
             k.view(rows, batch.width, kv_heads, dim).transpose(1, 2),
@@ -132,7 +133,7 @@ class SdpaAttention:
         """q: [length, heads, head_dim] -> the same shape."""
         length, heads, dim = q.shape
         if row.keys is not None:
-            k, v = self._workspace.gather(kv, row.keys)
+            k, v = self._workspace.gather(kv, row.keys, q.dtype)
         kv_heads = k.shape[1]
         group = heads // kv_heads
         # KV heads are the batch dimension; expanding K and V over the group copies nothing.

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import LayerKV
+from kvik.attention.stored import read
 
 
 class Workspace:
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
-    def gather(self, kv: LayerKV, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, kv: LayerKV, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of some positions; valid until the next call.
 
         Args:
             keys: [n] int64, KV positions.
 
         Returns:
-            Each [n, kv_heads, head_dim].
+            Each [n, kv_heads, head_dim] of `dtype`.
         """
+        if kv.k.dtype != dtype:
+            k, v = read(kv.k, kv.k_scales, keys), read(kv.v, kv.v_scales, keys)
+            return k.to(dtype), v.to(dtype)
         token_shape = kv.k.shape[2:]
         shape = (2, keys.shape[0], *token_shape)
         size = 2 * keys.shape[0] * token_shape.numel()

@@ -19,6 +19,36 @@ class WindowRule(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixNames:
+    """The linear layers that a matrix is made of, by their names in checkpoints; {} is the block.
+
+    `models/` declares the same ones; the memory plan reads them here, where it needs no torch.
+    """
+
+    qkv: tuple[str, ...]
+    o: tuple[str, ...]
+    up: tuple[str, ...]
+    down: tuple[str, ...]
+    head: str = "lm_head"
+
+
+_LLAMA = "model.layers.{}."
+LLAMA_MATRICES = MatrixNames(
+    qkv=tuple(f"{_LLAMA}self_attn.{x}_proj" for x in "qkv"),
+    o=(f"{_LLAMA}self_attn.o_proj",),
+    up=(f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
+    down=(f"{_LLAMA}mlp.down_proj",),
+)
+_GPT2 = "transformer.h.{}."
+GPT2_MATRICES = MatrixNames(
+    qkv=(f"{_GPT2}attn.c_attn",),
+    o=(f"{_GPT2}attn.c_proj",),
+    up=(f"{_GPT2}mlp.c_fc",),
+    down=(f"{_GPT2}mlp.c_proj",),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Attributes:
     model_type: what config.json calls the family, used when it names no architecture.
@@ -27,6 +57,7 @@ class Architecture:
     rms_norm: RMSNorm, else LayerNorm with biases.
     gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
     rotary: rotary positions, else learned ones.
+    matrices: names of its linear layers.
     keys: config.json's own names of keys that usually have another.
     fixed: keys whose other values change the arithmetic and are refused.
     """
@@ -44,6 +75,7 @@ class Architecture:
     tied: bool = False  # `tie_word_embeddings` when config.json does not say
     head_dim: int | None = None  # when config.json does not say; None: hidden / heads
     eos_token_ids: tuple[int, ...] = ()  # when config.json does not say
+    matrices: MatrixNames = LLAMA_MATRICES
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, bool] = field(default_factory=dict)
 
@@ -79,6 +111,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         rotary=False,
         tied=True,
         eos_token_ids=(50256,),
+        matrices=GPT2_MATRICES,
         keys={
             "hidden_size": "n_embd",
             "intermediate_size": "n_inner",

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
+from kvik.config.kv_formats import AUTO, KV_FORMATS
+from kvik.config.model_spec import MAX_LAYERS
 from kvik.config.quantization import SCHEMES
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": tuple(SCHEMES),
+    "kv_cache_dtype": (AUTO, *KV_FORMATS),
     "policy": (
         "fcfs",
         "priority",
@@ -60,6 +63,12 @@ def check_config(config: EngineConfig) -> None:
     for name, (low, high) in OPTIONAL_RANGES.items():
         if getattr(config, name) is not None:
             _integer(name, getattr(config, name), low, high)
+    skipped = config.kv_cache_dtype_skip_layers
+    if not isinstance(skipped, tuple):
+        text = f"must be a tuple of layers, not {_shown(skipped)}"
+        raise ConfigError("kv_cache_dtype_skip_layers", text)
+    for layer in skipped:
+        _integer("kv_cache_dtype_skip_layers", layer, 0, MAX_LAYERS - 1)
     _number("memory_utilization", config.memory_utilization, 0.01, 1.0)
     _number("max_wait", config.max_wait, 0.0, 3600.0)
     _number("ageing", config.ageing, 0.001, 1e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import KVGroup
 from kvik.config.model_spec import ModelSpec
 
@@ -25,6 +26,9 @@ class EngineConfig:
         num_blocks: KV blocks; None: as many as memory and use allow.
         memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
         kv_cache_memory: bytes for the KV cache; None: planned.
+        kv_cache_dtype: of keys and values: "auto" (the model's dtype), "fp32", "bf16", "fp16",
+            "fp8", "int8" or "int4".
+        kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.
         enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
         policy: "fcfs", "priority", "shortest-prefill-first", "longest-prefix-match", "static" or
             "dynamic".
@@ -51,6 +55,8 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
+    kv_cache_dtype: str = AUTO
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     batch_size: int = 8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
@@ -46,3 +48,16 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
             return None
         numbers.append(int(part))
     return tuple(numbers)
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where kvik keeps what it can make again: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a user
+    without a home, as in many containers, a folder of its own among the temporary files."""
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    # the specification ignores a relative path
+    if os.path.isabs(base):
+        return Path(base) / "kvik"
+    try:
+        return Path.home() / ".cache" / "kvik"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"kvik-{os.getuid()}"

@@ -123,6 +123,10 @@ class Fields:
         """The fields of an object within this one; none when it is left out."""
         return Fields(self.mapping(key) or {}, f"{self._where} {key}")
 
+    def changed(self, values: Mapping[str, object]) -> Fields:
+        """The same fields, but for some."""
+        return Fields({**self._values, **values}, self._where)
+
     def _get(self, key: str, default: object) -> Any:
         value = self._values.get(key)
         if value is not None:

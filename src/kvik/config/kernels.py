@@ -7,7 +7,7 @@ from typing import Protocol
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Hardware
-from kvik.config.model_spec import ModelSpec
+from kvik.config.memory import ModelSizes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
@@ -56,7 +56,7 @@ def choose_kernels(
     return note("kernels", "native", "C++" if isa == "portable" else f"C++; this CPU has {isa}")
 
 
-def choose_attention(config: EngineConfig, spec: ModelSpec, kernels: str, note: Note) -> str:
+def choose_attention(config: EngineConfig, model: ModelSizes, kernels: str, note: Note) -> str:
     """The attention backend.
 
     Raises:
@@ -65,10 +65,12 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, kernels: str, note: 
     refusal = None
     if kernels != "native":
         refusal = "it needs the native kernels"
+    elif config.kv_cache_dtype == "fp16":
+        refusal = "its cache has no fp16"
     elif config.block_size % LANES:
         refusal = f"block_size {config.block_size} is no multiple of {LANES}"
-    elif spec.head_dim % LANES or spec.head_dim > MAX_HEAD_DIM:
-        refusal = f"head_dim {spec.head_dim} is no multiple of {LANES} up to {MAX_HEAD_DIM}"
+    elif model.head_dim % LANES or model.head_dim > MAX_HEAD_DIM:
+        refusal = f"head_dim {model.head_dim} is no multiple of {LANES} up to {MAX_HEAD_DIM}"
     if config.attention_backend == "cpu" and refusal is not None:
         raise ConfigError("attention_backend", f"cpu: {refusal}")
     if config.attention_backend != "auto":

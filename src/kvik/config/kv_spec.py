@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from kvik.config.kv_formats import AUTO, KV_FORMATS
 
 
 class KVKind(StrEnum):
@@ -20,6 +24,7 @@ class KVCacheSpec:
         num_kv_heads, head_dim: shape of one token's K (and V).
         bytes_per_token: K and V of one layer, scales included.
         window: visible keys, the query's own included (`SLIDING_WINDOW` only).
+        format: of the numbers, by its name in `KV_FORMATS`, or "auto".
     """
 
     kind: KVKind
@@ -27,39 +32,92 @@ class KVCacheSpec:
     head_dim: int
     bytes_per_token: int
     window: int | None = None
+    format: str = AUTO
+
+
+def stored_as(
+    specs: Sequence[KVCacheSpec], format: str, skipped: Collection[int] = ()
+) -> list[KVCacheSpec]:
+    """The same layers in another format, but for those that keep theirs.
+
+    Args:
+        format: of `KV_FORMATS`; "auto" changes nothing.
+        skipped: layers that are left as they are.
+    """
+    if format == AUTO:
+        return list(specs)
+
+    def stored(spec: KVCacheSpec) -> KVCacheSpec:
+        size = 2 * spec.num_kv_heads * KV_FORMATS[format].vector_bytes(spec.head_dim)
+        return replace(spec, bytes_per_token=size, format=format)
+
+    return [spec if i in skipped else stored(spec) for i, spec in enumerate(specs)]
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with equal specs. Every group of a model draws blocks from one shared pool: block b
-    holds the K/V of `block_size` tokens for all layers of the one group that owns b."""
+    """Layers that see the same keys. Every group of a model draws blocks from one shared pool:
+    block b holds the K/V of `block_size` tokens for all layers of the one group that owns b.
 
-    spec: KVCacheSpec
+    Attributes:
+        specs: of each layer. They may differ in format, and so in bytes.
+    """
+
+    specs: tuple[KVCacheSpec, ...]
     layers: tuple[int, ...]
 
+    @property
+    def spec(self) -> KVCacheSpec:
+        """What the layers have in common: everything but the format and its bytes."""
+        return self.specs[0]
 
-def group_layers(specs: list[KVCacheSpec]) -> tuple[KVGroup, ...]:
-    """Group equal layers. `specs[i]` belongs to layer i; groups are ordered by first layer.
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return sum(spec.bytes_per_token for spec in self.specs)
+
+    def layers_in(self, format: str) -> tuple[int, ...]:
+        pairs = zip(self.layers, self.specs, strict=True)
+        return tuple(layer for layer, spec in pairs if spec.format == format)
+
+
+def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
+    """Group layers that see the same keys. `specs[i]` belongs to layer i; groups are ordered by
+    first layer.
 
     A block is as large as the largest group's layers need, so when group sizes differ by a
     multiple (five window layers to one full layer, say) the larger one is cut into equal parts
     and no memory is lost to padding.
     """
-    by_spec: dict[KVCacheSpec, list[int]] = {}
+    alike: dict[object, list[int]] = defaultdict(list)
     for layer, spec in enumerate(specs):
-        by_spec.setdefault(spec, []).append(layer)
-    smallest = min((len(layers) for layers in by_spec.values()), default=0)
+        alike[spec.kind, spec.window, spec.num_kv_heads, spec.head_dim].append(layer)
+    smallest = min((len(layers) for layers in alike.values()), default=0)
     groups = []
-    for spec, layers in by_spec.items():
+    for layers in alike.values():
         parts = len(layers) // smallest if len(layers) % smallest == 0 else 1
         size = len(layers) // parts
-        groups += [KVGroup(spec, tuple(layers[i : i + size])) for i in range(0, len(layers), size)]
+        for i in range(0, len(layers), size):
+            part = tuple(layers[i : i + size])
+            groups.append(KVGroup(tuple(specs[layer] for layer in part), part))
     return tuple(sorted(groups, key=lambda g: g.layers[0]))
 
 
-def block_bytes(groups: tuple[KVGroup, ...], block_size: int) -> int:
-    """Bytes of one block of the shared pool."""
-    return max(len(g.layers) * g.spec.bytes_per_token for g in groups) * block_size
+def formats_of(groups: Sequence[KVGroup]) -> tuple[str, ...]:
+    """Every format that some layer is stored in, each once."""
+    return tuple(dict.fromkeys(spec.format for group in groups for spec in group.specs))
+
+
+def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
+    """Bytes of one block of the shared pool: of each format what the group with most of it needs,
+    as only layers of one format can take turns in the same memory."""
+
+    def size(group: KVGroup, format: str) -> int:
+        return sum(spec.bytes_per_token for spec in group.specs if spec.format == format)
+
+    return block_size * sum(
+        max(size(group, format) for group in groups) for format in formats_of(groups)
+    )
 
 
 def max_blocks(spec: KVCacheSpec, num_tokens: int, chunk: int, block_size: int) -> int:

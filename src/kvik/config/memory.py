@@ -1,43 +1,108 @@
 """How many bytes each part of the engine takes, before anything is loaded.
 
+What is planned is the resident memory of the engine's process at its peak, as the system counts it
+(VmHWM on Linux): what it wrote itself, and the pages of libraries that it ran. Files are read and
+not mapped, so a checkpoint is not in it, and nothing is shared between processes. Memory that is
+only reserved does not count until it is written: each part is planned as if all of it were.
+
 The figures are upper bounds taken from the shapes of one step: better a few blocks fewer than a
-process killed for memory in the middle of a request.
+process killed for memory in the middle of a request. They are near ones too, because what is
+planned in vain holds no tokens; `tests/test_memory_plan.py` measures both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvik.config.kv_spec import KVGroup, block_bytes, group_layers, max_blocks
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
-from kvik.config.quantization import weight_bytes
+from kvik.config.kv_formats import AUTO
+from kvik.config.kv_spec import (
+    KVCacheSpec,
+    KVGroup,
+    block_bytes,
+    group_layers,
+    max_blocks,
+    stored_as,
+)
+from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
+from kvik.config.quantization import Weighed, weight_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Interpreter, torch, thread stacks; on a GPU the CUDA context and cuBLAS workspaces.
-RUNTIME_BYTES: Mapping[str, int] = {"cpu": 384 * MIB, "cuda": 768 * MIB}
+# Interpreter, torch and kvik, the pages of libraries that loading and a step touch (250 MiB with
+# Python 3.11 and torch 2.13), and a tenth for other versions. On a GPU the CUDA context and cuBLAS
+# workspaces.
+RUNTIME_BYTES: Mapping[str, int] = {"cpu": 276 * MIB, "cuda": 768 * MIB}
 CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more, GPU or not
+# On a CPU: of a thread its stack and what its kernels note down; what torch's kernels keep between
+# calls where they run.
+THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
+TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
 # Reference count, links and hash of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 160
 # While weights are loaded: two runs of rows that are read, and one that is made ready to be packed.
-LOADING_BYTES = 40 * MIB
-# What quantising, and multiplying with quantised weights, takes beside the matrices themselves.
-QUANTIZED_SCRATCH_BYTES = 64 * MIB
+LOADING_BYTES = 12 * MIB
+# What quantising takes beside the matrices themselves.
+QUANTIZED_SCRATCH_BYTES = 12 * MIB
 LOGIT_BYTES = 4  # of the model's, whatever its dtype
-# One logit in the sampler with every rule on: fp32 copies and penalties, then in double precision
-# its share, its distance from the entropy, their order and two running sums.
-SAMPLER_BYTES_PER_LOGIT = 116
-SAMPLED_LOGITS = 1 << 22  # logits that go through the sampler at once
-# Rows of logits held at once while the logprobs of a prompt are read, and fp32 copies of each.
-PROMPT_LOGPROB_ROWS, PROMPT_BYTES_PER_LOGIT = 64, 16
+# What sampling may take beside the logits; a batch that would take more is sampled in parts. On a
+# GPU every part is some fifty launches, so there are fewer.
+SAMPLER_BYTES: Mapping[str, int] = {"cpu": 48 * MIB, "cuda": 512 * MIB}
+# One logit in torch's way to draw with every rule on: in double precision its share, its distance
+# from the entropy, their order and two running sums. And before that, in a copy for the rules.
+DRAW_BYTES, RULES_BYTES = 96, 4
+# Rows of logits held at once while the logprobs of a prompt are read, how many of them are copied
+# at a time, and what a copy and comparisons with it take for each logit.
+PROMPT_ROWS, PROMPT_COPIED_ROWS, PROMPT_BYTES_PER_LOGIT = 32, 8, 24
 # What penalties count of a request, for each entry of the vocabulary.
 SEEN_BYTES_PER_TOKEN = 5
 # Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
 GATHERED_KEYS = 16384
+# Copies in fp32 of a number of K or V that torch rounds for the cache, or gathers from it.
+STORED_COPIES, GATHERED_COPIES = 6, 3
 # Keys of a split in the cpu backend, and requests of the longest context that decode side by side.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
+
+
+class ModelSizes(Weighed, Protocol):
+    """What a footprint reads of a model. A `ModelSpec` is one; a model that kvik does not run can
+    be described by another: experts then count with the width that serves one token, and what the
+    cache holds, one copy for all heads perhaps, is told by `kv_specs`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def rope(self) -> object | None:
+        """None: positions are learned, or there are none."""
+        ...
+
+    @property
+    def gated_mlp(self) -> bool: ...
+
+    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
+        """What each layer stores of a token, at `dtype_bytes` for each number."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +118,20 @@ class StepSize:
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
 
-    spec: ModelSpec
+    spec: ModelSizes
     dtype: str
     quantization: str
     device: str  # "cpu" or "cuda"
     attention_backend: str
     block_size: int
     runtime: int  # bytes that are gone before the model comes
+    kv_format: str = AUTO  # see `EngineConfig.kv_cache_dtype`
+    kv_skipped: tuple[int, ...] = ()  # layers that keep the model's dtype
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        return group_layers(self.spec.kv_specs(DTYPE_BYTES[self.dtype]))
+        specs = self.spec.kv_specs(DTYPE_BYTES[self.dtype])
+        return group_layers(stored_as(specs, self.kv_format, self.kv_skipped))
 
     @property
     def weights(self) -> int:
@@ -72,7 +140,14 @@ class Footprint:
     @property
     def stored_as(self) -> str:
         """In what, in a word."""
-        return self.dtype if self.quantization == "none" else self.quantization
+        if self.quantization != "none":
+            return self.quantization
+        return "the checkpoint's format" if self._stored else self.dtype
+
+    @property
+    def _stored(self) -> list[LinearLayers]:
+        """What the checkpoint stores quantised."""
+        return [like for like in self.spec.linear_layers() if any(like.stored)]
 
     @property
     def block_bytes(self) -> int:
@@ -87,35 +162,43 @@ class Footprint:
         """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
         return sum(max_blocks(g.spec, num_tokens, chunk, self.block_size) for g in self.groups)
 
+    @property
+    def _item(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def _queries(self) -> int:
+        """Width of the queries of all heads."""
+        return self.spec.num_heads * self.spec.head_dim
+
+    @property
+    def _qkv(self) -> int:
+        return self._queries + 2 * self.spec.num_kv_heads * self.spec.head_dim
+
+    @property
+    def _taped(self) -> bool:
+        """A step runs as a tape of native kernels, none of torch's."""
+        return self.attention_backend == "cpu"
+
     def activations(self, size: StepSize) -> int:
-        """Peak of one step: the widest point of a layer, or the sampler, whichever is larger, over
-        a residual stream that lives all the time. Operations run in fp32 inside."""
-        spec, item = self.spec, DTYPE_BYTES[self.dtype]
-        tokens = size.max_num_batched_tokens
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the next residual
-        norm = tokens * spec.hidden_size * 16
-        qkv = tokens * (queries + 2 * keys) * item
-        rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
-        attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
-        mlp = tokens * spec.intermediate_size * (3 * item + 20)
-        sampling = min(size.max_num_seqs, tokens)
-        sampled = min(sampling, max(1, SAMPLED_LOGITS // spec.vocab_size))
-        logits = spec.vocab_size * max(
-            sampling * LOGIT_BYTES + sampled * SAMPLER_BYTES_PER_LOGIT,
-            min(PROMPT_LOGPROB_ROWS, tokens) * (LOGIT_BYTES + PROMPT_BYTES_PER_LOGIT),
-        )
-        widest = max(norm, rotary, attended, mlp, logits, self._quantized_product(size))
-        return stream + widest + self._masks(size)
+        """Peak of one step."""
+        return self._tape(size) if self._taped else self._eager(size)
 
     def overhead(self, size: StepSize) -> int:
         """Runtime, the tables of running requests and of rotary positions, what loading takes."""
         spec = self.spec
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
-        table = size.max_num_seqs * (size.max_model_len + entries) * 4
+        table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
-        return self.runtime + table + seen + rotation + self._loading()
+        total = self.runtime + table + seen + rotation
+        if self.device == "cpu":
+            total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
+            total += 0 if self._taped else TORCH_KERNELS_BYTES
+        loading = self._loading()
+        if self._taped:  # what it took is released before the first step
+            loading = max(0, loading - self.activations(size))
+        return total + loading
 
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""
@@ -125,33 +208,86 @@ class Footprint:
         total = LOADING_BYTES
         if not self.spec.gated_mlp:  # GPT-2: stored transposed, so matrices come whole, in fp32
             total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
-        if self.quantization != "none":
+        if self.quantization != "none" or self._stored:
             total += QUANTIZED_SCRATCH_BYTES
+        # quantised tensors come whole, and the next one is read meanwhile
+        total += 2 * max((like.stored_bytes for like in self._stored), default=0)
         return total
+
+    def _tape(self, size: StepSize) -> int:
+        """Buffers of a tape, which stay for good, and the scratch of its kernels. In a layer three
+        times the residual stream (before, normalised, after) lives beside Q, K and V (twice where
+        they are normalised, but then they make room for others), what attention gives, and the
+        inner activations; kernels make themselves a copy of the inputs of a product."""
+        spec, tokens = self.spec, size.max_num_batched_tokens
+        widths = 3 * spec.hidden_size + self._qkv + self._queries + spec.intermediate_size
+        normalised = self._qkv
+        rotation = spec.head_dim * 4 if spec.rope else 0
+        buffers = tokens * ((widths + normalised) * self._item + rotation)
+        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
+        rounded = self.quantization in ("int8", "int4")  # to a byte, and scales of groups
+        copied = tokens * (inputs + inputs // 4 if rounded else inputs * self._item)
+        return buffers + copied + self._attention_scratch(size) + self._logits(size)
+
+    def _eager(self, size: StepSize) -> int:
+        """The widest point of a layer, or the sampler, whichever is larger, over a residual stream
+        that lives all the time. Operations run in fp32 inside."""
+        spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens
+        queries, keys = self._queries, spec.num_kv_heads * spec.head_dim
+        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the next residual
+        norm = tokens * spec.hidden_size * 16
+        qkv = tokens * self._qkv * item
+        rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
+        attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
+        mlp = tokens * spec.intermediate_size * (3 * item + 20)
+        widest = max(norm, rotary, attended, mlp)
+        widest = max(widest, self._quantized_product(size), self._logits(size))
+        return stream + widest + self._masks(size)
+
+    def _logits(self, size: StepSize) -> int:
+        """Of the rows that sample, and what sampling takes, or reading those of a prompt, whichever
+        is larger."""
+        vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
+        rows = min(size.max_num_seqs, tokens)
+        beside = vocab * (DRAW_BYTES + RULES_BYTES)  # of a row
+        at_once = max(beside, min(rows * beside, SAMPLER_BYTES[self.device]))
+        prompt_rows, copied = min(PROMPT_ROWS, tokens), min(PROMPT_COPIED_ROWS, tokens)
+        prompt = vocab * (prompt_rows * LOGIT_BYTES + copied * PROMPT_BYTES_PER_LOGIT)
+        return rows * vocab * LOGIT_BYTES + max(at_once, prompt)
 
     def _quantized_product(self, size: StepSize) -> int:
         """x and its rounded copy, y before and after its activation, in fp32 if weights are
         quantised."""
-        if self.quantization == "none":
+        if self.quantization == "none" and not self._stored:
             return 0
-        spec, item = self.spec, DTYPE_BYTES[self.dtype]
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        inputs = max(spec.hidden_size, queries, spec.intermediate_size)
-        outputs = max(spec.hidden_size, queries + 2 * keys, 3 * spec.intermediate_size)
+        spec, item = self.spec, self._item
+        inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)
+        outputs = max(spec.hidden_size, self._qkv, 3 * spec.intermediate_size)
         return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
     def _attention_scratch(self, size: StepSize) -> int:
         """K and V gathered from the cache in one layer, and scores where they are written out."""
-        spec, item = self.spec, DTYPE_BYTES[self.dtype]
+        spec, item = self.spec, self._item
         if self.attention_backend == "reference":
             # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
             gathered = 2 * size.max_model_len * spec.num_heads * spec.head_dim * (4 + 4 + item)
-            return gathered + self._pairs(size) * (3 * spec.num_heads * 4)
+            scores = self._pairs(size) * (3 * spec.num_heads * 4)
+            return gathered + scores + self._converted_kv(size)
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts
             splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
             return splits * spec.num_heads * (spec.head_dim + 32) * 5
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
-        return 2 * keys * spec.num_kv_heads * spec.head_dim * item
+        return 2 * keys * spec.num_kv_heads * spec.head_dim * item + self._converted_kv(size)
+
+    def _converted_kv(self, size: StepSize) -> int:
+        """Where torch stores keys and values in another format than the model's: copies in fp32 of
+        what it rounds, and of what it gathers."""
+        if self.kv_format == AUTO:
+            return 0
+        keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
+        numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        copies = size.max_num_batched_tokens * STORED_COPIES + keys * GATHERED_COPIES
+        return 4 * numbers * copies
 
     def _masks(self, size: StepSize) -> int:
         """Masks of all prefilling sequences, per KV group; they live as long as the step."""

@@ -11,6 +11,7 @@ from kvik.config.fields import shown
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
+CONFIG = "config.json"
 # Only what kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
 WEIGHTS = ("*.safetensors",)
@@ -38,6 +39,22 @@ def find_model(model: str, *, weights: bool = True) -> Path:
     if not HUB_ID.fullmatch(model):
         raise ModelError("model", f"there is no folder {shown(model)}")
     return _download(model, DESCRIPTION + (WEIGHTS if weights else ()))
+
+
+def find_config(model: str) -> Path:
+    """The config.json of a model: a file named itself, one in a folder, or the hub's, alone.
+
+    Raises:
+        ModelError: there is no such file or folder, or the hub does not give it.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isfile(path):
+        return Path(path).absolute()  # not resolved: a link keeps its name
+    if model.endswith(".json"):
+        raise ModelError("model", f"there is no file {shown(model)}")
+    if not model or os.path.isdir(path) or not HUB_ID.fullmatch(model):
+        return find_model(model, weights=False) / CONFIG
+    return _download(model, (CONFIG,)) / CONFIG
 
 
 def _download(hub_id: str, files: tuple[str, ...]) -> Path:

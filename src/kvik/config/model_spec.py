@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
 from kvik.config.kv_spec import KVCacheSpec, KVKind
 from kvik.config.rope_spec import MAX_POSITIONS, RopeSpec, read_rope
+from kvik.config.stored_quantization import (
+    StoredQuantization,
+    StoredScheme,
+    read_stored_quantization,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,6 +49,29 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """Equal linear layers of a model, each over `inputs` with `outputs`.
+
+    Attributes:
+        count: how many.
+        head: the layer makes the logits; it may share its weights with the embedding.
+        stored: how the checkpoint stores the layers that it is made of; None: as floats.
+    """
+
+    count: int
+    inputs: int
+    outputs: int
+    head: bool = False
+    stored: tuple[StoredScheme | None, ...] = (None,)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one layer in the checkpoint, if it is stored quantised: at most, without scales."""
+        bits = max((part.bits for part in self.stored if part), default=0)
+        return self.inputs * self.outputs * bits // 8
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Everything the engine needs to know of a model before it loads a byte of its weights."""
 
@@ -67,7 +96,7 @@ class ModelSpec:
     dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    quantization: Mapping[str, object] | None = None  # quantization_config as written
+    quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
 
@@ -119,7 +148,7 @@ class ModelSpec:
             ),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            quantization=fields.mapping("quantization_config"),
+            quantization=read_stored_quantization(fields),
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
         )
@@ -161,6 +190,35 @@ class ModelSpec:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights held in a dtype ("float32", "bfloat16" or "float16")."""
         return self.parameters.total * DTYPE_BYTES[dtype]
+
+    def linear_layers(self) -> tuple[LinearLayers, ...]:
+        """All matrices that activations are multiplied with, Q, K and V as one, gate and up too."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        names = ARCHITECTURES[self.architecture].matrices
+        sizes = (
+            (names.qkv, hidden, queries + 2 * keys),
+            (names.o, queries, hidden),
+            (names.up, hidden, (2 if self.gated_mlp else 1) * inner),
+            (names.down, inner, hidden),
+        )
+        found = [
+            LinearLayers(count, inputs, outputs, stored=stored)
+            for layers, inputs, outputs in sizes
+            for stored, count in Counter(self._stored(layers)).items()
+        ]
+        head = None
+        if self.quantization is not None and not self.tie_word_embeddings:
+            head = self.quantization.scheme(names.head)
+        return (*found, LinearLayers(1, hidden, self.vocab_size, head=True, stored=(head,)))
+
+    def _stored(self, names: Sequence[str]) -> Iterator[tuple[StoredScheme | None, ...]]:
+        """How the checkpoint stores the named layers, block by block."""
+        for block in range(self.num_layers):
+            if self.quantization is None:
+                yield (None,)
+            else:
+                yield tuple(self.quantization.scheme(name.format(block)) for name in names)
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         """What each layer stores per token, at `dtype_bytes` for each number."""

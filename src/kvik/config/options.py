@@ -99,7 +99,7 @@ _READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
     float: (float, "a number", "X", False),
     bool: (parse_bool, "true or false", "true|false", False),
     tuple[str, ...]: (str, "text", "TEXT", True),
-    tuple[int, ...]: (parse_ids, "token ids separated by commas", "ID,ID", False),
+    tuple[int, ...]: (parse_ids, "integers separated by commas", "N,N", False),
     tuple[str | tuple[int, ...], ...]: (str, "text", "TEXT", True),
     Mapping[int, float]: (parse_biases, "ID:BIAS pairs separated by commas", "ID:BIAS,..", False),
 }

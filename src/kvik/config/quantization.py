@@ -1,15 +1,17 @@
-"""Which layers are quantised at load, how, and what they then weigh.
+"""What linear layers are in memory, as the checkpoint stores them or quantised at load, and what
+they then weigh.
 
 The memory plan and the loader both ask here, so that they agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
+from kvik.config.stored_quantization import StoredScheme
 
 # What `EngineConfig.quantization` may be, and what it means in words.
 SCHEMES: Mapping[str, str] = {
@@ -20,7 +22,13 @@ SCHEMES: Mapping[str, str] = {
 }
 INT4_GROUPS = (128, 64, 32)  # of inputs; the first that divides them is taken
 
+MIN_INT4_GROUP, MIN_INT8_GROUP = (
+    8,
+    4,
+)  # inputs that kernels multiply at a time; groups have whole ones
+
 SCALE_BYTES = 4
+ORDER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +38,30 @@ class LayerScheme:
     Attributes:
         group: inputs that share a scale; 0: all of them.
         quantize_activations: its inputs are rounded to 8 bits too.
+        zeros: groups of four bits have zero points.
+        float8: its 8 bits are E4M3 floats.
+        ordered: inputs are reordered, so that those of a group are neighbours.
     """
 
     bits: Literal[4, 8]
     group: int = 0
     quantize_activations: bool = False
+    zeros: bool = True
+    float8: bool = False
+    ordered: bool = False
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Scales and zero points included."""
+        """Scales, zero points and the order of inputs included."""
         values = inputs * outputs * self.bits // 8
+        values += inputs * ORDER_BYTES if self.ordered else 0
         if not self.group:
             return values + outputs * SCALE_BYTES
-        return values + inputs // self.group * outputs * (SCALE_BYTES + 1)
+        of_group = SCALE_BYTES + (1 if self.bits == 4 and self.zeros else 0)
+        return values + -(-inputs // self.group) * outputs * of_group
 
 
 def layer_scheme(quantization: str, inputs: int, *, head: bool) -> LayerScheme | None:
-    """How a layer with `inputs` is quantised; None: as stored.
+    """How a layer with `inputs` that is stored as floats is quantised; None: not at all.
 
     The head, whose errors nothing behind it evens out, and layers that no group divides keep eight
     bits under "int4".
@@ -59,24 +75,55 @@ def layer_scheme(quantization: str, inputs: int, *, head: bool) -> LayerScheme |
     return LayerScheme(8, quantize_activations=quantization != "int8-weight-only")
 
 
-def weight_bytes(spec: ModelSpec, dtype: str, quantization: str) -> int:
-    """Bytes of all weights: of linear layers as they are quantised, of the rest in `dtype`."""
+def loaded_scheme(stored: StoredScheme, inputs: int) -> LayerScheme | None:
+    """What a layer that the checkpoint stores quantised is in memory, without loss but for the last
+    digits of scales; None: floats, because no kernel multiplies it."""
+    group = stored.group if stored.group < inputs else 0
+    if stored.layout == "fp8":
+        return None if group % MIN_INT8_GROUP else LayerScheme(8, group, float8=True)
+    ordered = stored.ordered and group > 0
+    if stored.bits > 4 or stored.layout == "int-quantized":
+        if not stored.symmetric or group % MIN_INT8_GROUP:
+            return None
+        return LayerScheme(8, group, stored.quantize_activations, ordered=ordered)
+    zeros, width = not stored.symmetric, group or inputs
+    # large groups are cut into small ones of the same scale
+    for part in (width, *INT4_GROUPS):
+        if part <= INT4_GROUPS[0] and width % part == 0 and part % MIN_INT4_GROUP == 0:
+            return LayerScheme(4, part, zeros=zeros, ordered=ordered)
+    return None
+
+
+def matrix_scheme(
+    quantization: str, inputs: int, stored: Sequence[StoredScheme | None], *, head: bool
+) -> LayerScheme | None:
+    """Of a matrix made of several layers that have the same inputs; None: floats. A matrix has one
+    scheme, so layers that differ become floats."""
+    schemes = {
+        layer_scheme(quantization, inputs, head=head)
+        if part is None
+        else loaded_scheme(part, inputs)
+        for part in stored
+    }
+    return schemes.pop() if len(schemes) == 1 else None
+
+
+class Weighed(Protocol):
+    """What decides the weight of a model; a `ModelSpec` is one."""
+
+    def weight_bytes(self, dtype: str) -> int: ...
+
+    def linear_layers(self) -> Iterable[LinearLayers]: ...
+
+
+def weight_bytes(model: Weighed, dtype: str, quantization: str) -> int:
+    """Bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`."""
     item = DTYPE_BYTES[dtype]
-    total = spec.weight_bytes(dtype)
-    for count, inputs, outputs, head in _linear_layers(spec):
-        scheme = layer_scheme(quantization, inputs, head=head)
+    total = model.weight_bytes(dtype)
+    for like in model.linear_layers():
+        scheme = matrix_scheme(quantization, like.inputs, like.stored, head=like.head)
         if scheme is not None:
-            saved = inputs * outputs * item - scheme.weight_bytes(inputs, outputs)
-            total -= count * saved
+            saved = like.inputs * like.outputs * item
+            saved -= scheme.weight_bytes(like.inputs, like.outputs)
+            total -= like.count * saved
     return total
-
-
-def _linear_layers(spec: ModelSpec) -> Iterator[tuple[int, int, int, bool]]:
-    """How many of each, inputs, outputs, and whether it is the head (or the tied embedding)."""
-    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    yield layers, hidden, queries + 2 * keys, False
-    yield layers, queries, hidden, False
-    yield layers, hidden, (2 if spec.gated_mlp else 1) * inner, False
-    yield layers, inner, hidden, False
-    yield 1, hidden, spec.vocab_size, True

@@ -31,12 +31,15 @@ from kvik.config.config import (
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import choose_attention, choose_kernels, native_reason
+from kvik.config.kv_choice import choose_kv_format
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     GIB,
     POOL_BYTES_PER_BLOCK,
     RUNTIME_BYTES,
+    THREAD_BYTES,
     Footprint,
+    ModelSizes,
     StepSize,
 )
 from kvik.config.model_spec import ModelSpec
@@ -63,22 +66,19 @@ def resolve(
         CapacityError: what was asked for cannot fit this machine; the message says what would.
     """
     check_config(config)
-    notes = _Notes()
+    if config.load_format == "random":
+        spec = replace(spec, quantization=None)  # made as floats, however it is stored
+    notes = Notes()
     device, gpu = _device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
-    dtype = _dtype(config, spec, hardware, gpu, limit, notes)
-    kernels = choose_kernels(config, hardware, device, dtype, notes.add)
-    backend = choose_attention(config, spec, kernels, notes.add)
+    dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
+    kernels, footprint = choose_footprint(config, spec, hardware, device, dtype, notes)
+    choose_kv_format(config, spec, dtype, notes.add)
     asked = ASKED if config.quantization != "none" else "the default"
-    notes.add("quantization", config.quantization, f"{asked}: {SCHEMES[config.quantization]}")
-    kind = "cuda" if gpu else "cpu"
-    runtime = RUNTIME_BYTES[kind]
-    if kind == "cpu" and hardware.cuda_build:
-        runtime += CUDA_BUILD_BYTES
-    footprint = Footprint(
-        spec, dtype, config.quantization, kind, backend, config.block_size, runtime
-    )
-    size = _step_size(config, footprint, limit, notes)
+    words = SCHEMES[config.quantization]
+    words += f" ({spec.quantization})" if spec.quantization else ""
+    notes.add("quantization", config.quantization, f"{asked}: {words}")
+    size = step_size(config, footprint, limit, notes)
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
     size = _cut_seqs(config, size, num_blocks, notes)
@@ -88,7 +88,7 @@ def resolve(
         threads,
         ASKED if config.threads else f"cores this process may use: {hardware.cpu_name}",
     )
-    plan = _plan(footprint, size, num_blocks, limit)
+    plan = memory_plan(footprint, size, num_blocks, limit)
     return ResolvedConfig(
         model=spec,
         cache=CacheConfig(
@@ -109,7 +109,7 @@ def resolve(
             model_path=model_path,
             dtype=dtype,
             device=device,
-            attention_backend=backend,
+            attention_backend=footprint.attention_backend,
             threads=threads,
             kernels=kernels,
             load_format=config.load_format,
@@ -122,7 +122,7 @@ def resolve(
     )
 
 
-class _Notes:
+class Notes:
     """Collects decisions in the order they are made."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Notes:
         return value
 
 
-def _device(config: EngineConfig, hardware: Hardware, notes: _Notes) -> tuple[str, Gpu | None]:
+def _device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
     if config.device == "cpu" or (config.device == "auto" and not gpus):
         reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
@@ -147,9 +147,7 @@ def _device(config: EngineConfig, hardware: Hardware, notes: _Notes) -> tuple[st
     return notes.add("device", f"cuda:{index}", reason), gpus[index]
 
 
-def _memory_limit(
-    config: EngineConfig, hardware: Hardware, gpu: Gpu | None, notes: _Notes
-) -> Limit:
+def _memory_limit(config: EngineConfig, hardware: Hardware, gpu: Gpu | None, notes: Notes) -> Limit:
     free = gpu.free_memory if gpu else hardware.memory_limit
     what = "free GPU memory" if gpu else hardware.memory_reason
     limit = int(free * config.memory_utilization)
@@ -158,13 +156,13 @@ def _memory_limit(
     return Limit(limit, source)
 
 
-def _dtype(
+def choose_dtype(
     config: EngineConfig,
     spec: ModelSpec,
     hardware: Hardware,
     gpu: Gpu | None,
     limit: Limit,
-    notes: _Notes,
+    notes: Notes,
 ) -> str:
     if config.dtype != "auto":
         return notes.add("dtype", config.dtype, ASKED)
@@ -186,7 +184,37 @@ def _dtype(
     return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
 
 
-def _step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: _Notes) -> StepSize:
+def choose_footprint(
+    config: EngineConfig,
+    model: ModelSizes,
+    hardware: Hardware,
+    device: str,
+    dtype: str,
+    notes: Notes,
+) -> tuple[str, Footprint]:
+    """The kernels and, with the attention backend that suits them, what the engine takes."""
+    kernels = choose_kernels(config, hardware, device, dtype, notes.add)
+    backend = choose_attention(config, model, kernels, notes.add)
+    kind = "cpu" if device == "cpu" else "cuda"
+    runtime = RUNTIME_BYTES[kind]
+    if kind == "cpu":
+        runtime += THREAD_BYTES * (config.threads or hardware.cores)
+        runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
+    footprint = Footprint(
+        model,
+        dtype,
+        config.quantization,
+        kind,
+        backend,
+        config.block_size,
+        runtime,
+        config.kv_cache_dtype,
+        config.kv_cache_dtype_skip_layers,
+    )
+    return kernels, footprint
+
+
+def step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: Notes) -> StepSize:
     """Requests and tokens of a step, cut so that the tensors of a step take at most a quarter of
     what the weights leave. `max_model_len` of the result is only a first guess."""
     context = footprint.spec.max_context
@@ -230,7 +258,7 @@ def _step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: 
 
 
 def _max_model_len(
-    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: _Notes
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: Notes
 ) -> int:
     """The asked-for context if it fits, else the longest that does."""
     context = footprint.spec.max_context
@@ -267,7 +295,7 @@ def _max_model_len(
 
 def _asked(config: EngineConfig, footprint: Footprint, limit: Limit, length: int) -> StepSize:
     """The step of a user who asks for a context of `length`."""
-    size = _step_size(replace(config, max_model_len=length), footprint, limit, _Notes())
+    size = step_size(replace(config, max_model_len=length), footprint, limit, Notes())
     return replace(size, max_model_len=length)
 
 
@@ -302,7 +330,7 @@ def _longest_fitting(
 
 
 def _num_blocks(
-    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: _Notes
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, notes: Notes
 ) -> int:
     """At least one request of `max_model_len`, at most what all requests together can use."""
     if config.num_blocks is not None:
@@ -333,7 +361,7 @@ def _num_blocks(
     return count
 
 
-def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: _Notes) -> StepSize:
+def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: Notes) -> StepSize:
     """No more requests at a time than there are blocks to give them."""
     if config.max_num_seqs is not None:
         notes.add("max_num_seqs", config.max_num_seqs, ASKED)
@@ -348,7 +376,7 @@ def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: _Not
     return replace(size, max_num_seqs=count)
 
 
-def _plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
+def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
     bookkeeping = POOL_BYTES_PER_BLOCK * num_blocks if footprint.device == "cpu" else 0
     return MemoryPlan(
         limit=limit.size,

@@ -28,6 +28,7 @@ from kvik.core.types import (
     RequestStatus,
     TokenLogprobs,
 )
+from kvik.core.work import WorkMeter
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class SchedulerCounters:
 class _Rows:
     """The rows of a step while it is planned."""
 
-    __slots__ = ("drafts", "requests", "samples", "scheduled", "slots")
+    __slots__ = ("chunks", "drafts", "requests", "samples", "scheduled", "short", "slots")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -53,6 +54,8 @@ class _Rows:
         self.scheduled: list[int] = []
         self.drafts: list[int] = []
         self.samples: list[bool] = []
+        self.chunks = 0  # rows that are part of a prompt
+        self.short = False  # there were not blocks enough for all who would have had a row
 
 
 class Scheduler:
@@ -63,6 +66,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
         self.running: list[Request] = []  # sorted by `order`
         self.counters = SchedulerCounters()
+        self.meter = WorkMeter(cache.groups)
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan; workers have not heard yet
@@ -123,6 +127,10 @@ class Scheduler:
             copies, new_requests = self._schedule_waiting(rows, budget, now)
         if not rows.slots:
             return None
+        if len(self.waiting):
+            self.meter.left_waiting(
+                blocks_short=preempted or rows.short, slots_short=not self._free_slots
+            )
         plan = SchedulerOutput(
             step=self.counters.steps,
             slots=rows.slots,
@@ -137,7 +145,9 @@ class Scheduler:
         self._freed_slots = []
         self._in_flight.append((plan, rows.requests))
         self.counters.steps += 1
-        self.counters.scheduled_tokens += sum(rows.scheduled)
+        num_tokens = plan.num_tokens
+        self.counters.scheduled_tokens += num_tokens
+        self.meter.step(num_tokens, rows.chunks, rows.samples)
         return plan
 
     def _schedule_running(
@@ -152,6 +162,7 @@ class Scheduler:
         running = self.running
         preempted = False
         prefilling: list[Request] = []
+        drafting: list[tuple[Request, int]] = []
         i = 0
         while i < len(running) and budget:  # `running` shrinks at its end when blocks run out
             request = running[i]
@@ -173,6 +184,7 @@ class Scheduler:
                     continue  # where the next token stands depends on how many drafts are accepted
                 room = min(budget, request.max_length - known)
                 wanted += min(request.num_draft_tokens, room - 1)
+                drafting.append((request, wanted))
             if computed + wanted > len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + wanted)) is None:
                     preempted = True
@@ -193,6 +205,9 @@ class Scheduler:
             rows.scheduled.append(wanted)
             rows.drafts.append(wanted - 1)
             rows.samples.append(True)
+        for request, wanted in drafting:
+            if request.last_step == step:  # and not preempted, or postponed for want of blocks
+                self.meter.drafts(request, wanted)
         for request in prefilling:
             if budget == 0:
                 break
@@ -251,9 +266,11 @@ class Scheduler:
             # Starting what cannot go on would only preempt it again: while others run, the whole of
             # what is known must fit.
             if self.running and not self.kv.fits(match, known, self.config.max_num_batched_tokens):
+                rows.short = True
                 break
             made = self.kv.admit(request, match, match.num_tokens + chunk)
             if made is None:
+                rows.short = True
                 break
             copies += made
             self._start(request, match.num_tokens, now)
@@ -274,6 +291,7 @@ class Scheduler:
 
     def _start(self, request: Request, matched: int, now: float) -> None:
         self.waiting.remove(request)
+        self.meter.start(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=lambda r: r.order)
@@ -298,6 +316,7 @@ class Scheduler:
 
     def _add_row(self, rows: _Rows, request: Request, chunk: int) -> None:
         request.num_computed_tokens += chunk
+        self.meter.chunk(request, chunk)
         request.last_step = self.counters.steps
         known = len(request.token_ids) + request.num_pending_tokens
         samples = request.num_computed_tokens == known < request.max_length
@@ -307,10 +326,12 @@ class Scheduler:
         rows.scheduled.append(chunk)
         rows.drafts.append(0)
         rows.samples.append(samples)
+        rows.chunks += 1
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks; it is queued again and recomputes what it lost. Its full blocks
         stay in the prefix cache until someone needs them, so that often little is lost."""
+        self.meter.lose(request)
         self._leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_draft_tokens = 0
@@ -375,6 +396,7 @@ class Scheduler:
             rejected = drafts + 1 - len(tokens)
             request.num_computed_tokens -= rejected
             request.num_written_tokens -= rejected
+            self.meter.take_back(request, rejected)
         reason = None
         known = request.token_ids
         before = len(known)
@@ -455,6 +477,7 @@ class Scheduler:
 
     def _leave(self, request: Request, *, forget: bool = False) -> None:
         """Out of the running set: blocks and slot are free at once."""
+        self.meter.settle(request)
         self.kv.free(request, forget=forget)
         self.running.remove(request)
         self._free_slots.append(request.slot)

@@ -74,6 +74,8 @@ class Request:
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    num_metered_tokens: int = 0  # of those computed, whose work is counted
+    num_lost_tokens: int = 0  # computed before a preemption
     num_committed_blocks: int = 0  # how many of its blocks the prefix cache has been told of
     order: tuple[float, int] = (0.0, 0)  # the policy's key: smaller is served first, evicted last
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling

@@ -74,7 +74,7 @@ class InprocClient:
         return self._loop.has_work
 
     def stats(self) -> EngineStats:
-        return self._loop.core.stats()
+        return self._loop.stats()
 
     def close(self) -> None:
         self._loop.executor.stop()

@@ -144,6 +144,7 @@ class EngineCore:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
+        """Without times, which the loop knows."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         return EngineStats(
@@ -159,6 +160,7 @@ class EngineCore:
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            work=scheduler.meter.read(scheduler.running),
         )
 
     def _max_length(self, request: EngineRequest) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvik.core.types import RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
+from kvik.engine.stats import EngineStats, LoopTime
 
 
 class EngineLoop:
@@ -19,12 +21,16 @@ class EngineLoop:
         self.executor = executor
         self.clock = clock
         self._in_flight: deque[object] = deque()
+        self._watch = _Watch(clock())
 
     def step(self) -> list[RequestDelta]:
         """Start a step if there is one, finish the oldest if enough are in flight."""
-        plan = self.core.plan(self.clock())
+        now = self.clock()
+        self._watch.turn("host", now)
+        plan = self.core.plan(now)
         deltas: list[RequestDelta] = []
         if plan is not None:
+            self._watch.turn("executor", self.clock())
             try:
                 self._in_flight.append(self.executor.submit(plan))
             except Exception as error:
@@ -32,9 +38,17 @@ class EngineLoop:
             except BaseException:  # an impatient Ctrl-C: the books must still know of the step
                 self._in_flight.append(RuntimeError("the step was interrupted"))
                 raise
+            finally:
+                self._watch.turn("host", self.clock())
         if self._in_flight and (plan is None or len(self._in_flight) >= self.executor.depth):
             deltas = self._finish_oldest()
-        return deltas + self.core.take_ended()
+        deltas += self.core.take_ended()
+        if self.idle_seconds() != 0.0:
+            self._watch.turn("idle", self.clock())
+        return deltas
+
+    def stats(self) -> EngineStats:
+        return replace(self.core.stats(), time=self._watch.read(self.clock()))
 
     @property
     def has_work(self) -> bool:
@@ -53,6 +67,7 @@ class EngineLoop:
 
     def _finish_oldest(self) -> list[RequestDelta]:
         handle = self._in_flight[0]  # stays in flight if the wait for it is interrupted
+        self._watch.turn("executor", self.clock())
         try:
             if isinstance(handle, Exception):
                 raise handle
@@ -60,5 +75,26 @@ class EngineLoop:
         except Exception as error:
             self._in_flight.popleft()
             return self.core.fail_step(f"{type(error).__name__}: {error}", self.clock())
+        finally:
+            now = self.clock()
+            self._watch.turn("host", now)
         self._in_flight.popleft()
-        return self.core.finish_step(output, self.clock())
+        return self.core.finish_step(output, now)
+
+
+class _Watch:
+    """Every second since the start belongs to what the loop was doing: "executor", "host" or
+    "idle"."""
+
+    def __init__(self, now: float) -> None:
+        self._seconds = {"executor": 0.0, "host": 0.0, "idle": 0.0}
+        self._doing = "idle"
+        self._since = now
+
+    def turn(self, doing: str, now: float) -> None:
+        self._seconds[self._doing] += now - self._since
+        self._doing, self._since = doing, now
+
+    def read(self, now: float) -> LoopTime:
+        self.turn(self._doing, now)
+        return LoopTime(**self._seconds)

@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvik.core.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTime:
+    """Where the step loop's time went, in seconds since it was made; each second counts once,
+    however many steps are in flight.
+
+    Attributes:
+        executor: the loop waited for the executor: to take a step, or for its result.
+        host: it planned and took in results, or its caller worked between steps, as on text.
+        idle: there was nothing to do, or a policy waited for company.
+    """
+
+    executor: float = 0.0
+    host: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        return self.executor + self.host
+
+    def since(self, earlier: LoopTime) -> LoopTime:
+        """What passed after an earlier reading."""
+        return LoopTime(
+            self.executor - earlier.executor, self.host - earlier.host, self.idle - earlier.idle
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +49,8 @@ class EngineStats:
     preemptions: int  # times
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # and found there
+    work: Work = field(default_factory=Work)
+    time: LoopTime = field(default_factory=LoopTime)
 
     @property
     def prefix_hit_rate(self) -> float:

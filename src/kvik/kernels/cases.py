@@ -18,10 +18,14 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.weights import (
     Activation,
     FloatWeight,
+    Fp8Weight,
+    Int4MinWeight,
     Int4Weight,
     Int8Weight,
     Matrix,
     MatrixSpec,
+    OrderedWeight,
+    PlainWeight,
     Weight,
 )
 
@@ -194,11 +198,18 @@ def _products() -> list[Case]:
     """Each kind of weight with what may follow it; "pack" is run on the way."""
     kinds: tuple[tuple[str, MakeWeight, tuple[tuple[int, int, int], ...]], ...] = (
         ("float", _float_weight, ((1, 33, 7), (5, 257, 64), (9, 64, 1))),
-        ("int8", _int8_weight, ((1, 33, 7), (5, 257, 64))),
-        ("w8a8", _w8a8_weight, ((1, 33, 7), (5, 257, 64))),
+        ("int8", _int8_weight(activations=False), ((1, 33, 7), (5, 257, 64))),
+        ("int8-32", _int8_weight(32, activations=False), ((1, 33, 7), (5, 257, 64))),
+        ("w8a8", _int8_weight(activations=True), ((1, 33, 7), (5, 257, 64))),
+        ("w8a8-16", _int8_weight(16, activations=True), ((1, 33, 7), (5, 257, 64))),
         ("int4-32", _int4_weight(32, zeros=True), ((1, 96, 7), (5, 288, 64))),
         ("int4-128", _int4_weight(128, zeros=True), ((3, 256, 33),)),
         ("int4-symmetric", _int4_weight(64, zeros=False), ((3, 192, 33),)),
+        ("int4-min", _int4_min_weight(32), ((1, 96, 7), (5, 288, 64))),
+        ("fp8", _fp8_weight(0), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-128", _fp8_weight(128), ((1, 33, 7), (5, 257, 64))),
+        ("int4-ordered", _ordered(_int4_weight(32, zeros=True)), ((1, 96, 7), (5, 288, 64))),
+        ("fp8-ordered", _ordered(_fp8_weight(0)), ((3, 33, 7),)),
     )
     activations: tuple[Activation | None, ...] = (None, "silu_and_mul", "gelu_tanh")
     cases = []
@@ -215,7 +226,7 @@ def _products() -> list[Case]:
             cases.append(Case("linear", name, make, _run_linear, spoiled=(2,), product=True))
     cases += [
         Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
-        for kind, weight in (("float", _float_weight), ("w8a8", _w8a8_weight))
+        for kind, weight in (("float", _float_weight), ("w8a8", _int8_weight(activations=True)))
     ]
     cases += [
         Case("matrix_rows", kind, _rows_of(weight, shapes[0]), _run_matrix_rows)
@@ -225,30 +236,64 @@ def _products() -> list[Case]:
 
 
 MakeWeight = Callable[[Maker, int, int], Weight]
+MakePlainWeight = Callable[[Maker, int, int], PlainWeight]
 
 
 def _float_weight(m: Maker, outputs: int, inputs: int) -> FloatWeight:
     return FloatWeight(m.normal(outputs, inputs, scale=inputs**-0.5))
 
 
-def _int8_weight(m: Maker, outputs: int, inputs: int) -> Int8Weight:
-    values = m.integers(-127, 127, outputs, inputs, dtype=torch.int8)
-    scales = m.normal(outputs, dtype=torch.float32).abs() * (inputs**-0.5 / 70)
-    return Int8Weight(values, scales, quantize_activations=False)
+def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> Tensor:
+    """So that sums of products with weights up to `largest` are about 1; groups: fp16 numbers."""
+    size = inputs**-0.5 * 2 / largest
+    if not group:
+        return m.normal(outputs, dtype=torch.float32).abs() * size
+    drawn = m.normal(outputs, -(-inputs // group), scale=size, dtype=torch.float16)
+    return drawn.abs().float()
 
 
-def _w8a8_weight(m: Maker, outputs: int, inputs: int) -> Int8Weight:
-    weight = _int8_weight(m, outputs, inputs)
-    return Int8Weight(weight.values, weight.scales, quantize_activations=True)
+def _int8_weight(group: int = 0, *, activations: bool) -> MakePlainWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Int8Weight:
+        values = m.integers(-127, 127, outputs, inputs, dtype=torch.int8)
+        scales = _scales(m, outputs, inputs, group, 140)
+        return Int8Weight(values, scales, activations, group)
+
+    return make
 
 
-def _int4_weight(group: int, *, zeros: bool) -> MakeWeight:
+def _int4_weight(group: int, *, zeros: bool) -> MakePlainWeight:
     def make(m: Maker, outputs: int, inputs: int) -> Int4Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
-        groups = (outputs, inputs // group)
-        scales = m.normal(*groups, dtype=torch.float32).abs() * (inputs**-0.5 / 5)
-        points = m.integers(0, 15, *groups, dtype=torch.uint8) if zeros else None
+        scales = _scales(m, outputs, inputs, group, 10)
+        points = m.integers(0, 15, *scales.shape, dtype=torch.uint8) if zeros else None
         return Int4Weight(values, scales, points, group)
+
+    return make
+
+
+def _int4_min_weight(group: int) -> MakePlainWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Int4MinWeight:
+        values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+        scales = _scales(m, outputs, inputs, group, 10)
+        minima = _scales(m, outputs, inputs, group, 2)
+        return Int4MinWeight(values, scales, minima, group)
+
+    return make
+
+
+def _fp8_weight(group: int) -> MakePlainWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Fp8Weight:
+        sizes = m.integers(0, 126, outputs, inputs, dtype=torch.uint8)  # 127 is NaN
+        signs = m.integers(0, 1, outputs, inputs, dtype=torch.uint8) * 128
+        values = (sizes + signs).view(torch.float8_e4m3fn)
+        return Fp8Weight(values, _scales(m, outputs, inputs, group, 448), group)
+
+    return make
+
+
+def _ordered(weight: MakePlainWeight) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> OrderedWeight:
+        return OrderedWeight(weight(m, outputs, inputs), m.permutation(inputs).int())
 
     return make
 
@@ -290,6 +335,7 @@ def filled_matrix(
     out_dtype: torch.dtype,
 ) -> Matrix:
     """A matrix of one run of rows."""
+    plain = weight.plain if isinstance(weight, OrderedWeight) else weight
     spec = MatrixSpec(
         weight.kind,
         weight.outputs,
@@ -297,7 +343,7 @@ def filled_matrix(
         bias is not None,
         activation,
         out_dtype,
-        weight.values.device,
+        plain.values.device,
     )
     matrix = ops.matrix(spec)
     ops.pack_rows(matrix, 0, weight)

@@ -27,8 +27,8 @@ class Ops:
         its memory is not used afterwards
     linear(x [tokens, inputs], matrix, residual [tokens, outputs] or None) -> [tokens, outputs],
         activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided.
-        Where the weight says so, x is first rounded to x_scale * (-127..127), x_scale = a token's
-        absmax / 127 or else 1, half to even
+        Where the weight says so, x is first rounded to x_scale * (-127..127), half to even.
+        x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
     matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix
         without activation
     gather_rows(table [rows, dim], ids [n] int64) -> [n, dim]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvik.kernels.weights import SYMMETRIC_ZERO, Int4Weight, Int8Weight
 
-PIECE = 1 << 21  # weights in fp32 at a time; a handful of copies are alive at once
+PIECE = 1 << 19  # weights in fp32 at a time; a handful of copies are alive at once
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_SYMMETRIC_MAX = 7
@@ -42,8 +42,8 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
     """One scale for each `group` neighbouring inputs of an output.
 
     Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
-    spread over 0..15 with an integer zero point, so that 0 stays exactly 0. Scales are bfloat16
-    numbers.
+    spread over 0..15 with an integer zero point, so that 0 stays exactly 0. Scales have eleven
+    binary digits.
 
     Args:
         values: [outputs, inputs], any float dtype.
@@ -82,16 +82,20 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
     return Int4Weight(packed, scales, zeros, group)
 
 
-def round_tokens(x: Tensor) -> Tensor:
+def round_tokens(x: Tensor, group: int = 0) -> Tensor:
     """What eight bits keep of each token: symmetric, scale = absmax / 127, ties to even.
 
     Args:
         x: [tokens, inputs], any float dtype.
+        group: neighbouring inputs of a token that share a scale; 0: all of them.
 
     Returns:
         The same in fp32, multiplied out again.
     """
     wide = x.float()
+    if group:
+        parts = [round_tokens(part) for part in wide.split(group, dim=-1)]
+        return torch.cat(parts, dim=-1)
     scale = _nonzero(wide.abs().amax(-1, keepdim=True) / INT8_MAX)
     return (wide / scale).round_().mul_(scale)
 
@@ -121,9 +125,11 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def _short(scale: Tensor) -> Tensor:
-    """As bfloat16 keeps it, which is how kernels store the many scales of groups: so that values
+    """With the eleven binary digits that kernels store of the many scales of groups: so that values
     are rounded by the scale that they will be multiplied with."""
-    return _nonzero(scale.bfloat16().float())
+    bits = scale.view(torch.int32)
+    kept = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # half to even
+    return _nonzero(kept.view(torch.float32))
 
 
 def _nonzero(scale: Tensor) -> Tensor:

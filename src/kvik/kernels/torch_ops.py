@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw
-from kvik.kernels.reference.linear import matrix, pack_rows, stored_weight
-from kvik.kernels.rounding import PIECE, round_tokens
-from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Matrix
+from kvik.kernels.reference.linear import as_multiplied, matrix, pack_rows, stored_weight
+from kvik.kernels.rounding import PIECE
+from kvik.kernels.weights import FloatWeight, Matrix, Weight
 
 
 def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
@@ -36,10 +36,9 @@ def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     return y.to(spec.out_dtype)
 
 
-def _quantized_product(x: Tensor, weight: Int8Weight | Int4Weight, bias: Tensor | None) -> Tensor:
+def _quantized_product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x W^T + bias, [tokens, outputs] fp32."""
-    rounds = isinstance(weight, Int8Weight) and weight.quantize_activations
-    wide = round_tokens(x) if rounds else x.float()
+    wide, weight = as_multiplied(x, weight)
     y = wide.new_empty(len(x), weight.outputs)
     rows = max(1, PIECE // weight.inputs)
     for start in range(0, weight.outputs, rows):

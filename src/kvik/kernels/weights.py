@@ -22,6 +22,7 @@ class FloatKind:
 @dataclass(frozen=True, slots=True)
 class Int8Kind:
     quantize_activations: bool
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,26 @@ class Int4Kind:
     zeros: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Int4MinKind:
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Kind:
+    group: int = 0
+
+
+PlainKind = FloatKind | Int8Kind | Int4Kind | Int4MinKind | Fp8Kind
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedKind:
+    plain: PlainKind
+
+
 # What is known of a weight before its values are.
-WeightKind = FloatKind | Int8Kind | Int4Kind
+WeightKind = PlainKind | OrderedKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +82,23 @@ class FloatWeight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """w = value * scale, a scale for each output.
+    """w = value * scale, a scale for each output, or for each `group` neighbouring inputs of it.
 
     Attributes:
-        values: [outputs, inputs] int8, in -127..127.
-        scales: [outputs] fp32.
-        quantize_activations: x is rounded to eight bits too, with a scale for each token.
+        values: [outputs, inputs] int8.
+        scales: fp32; [outputs] if group is 0, else [outputs, ceil(inputs / group)].
+        quantize_activations: x is rounded to eight bits too, with a scale for each token and group.
+        group: 0: all inputs.
     """
 
     values: Tensor
     scales: Tensor
     quantize_activations: bool
+    group: int = 0
 
     @property
     def kind(self) -> Int8Kind:
-        return Int8Kind(self.quantize_activations)
+        return Int8Kind(self.quantize_activations, self.group)
 
     @property
     def outputs(self) -> int:
@@ -89,11 +110,13 @@ class Int8Weight:
 
     def rows(self, index: slice | Tensor) -> Int8Weight:
         """Some outputs: a range, or ids [n]."""
-        return Int8Weight(self.values[index], self.scales[index], self.quantize_activations)
+        return Int8Weight(
+            self.values[index], self.scales[index], self.quantize_activations, self.group
+        )
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] fp32."""
-        return self.values * self.scales[:, None]
+        return self.values * _spread(self.scales, self.group, self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +125,8 @@ class Int4Weight:
 
     Attributes:
         values: [outputs, inputs / 2] uint8, two q to a byte; the low half is the even input.
-        scales: [outputs, inputs / group] fp32.
+        scales: [outputs, inputs / group] fp32. The native kernels keep eleven binary digits of
+            them: all of fp16 numbers, as of bfloat16 ones.
         zeros: [outputs, inputs / group] uint8, in 0..15; None: 8 everywhere.
     """
 
@@ -130,13 +154,137 @@ class Int4Weight:
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] fp32."""
-        halves = torch.stack((self.values & 15, self.values >> 4), dim=-1)
-        q = halves.view(*self.scales.shape, self.group).float()
+        q = _grouped(self.values, self.group)
         q -= SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, :, None].float()
         return q.mul_(self.scales[:, :, None]).view(self.outputs, self.inputs)
 
 
-Weight = FloatWeight | Int8Weight | Int4Weight
+@dataclass(frozen=True, slots=True)
+class Int4MinWeight:
+    """w = q * scale - minimum, both for each `group` neighbouring inputs of an output.
+
+    Attributes:
+        values, scales: as of `Int4Weight`.
+        minima: [outputs, inputs / group] fp32, kept as the scales are. A zero point that is no
+            integer is one: zero * scale.
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor
+    group: int
+
+    @property
+    def kind(self) -> Int4MinKind:
+        return Int4MinKind(self.group)
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.values.shape[1]
+
+    def rows(self, index: slice | Tensor) -> Int4MinWeight:
+        """Some outputs: a range, or ids [n]."""
+        return Int4MinWeight(self.values[index], self.scales[index], self.minima[index], self.group)
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] fp32."""
+        q = _grouped(self.values, self.group).mul_(self.scales[:, :, None])
+        return q.sub_(self.minima[:, :, None]).view(self.outputs, self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """w = value * scale, a scale for each output, or for each `group` neighbouring inputs of it.
+
+    Scales of a tensor or of square blocks are repeated for each output.
+
+    Attributes:
+        values: [outputs, inputs] float8_e4m3fn. With the native kernels a NaN makes all of its
+            output NaN.
+        scales: fp32; [outputs] if group is 0, else [outputs, ceil(inputs / group)].
+        group: 0: all inputs.
+    """
+
+    values: Tensor
+    scales: Tensor
+    group: int = 0
+
+    @property
+    def kind(self) -> Fp8Kind:
+        return Fp8Kind(self.group)
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[1]
+
+    def rows(self, index: slice | Tensor) -> Fp8Weight:
+        """Some outputs: a range, or ids [n]."""
+        return Fp8Weight(self.values[index], self.scales[index], self.group)
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] fp32."""
+        return self.values.float() * _spread(self.scales, self.group, self.inputs)
+
+
+PlainWeight = FloatWeight | Int8Weight | Int4Weight | Int4MinWeight | Fp8Weight
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWeight:
+    """A weight whose inputs were put into another order, so that those of a group are neighbours
+    (act-order of GPTQ): input i of `plain` is input order[i] of the layer.
+
+    Attributes:
+        order: [inputs] int32, a permutation.
+    """
+
+    plain: PlainWeight
+    order: Tensor
+
+    @property
+    def kind(self) -> OrderedKind:
+        return OrderedKind(self.plain.kind)
+
+    @property
+    def outputs(self) -> int:
+        return self.plain.outputs
+
+    @property
+    def inputs(self) -> int:
+        return self.plain.inputs
+
+    def rows(self, index: slice | Tensor) -> OrderedWeight:
+        """Some outputs: a range, or ids [n]."""
+        return OrderedWeight(self.plain.rows(index), self.order)
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] fp32, inputs as the layer has them."""
+        ordered = self.plain.dequantized()
+        return torch.empty_like(ordered).index_copy_(1, self.order.long(), ordered)
+
+
+def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
+    """The scale of each weight, or of each output: [outputs, inputs or 1]."""
+    if not group:
+        return scales[:, None]
+    return scales.repeat_interleave(group, dim=1)[:, :inputs]
+
+
+def _grouped(values: Tensor, group: int) -> Tensor:
+    """[outputs, inputs / 2] bytes -> [outputs, inputs / group, group] fp32."""
+    halves = torch.stack((values & 15, values >> 4), dim=-1)
+    return halves.view(len(values), -1, group).float()
+
+
+Weight = PlainWeight | OrderedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A model therefore has no loading code, and does not know how its weights are sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,21 +15,26 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.config.kv_spec import KVGroup
-from kvik.config.quantization import layer_scheme
+from kvik.config.quantization import matrix_scheme
 from kvik.config.rope_spec import RopeSpec
+from kvik.config.stored_quantization import StoredQuantization, StoredScheme
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.embedding import Embedding, TiedEmbedding
-from kvik.nn.formats.base import LinearShape, Shard
+from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.linear import Linear
 from kvik.nn.mlp import MLP, GatedMLP
 from kvik.nn.norm import LayerNorm, RMSNorm
 from kvik.nn.parts import Part, Rows
-from kvik.nn.quantizer import Quantizer
+from kvik.nn.quantizer import Quantizer, weight_kind
 from kvik.nn.rope import Rope
+
+BIAS = "bias"
+# Calibrated steps of a quantised cache; the engine finds its own.
+KV_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class DeclaredTensor:
 
     Attributes:
         name, shape: in the checkpoint.
-        dtype: any float dtype stands for all of them.
+        dtype, because: as of `StoredTensor`.
         kind: "matrix", "gain" or "bias": what random weights look like here.
         shard_axis: axis that ranks divide among them; None: every rank has the whole.
         in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
@@ -52,6 +57,7 @@ class DeclaredTensor:
     shard_axis: int | None
     in_runs: bool
     fill: Callable[[int, Tensor], None]
+    because: str = ""
 
 
 @dataclass(slots=True)
@@ -76,15 +82,15 @@ class Builder:
         device: torch.device,
         max_model_len: int,
         checkpoint: Checkpoint | None,
-        stored_quantization: Mapping[str, object] | None = None,
+        stored_quantization: StoredQuantization | None = None,
         quantization: str = "none",
     ) -> None:
         """
         Args:
             groups: KV groups in the order of `ForwardContext.metadata`.
             max_model_len: positions; fixes the base of "dynamic" rotary ones.
-            checkpoint: whose names decide how weights are stored; None: random weights.
-            stored_quantization: config.json's quantization_config.
+            checkpoint: None: random weights, which are floats.
+            stored_quantization: how the checkpoint stores linear layers; None: as floats.
             quantization: of linear layers as they are loaded, as in `EngineConfig`.
         """
         self.ops = ops
@@ -98,10 +104,10 @@ class Builder:
         self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        self._stored: dict[str, set[str]] = {}  # layer name -> names of its tensors
-        for name in checkpoint.entries if checkpoint else ():
+        self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
+        for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, _, last = name.rpartition(".")
-            self._stored.setdefault(layer, set()).add(last)
+            self._stored.setdefault(layer, {})[last] = entry.shape
 
     def at(self, name: str | int, *, optional: bool = False) -> Builder:
         """The builder of a narrower scope.
@@ -184,7 +190,7 @@ class Builder:
     ) -> Embedding | TiedEmbedding:
         """The vectors of tokens; tied: their matrix is the head's too."""
         if tied:
-            return TiedEmbedding(self._head(name, vocab, hidden), self.dtype)
+            return TiedEmbedding(self._head(name, vocab, hidden, tied=True), self.dtype)
         return self.embedding(name, vocab, hidden, shard="column")
 
     def lm_head(self, name: str, embedding: Embedding | TiedEmbedding) -> Linear:
@@ -192,7 +198,7 @@ class Builder:
         if isinstance(embedding, TiedEmbedding):
             self.ignore(f"{name}.weight")
             return embedding.head
-        return self._head(name, *embedding.table.shape)
+        return self._head(name, *embedding.table.shape, tied=False)
 
     def rms_norm(self, name: str, dim: int, eps: float) -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
@@ -207,12 +213,16 @@ class Builder:
 
     def attention(self, layer: int, head_dim: int) -> Attention:
         """Attention of a layer with the usual scale, 1 / sqrt(head_dim)."""
+        self.ignore(*KV_SCALES)
         return Attention(self.backend, layer, self._group_of[layer], head_dim**-0.5)
 
-    def _head(self, name: str, vocab: int, hidden: int) -> Linear:
-        """Its logits are fp32, because their differences are what counts."""
+    def _head(self, name: str, vocab: int, hidden: int, *, tied: bool) -> Linear:
+        """Its logits are fp32, because their differences are what counts. Tied, it is stored as an
+        embedding, and those are floats."""
         shape = LinearShape(hidden, vocab)
-        return self._linear((name,), [shape], bias=False, shard="column", head=True)
+        return self._linear(
+            (name,), [shape], bias=False, shard="column", head=True, quantized=not tied
+        )
 
     def _linear(
         self,
@@ -223,17 +233,15 @@ class Builder:
         shard: Shard,
         activation: Activation | None = None,
         head: bool = False,
+        quantized: bool = True,
     ) -> Linear:
         layers = [self._name(name) for name in names]
-        stored = frozenset(self._stored.get(layers[0], ())) - {"bias"}
-        format = choose_format(layers[0], stored, self.stored_quantization)
+        stored = [self._scheme(layer) if quantized else None for layer in layers]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
-        quantizer = Quantizer(
-            layer_scheme(self.quantization, inputs, head=head),
-            " + ".join((layers[0], *names[1:])),
-        )
+        scheme = matrix_scheme(self.quantization, inputs, stored, head=head)
+        quantizer = Quantizer(scheme, " + ".join((layers[0], *names[1:])))
         spec = MatrixSpec(
-            quantizer.kind(format.kind(self.dtype)),
+            weight_kind(scheme, self.dtype),
             rows,
             inputs,
             bias,
@@ -243,9 +251,10 @@ class Builder:
         )
         matrix = self.ops.matrix(spec)
         target, first = Rows(self.ops, matrix, quantizer), 0
-        for layer, shape in zip(layers, shapes, strict=True):
-            tensors = format.tensors(shape, shard, self.dtype)
-            part = Part(format, tensors, shape, target, first)
+        for layer, shape, own in zip(layers, shapes, stored, strict=True):
+            format = self._format(layer, shape, own)
+            tensors = format.tensors(shard, self.dtype)
+            part = Part(layer, format, tensors, shape, target, first)
             for suffix, tensor in tensors.items():
                 self.declared.tensors.append(
                     DeclaredTensor(
@@ -256,14 +265,26 @@ class Builder:
                         tensor.shard_axis,
                         tensor.in_runs,
                         partial(part.fill, suffix),
+                        tensor.because,
                     )
                 )
             if matrix.bias is not None:
                 offsets = matrix.bias[first : first + shape.outputs]
                 axis = 0 if shard == "column" else None
-                self._declare(f"{layer}.bias", offsets, "bias", axis)
+                self._declare(f"{layer}.{BIAS}", offsets, "bias", axis)
             first += shape.outputs
         return Linear(self.ops, matrix)
+
+    def _scheme(self, layer: str) -> StoredScheme | None:
+        if self.checkpoint is None or self.stored_quantization is None:
+            return None
+        return self.stored_quantization.scheme(layer)
+
+    def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
+        shapes = {name: size for name, size in self._stored.get(layer, {}).items() if name != BIAS}
+        format = choose_format(layer, shapes, scheme, shape)
+        self.declared.ignored.update(f"{layer}.{name}" for name in format.unread)
+        return format
 
     def _gain(self, name: str, dim: int) -> Tensor:
         weight = self._empty(dim)

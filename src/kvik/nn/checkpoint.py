@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from kvik.nn.safetensors import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-RUN_BYTES = 8 << 20  # read at once
+RUN_BYTES = 2 << 20  # read at once
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 TORCH_DTYPES = {
@@ -78,7 +78,7 @@ class Checkpoint:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
     def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
-        """The named tensors in the order of the files, in pieces.
+        """The named tensors file by file and layer by layer, in pieces.
 
         Args:
             in_runs: whether a tensor may come in runs of rows; else it comes whole.
@@ -89,7 +89,7 @@ class Checkpoint:
         for path, entries in self.files:
             pieces = [
                 piece
-                for entry in entries
+                for entry in _by_layer(entries)
                 if entry.name in in_runs
                 for piece in _pieces(entry, in_runs[entry.name])
             ]
@@ -143,6 +143,18 @@ def _open_sharded(folder: Path) -> Checkpoint:
         if name not in present:
             raise index.error("weight_map", f"puts tensor {shown(name)} in {file}, which lacks it")
     return Checkpoint(tuple(files))
+
+
+def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Tensors of a layer together, the largest last, in the order in which the file begins layers.
+
+    Files are often sorted by type. Then what waits for the last tensor of its layer would be half
+    of the file.
+    """
+    begins: dict[str, int] = {}
+    for entry in entries:
+        begins.setdefault(entry.name.rpartition(".")[0], entry.start)
+    return sorted(entries, key=lambda e: (begins[e.name.rpartition(".")[0]], e.size))
 
 
 def _pieces(entry: TensorEntry, in_runs: bool) -> Iterator[_Piece]:

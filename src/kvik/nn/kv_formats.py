@@ -2,85 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.config.kv_spec import KVCacheSpec, KVGroup
+from kvik.config.kv_formats import AUTO
+from kvik.config.kv_spec import KVCacheSpec, KVGroup, formats_of
+from kvik.kernels.kv_rounding import SCALES
+
+FLOATS: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+ROUNDED: Mapping[str, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
 
 
 class Zeros(Protocol):
+    """Memory full of zeros. The system hands out zero pages only when they are first written, so an
+    unused block costs nothing."""
+
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
 class KVFormat(Protocol):
     """Storage of the KV cache."""
 
-    name: str
-
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
-        """Bytes of one token's K and V in one layer, scales included."""
-        ...
-
     def allocate(
         self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
     ) -> LayerKV:
-        """Storage of one layer."""
+        """Storage of one layer: zeros, because a masked key has weight 0, and 0 times garbage may
+        be NaN."""
         ...
 
 
 class DenseKV:
     """K and V as floats."""
 
-    name = "dense"
-
     def __init__(self, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> None:
-        """
-        Args:
-            zeros: where the memory comes from.
-        """
-        self.dtype = dtype
+        self._dtype = dtype
         self._zeros = zeros
-
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * num_kv_heads * head_dim * self.dtype.itemsize
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
     ) -> LayerKV:
-        """Zeros, because a masked key has weight 0 and 0 times garbage may be NaN. The system hands
-        out zero pages only when they are first written, so an unused block costs nothing."""
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         return LayerKV(
-            k=self._zeros(*shape, dtype=self.dtype, device=device),
-            v=self._zeros(*shape, dtype=self.dtype, device=device),
+            k=self._zeros(*shape, dtype=self._dtype, device=device),
+            v=self._zeros(*shape, dtype=self._dtype, device=device),
         )
+
+
+class RoundedKV:
+    """K and V in few bits, with a scale for each token and head."""
+
+    def __init__(self, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> None:
+        """
+        Args:
+            dtype: of `kernels.kv_rounding`.
+        """
+        self._dtype = dtype
+        self._zeros = zeros
+
+    def allocate(
+        self, num_blocks: int, block_size: int, spec: KVCacheSpec, device: torch.device
+    ) -> LayerKV:
+        places = (num_blocks, block_size, spec.num_kv_heads)
+        width = spec.head_dim // 2 if self._dtype == torch.uint8 else spec.head_dim
+
+        def numbers() -> torch.Tensor:
+            # By their bytes: not every way to zeros knows the narrow floats.
+            return self._zeros(*places, width, dtype=torch.uint8, device=device).view(self._dtype)
+
+        def scales() -> torch.Tensor:
+            return self._zeros(*places, dtype=SCALES[self._dtype], device=device)
+
+        return LayerKV(numbers(), numbers(), scales(), scales())
+
+
+def kv_format(name: str, dtype: torch.dtype, zeros: Zeros = torch.zeros) -> KVFormat:
+    """By its name in `config.kv_formats`.
+
+    Args:
+        dtype: of the model, for "auto".
+        zeros: where the memory comes from.
+    """
+    if name in ROUNDED:
+        return RoundedKV(ROUNDED[name], zeros)
+    return DenseKV(dtype if name == AUTO else FLOATS[name], zeros)
 
 
 def allocate_kv(
     groups: Sequence[KVGroup],
     num_blocks: int,
     block_size: int,
-    format: KVFormat,
+    dtype: torch.dtype,
     device: torch.device,
+    zeros: Zeros = torch.zeros,
 ) -> tuple[LayerKV, ...]:
     """The cache of every layer, for `ForwardContext.kv`.
 
-    A block belongs to one group at a time, so the i-th layers of all groups share one storage: the
-    pool has as many storages as the largest group has layers.
+    A block belongs to one group at a time, so layers of different groups take turns in one storage,
+    if their format is the same: of each format the pool has as many storages as the group with most
+    of its layers needs.
     """
     shapes = {(g.spec.num_kv_heads, g.spec.head_dim) for g in groups}
     if len(shapes) != 1:
         raise ValueError(f"KV groups that share a pool must have one head shape, not {shapes}")
-    storages = [
-        format.allocate(num_blocks, block_size, groups[0].spec, device)
-        for _ in range(max(len(group.layers) for group in groups))
-    ]
-    by_layer = {
-        layer: storage
-        for group in groups
-        for layer, storage in zip(group.layers, storages, strict=False)
-    }
+    by_layer: dict[int, LayerKV] = {}
+    for name in formats_of(groups):
+        format = kv_format(name, dtype, zeros)
+        sharing = [group.layers_in(name) for group in groups]
+        storages = [
+            format.allocate(num_blocks, block_size, groups[0].spec, device)
+            for _ in range(max(map(len, sharing)))
+        ]
+        for layers in sharing:
+            by_layer |= zip(layers, storages, strict=False)
     return tuple(by_layer[layer] for layer in range(len(by_layer)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ from kvik.nn.safetensors import TensorEntry
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
-RANDOM_DRAWS = 1 << 22  # of a matrix
+RANDOM_DRAWS = 1 << 20  # of a matrix
+FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand for each other
 MAX_LISTED = 3  # names repeated in an error
 
 
@@ -78,17 +79,25 @@ def _check(
     for name, tensor in wanted.items():
         entry = entries[name]
         if entry.shape != tensor.shape:
+            because = f" ({tensor.because})" if tensor.because else ""
             raise ModelError(
                 "model",
-                f"tensor {shown(name)} must have shape {list(tensor.shape)} by config.json, "
-                f"not {list(entry.shape)}",
+                f"tensor {shown(name)} must have shape {list(tensor.shape)} by config.json"
+                f"{because}, not {list(entry.shape)}",
             )
-        dtype = TORCH_DTYPES[entry.dtype]
-        castable = tensor.dtype.is_floating_point and dtype.is_floating_point and dtype.itemsize > 1
-        if dtype != tensor.dtype and not castable:
-            raise ModelError(
-                "model", f"tensor {shown(name)} must be F32, BF16, F16 or F64, not {entry.dtype}"
-            )
+        allowed = _allowed(tensor.dtype)
+        if entry.dtype not in allowed:
+            listed = " or ".join(filter(None, (", ".join(allowed[:-1]), allowed[-1])))
+            raise ModelError("model", f"tensor {shown(name)} must be {listed}, not {entry.dtype}")
+
+
+def _allowed(dtype: torch.dtype) -> Sequence[str]:
+    """What a file may hold where `dtype` is declared."""
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return FLOATS
+    if dtype == torch.int64:
+        return INTEGERS
+    return [name for name, other in TORCH_DTYPES.items() if other == dtype]
 
 
 def _listed(names: Iterable[str]) -> str:

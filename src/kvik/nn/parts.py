@@ -6,18 +6,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Matrix, Weight
-from kvik.nn.formats.base import LinearShape, StoredTensor, WeightFormat
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
 from kvik.nn.quantizer import Quantizer
 from kvik.nn.runs import run_length
 
-RUN_WEIGHTS = 1 << 22  # quantised and packed at a time
+RUN_WEIGHTS = 1 << 20  # quantised and packed at a time
 
 
 class Rows:
-    """Takes weights into a matrix, a run of rows at a time, so that neither quantising nor packing
-    needs much memory beside it."""
+    """Takes weights into a matrix."""
 
     def __init__(self, ops: Ops, matrix: Matrix, quantizer: Quantizer) -> None:
         self._ops = ops
@@ -29,22 +30,22 @@ class Rows:
 
         Raises:
             ModelError: the weight cannot be quantised.
+            ValueError: its inputs are in another order than those of the rows before.
         """
-        step = run_length(RUN_WEIGHTS // weight.inputs)
-        for start in range(0, weight.outputs, step):
-            run = self._quantizer(weight.rows(slice(start, start + step)))
-            self._ops.pack_rows(self._matrix, first + start, run)
+        self._ops.pack_rows(self._matrix, first, self._quantizer(weight))
 
 
 class Part:
     """A layer of the checkpoint, which is some rows of a matrix.
 
-    Its tensors are kept until all are there, but for those that come in runs: each run is on its
-    way as soon as it comes.
+    They are unpacked, quantised and packed a run at a time, so that this needs little memory beside
+    the matrix. Its tensors are kept until all are there, but for those that come in runs: each run
+    is on its way as soon as it comes.
     """
 
     def __init__(
         self,
+        layer: str,
         format: WeightFormat,
         tensors: Mapping[str, StoredTensor],
         shape: LinearShape,
@@ -53,9 +54,11 @@ class Part:
     ) -> None:
         """
         Args:
+            layer: its name.
             tensors: of the layer, by name.
             first: its first row in the matrix.
         """
+        self._layer = layer
         self._format = format
         self._tensors = tensors
         self._shape = shape
@@ -67,13 +70,29 @@ class Part:
         """A tensor, or a run of its rows from `row`.
 
         Raises:
-            ModelError: the weight cannot be quantised.
+            ModelError: values that cannot be, or that cannot be quantised.
         """
         if self._tensors[name].in_runs:
-            self._rows.put(self._first + row, self._format.weight({name: values}, self._shape))
+            self._put(row, {name: values}, len(values))
             return
         last = len(self._kept) + 1 == len(self._tensors)
         self._kept[name] = values if last else values.clone()  # its memory is read into again
         if last:
-            self._rows.put(self._first, self._format.weight(self._kept, self._shape))
+            self._put(0, self._kept, self._shape.outputs)
             self._kept = {}
+
+    def _put(self, first: int, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Rows first.. of the layer, of which the tensors hold `count`."""
+        step = run_length(RUN_WEIGHTS // self._shape.inputs)
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            try:
+                weight = self._format.weight(tensors, rows)
+                self._rows.put(self._first + first + start, weight)
+            except TensorError as error:
+                name = shown(f"{self._layer}.{error.name}")
+                raise ModelError("model", f"tensor {name} {error}") from None
+            except ModelError:
+                raise
+            except ValueError as error:
+                raise ModelError("model", f"layer {shown(self._layer)}: {error}") from None

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS, SAMPLER_BYTES
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
 from kvik.worker.graphs import Graph, Network, StepOutput
@@ -17,11 +18,6 @@ from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler, SampleResult, token_logprobs
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
-
-# What is held at once, so that a large vocabulary does not multiply with a large batch: prompt
-# positions whose logits are read, and logits that go through the sampler.
-LOGPROB_ROWS = 64
-SAMPLED_LOGITS = 1 << 22
 
 
 @dataclass(slots=True)
@@ -102,8 +98,8 @@ class ModelRunner:
         if plan.block_copies:
             source, target = torch.tensor(plan.block_copies, device=self.device).unbind(1)
             for cache in {id(layer): layer for layer in self.network.kv}.values():
-                self.network.ops.copy_blocks(cache.k, source, target)
-                self.network.ops.copy_blocks(cache.v, source, target)
+                for tensor in cache.tensors:
+                    self.network.ops.copy_blocks(tensor, source, target)
         return refused
 
     def _set_up(self, new: NewRequest) -> None:
@@ -134,7 +130,7 @@ class ModelRunner:
             )
 
         parts: list[tuple[int, SampleResult]] = []
-        size = max(1, SAMPLED_LOGITS // output.logits.shape[1])
+        size = self.sampling.rows_at_once(slots, SAMPLER_BYTES[self.device.type])
         for first in range(0, len(rows), size):
             try:
                 parts.append((first, sample(slice(first, first + size))))
@@ -173,19 +169,27 @@ class ModelRunner:
             first = int(self.table.num_computed[slot]) - (end - start)  # position of `start`
             last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
             try:
-                for begin in range(first, last, LOGPROB_ROWS):
-                    stop = min(begin + LOGPROB_ROWS, last)
-                    at = start - first
-                    logits = self.network.model.logits(hidden[at + begin : at + stop])
-                    targets = self.table.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
-                    ids = torch.from_numpy(targets).to(self.device)
-                    wanted.found += token_logprobs(logits, ids, wanted.top)
+                targets = self.table.token_ids[slot, first + 1 : last + 1].astype(np.int64)
+                ids = torch.from_numpy(targets).to(self.device)
+                for i in range(0, last - first, PROMPT_ROWS):
+                    rows = hidden[start + i : start + last - first][:PROMPT_ROWS]
+                    wanted.found += self._score(rows, ids[i : i + PROMPT_ROWS], wanted.top)
             except Exception as error:
                 errors[row] = describe(error)
                 continue
             if first + end - start >= num_prompt:
                 done[row] = self._prompt_logprobs.pop(slot).found
         return done
+
+    def _score(self, hidden: Tensor, ids: Tensor, top: int) -> list[TokenLogprobs]:
+        """Logprobs of given tokens. Their logits are gone when it returns.
+
+        Args:
+            hidden: [rows, hidden]. ids: [rows] int64.
+        """
+        logits = self.network.model.logits(hidden)  # [rows, vocab]
+        parts = zip(logits.split(PROMPT_COPIED_ROWS), ids.split(PROMPT_COPIED_ROWS), strict=True)
+        return [found for part in parts for found in token_logprobs(*part, top)]
 
 
 def describe(error: Exception) -> str:

@@ -11,13 +11,16 @@ import torch
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
+from kvik.config.memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
 from kvik.kernels.select import select as select_ops
-from kvik.nn.kv_formats import DenseKV, KVFormat
+from kvik.nn.kv_formats import Zeros
 from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
 
 log = logging.getLogger(__name__)
+
+NATIVE_DRAW_BYTES = 4  # of each logit: a copy of the rows that draw
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,8 +30,9 @@ class Parts:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
-    kv_format: KVFormat
+    kv_zeros: Zeros  # where the memory of the KV cache comes from
 
 
 class Platform(Protocol):
@@ -39,6 +43,11 @@ class Platform(Protocol):
         """How steps run, and where it wants their inputs."""
         ...
 
+    def release_freed(self) -> None:
+        """Give the system back what was freed and is kept for the next allocation: after loading,
+        the next ones are of other sizes."""
+        ...
+
 
 class TorchPlatform:
     """torch's own kernels, on any of its devices."""
@@ -47,10 +56,14 @@ class TorchPlatform:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = select_ops(device)
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
-        self.parts = Parts(device, dtype, ops, backend, DenseKV(dtype))
+        self.parts = Parts(device, dtype, ops, DRAW_BYTES, backend, torch.zeros)
 
     def graph(self, network: Network) -> tuple[Graph, StepInputs]:
         return Eager(network), FreshInputs(self.parts.device)
+
+    def release_freed(self) -> None:
+        if self.parts.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class NativePlatform:
@@ -68,7 +81,7 @@ class NativePlatform:
             log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
-        self.parts = Parts(device, dtype, ops, backend, DenseKV(dtype, zeros))
+        self.parts = Parts(device, dtype, ops, NATIVE_DRAW_BYTES, backend, zeros)
         self._inputs = FixedInputs(
             StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
             len(cache.groups),
@@ -91,6 +104,11 @@ class NativePlatform:
         except CaptureError as error:
             log.warning("every step runs through Python: %s", error)
             return eager
+
+    def release_freed(self) -> None:
+        from kvik.kernels.cpu._native import release_freed
+
+        release_freed()
 
 
 def platform(config: ResolvedConfig) -> Platform:

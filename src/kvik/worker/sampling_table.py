@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
 from kvik.worker.logits_rules import Penalties, TokenRules, gather_edits
@@ -49,9 +50,24 @@ _ROW = np.dtype(
 )
 
 
+# Bytes for each logit that penalties, with what they gather, and logprobs take.
+PENALTY_BYTES, LOGPROB_BYTES = 32, 24
+
+
 class SamplingTable:
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        draw_bytes: int = DRAW_BYTES,
+    ) -> None:
+        """
+        Args:
+            draw_bytes: what `Ops.draw` takes for each logit where no row asks for typical_p.
+        """
         self._vocab_size = vocab_size
+        self._draw_bytes = draw_bytes
         self._device = device
         self._rows = np.zeros(max_num_seqs, _ROW)
         self._token_rules: dict[int, TokenRules] = {}  # by slot
@@ -123,6 +139,25 @@ class SamplingTable:
                     except Exception as error:
                         failed[i] = error
         return failed
+
+    def rows_at_once(self, slots: NDArray[np.integer], room: int) -> int:
+        """How many of these slots are sampled together, so that it takes `room` bytes at most
+        beside their logits; at least one.
+
+        Args:
+            slots: [rows].
+        """
+        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
+        if not needs:
+            return max(1, len(slots))
+        step = 0
+        if needs & _Need.RANDOM:
+            step = DRAW_BYTES if needs & _Need.TYPICAL_P else self._draw_bytes
+        if needs & _Need.PENALTIES:
+            step = max(step, PENALTY_BYTES)
+        if needs & _Need.LOGPROBS:
+            step = max(step, LOGPROB_BYTES)
+        return max(1, room // (self._vocab_size * (RULES_BYTES + step)))
 
     def batch(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> SamplingBatch:
         """Plan the sampling of one token for each slot.

@@ -45,10 +45,17 @@ class Worker:
             stored_quantization=config.model.quantization,
             quantization=runner.quantization,
         )
+        chosen.release_freed()  # what reading the tokenizer took
         with torch.inference_mode():
             model = load_model(config.model, builder, seed=runner.seed)
+            chosen.release_freed()
             kv = allocate_kv(
-                cache.groups, cache.num_blocks, cache.block_size, parts.kv_format, parts.device
+                cache.groups,
+                cache.num_blocks,
+                cache.block_size,
+                parts.dtype,
+                parts.device,
+                parts.kv_zeros,
             )
             network = Network(model, parts.ops, parts.backend, cache.groups, kv)
             graph, inputs = chosen.graph(network)
@@ -62,7 +69,9 @@ class Worker:
                 len(cache.groups),
                 cache.block_size,
             ),
-            sampling=SamplingTable(scheduler.max_num_seqs, config.model.vocab_size, parts.device),
+            sampling=SamplingTable(
+                scheduler.max_num_seqs, config.model.vocab_size, parts.device, parts.draw_bytes
+            ),
             device=parts.device,
             clock=time.monotonic,
         )

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tests.helpers.native import Runtime, normal, runtimes
 from tests.helpers.native_matrix import (
-    BF16,
-    I4,
     I8,
-    I8_WEIGHT_ONLY,
+    ONE_OF_EACH,
     NativeMatrix,
     Values,
     linear,
@@ -34,12 +32,12 @@ ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 64, 70)
 
 def bf16_matrix(runtime: Runtime, weight: Tensor) -> NativeMatrix:
     """weight: [outputs, inputs] bf16."""
-    values = Values(weight, weight.float(), weight, None, None, weight.shape[1], 1)
+    values = Values(weight, weight.float(), weight, None, None, 0, 1)
     return pack(runtime, values)
 
 
 @pytest.mark.parametrize("inputs", [64, 68, 1030, 2200])
-@pytest.mark.parametrize("kind", [BF16, I8_WEIGHT_ONLY, I8, I4, "int4-32-zeros"])
+@pytest.mark.parametrize("kind", [*ONE_OF_EACH, "int4/32-zeros"])
 @pytest.mark.parametrize("runtime", AMX)
 def test_every_number_of_rows_gives_the_same_bits(runtime: Runtime, kind: str, inputs: int) -> None:
     matrix = random_matrix(runtime, kind, 40, inputs)
@@ -50,8 +48,11 @@ def test_every_number_of_rows_gives_the_same_bits(runtime: Runtime, kind: str, i
         assert torch.equal(linear(runtime, x[-rows:], matrix), together[-rows:]), rows
 
 
+INT4 = ("int4/8", "int4/40-zeros", "int4/64", "int4/128", "int4/272", "int4-min/32")
+
+
 # Groups of less than a product, of a part of one, and of several and a part.
-@pytest.mark.parametrize("kind", [I8, I4, "int4-8", "int4-40-zeros", "int4-64", "int4-272"])
+@pytest.mark.parametrize("kind", [I8, "int8/12", *INT4])
 @pytest.mark.parametrize("runtime", AMX)
 def test_integers_have_the_bits_of_vectors(runtime: Runtime, kind: str) -> None:
     for rows, inputs in ((1, 700), (17, 259), (37, 4200), (33, 7)):

@@ -13,7 +13,9 @@ from tests.helpers.native import normal, runtimes
 from tests.helpers.native_cache import NativeCache, Part, attend
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
-DTYPES = [(F32, F32), (BF16, BF16), (BF16, I8), (F32, I8)]
+FP8, I4 = torch.float8_e4m3fn, torch.uint8
+ALL_DTYPES = [(dtype, kv_dtype) for kv_dtype in (F32, BF16, I8, FP8, I4) for dtype in (BF16, F32)]
+DTYPES = [(F32, F32), (BF16, BF16), (BF16, I8), (F32, FP8), (BF16, I4)]
 # Of the largest value: fp32 sums; bf16 weights and results.
 BOUNDS = {F32: 2e-6, BF16: 8e-3}
 name = "{0}".format
@@ -143,7 +145,7 @@ CASES = {
 }
 
 
-@dtypes
+@pytest.mark.parametrize(("dtype", "kv_dtype"), ALL_DTYPES, ids=name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("runtime", runtimes((1,)))
 def test_against_float64(runtime, case: str, dtype, kv_dtype) -> None:

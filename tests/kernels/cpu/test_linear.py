@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from tests.helpers.native import Runtime, normal, runtimes
 from tests.helpers.native_matrix import (
     BF16,
     F32,
+    FP8,
     GELU_TANH,
-    I4,
     I8,
     I8_WEIGHT_ONLY,
     KINDS,
     NO_ACTIVATION,
+    ONE_OF_EACH,
     SILU_AND_MUL,
     NativeMatrix,
     linear,
@@ -46,10 +48,8 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
     match matrix.kind:
         case 0:
             return x.double()
-        case 2:
-            return quantised(x, max(matrix.inputs, 1))
-        case 4:
-            return quantised(x, matrix.group)
+        case 2 | 4 | 5:
+            return quantised(x, matrix.group or max(matrix.inputs, 1))
         case _:
             return x.bfloat16().double()
 
@@ -83,7 +83,14 @@ def test_products(runtime: Runtime, kind: str) -> None:
         assert_near(y, exact @ weight.T, exact.abs() @ weight.abs().T)
 
 
-@pytest.mark.parametrize("kind", ["int4-8", "int4-40-zeros", "int4-256-zeros", "int4-272"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("int4/8", "int4/40-zeros", "int4/256-zeros", "int4/272", "int4-min/8", "int4-min/272"),
+        *("int8/4", "int8/20", "int8/2048", "int8-weight-only/4", "int8-weight-only/1100"),
+        *("fp8/4", "fp8/20", "fp8/2048"),
+    ],
+)
 @pytest.mark.parametrize("runtime", runtimes(threads=[1, 5]))
 def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
     """The last one may end where the memory of a row ends."""
@@ -97,7 +104,7 @@ def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, SILU_AND_MUL, GELU_TANH])
-@pytest.mark.parametrize("kind", [F32, BF16, I8, I8_WEIGHT_ONLY, I4])
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_what_follows_the_product(
     runtime: Runtime, kind: str, activation: int, dtype: torch.dtype
@@ -143,7 +150,7 @@ def test_threads_do_not_change_a_bit(kind: str) -> None:
         assert torch.equal(results.setdefault(runtime.isa, y), y)
 
 
-@pytest.mark.parametrize("kind", [F32, BF16, I8_WEIGHT_ONLY, I8, I4])
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:
     inputs = 130
@@ -161,7 +168,7 @@ def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-37, 1e-30, 1e30])
-@pytest.mark.parametrize("kind", [F32, BF16, I8_WEIGHT_ONLY, I8, I4])
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
 def test_small_and_large_numbers(runtime: Runtime, kind: str, scale: float) -> None:
     matrix = random_matrix(runtime, kind, 40, 64)
@@ -179,7 +186,7 @@ def test_nothing_to_do(runtime: Runtime, kind: str) -> None:
     assert linear(runtime, normal(0, 64), matrix).shape == (0, 33)
 
 
-@pytest.mark.parametrize("kind", [F32, BF16, I8, I8_WEIGHT_ONLY, I4])
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
     bias = normal(33)
@@ -191,7 +198,11 @@ def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
 
 # Root of the mean squared error over that of the result, x and W normal, W rounded to nearest; what
 # rounding W costs is in it for the integers.
-BOUNDS = {F32: 1e-6, BF16: 3e-3, I8_WEIGHT_ONLY: 0.01, I8: 0.015, I4: 0.12}
+BOUNDS = {
+    **{F32: 1e-6, BF16: 3e-3, I8_WEIGHT_ONLY: 0.01, I8: 0.015, FP8: 0.03},
+    **{"int8-weight-only/32": 0.006, "int8/32": 0.008, "int8/16": 0.007},
+    **{"int4/128": 0.12, "int4-min/32": 0.09, "fp8/128": 0.03},
+}
 
 
 @pytest.mark.parametrize("kind", list(BOUNDS))
@@ -202,3 +213,16 @@ def test_relative_error(runtime: Runtime, kind: str) -> None:
     exact = x.double() @ matrix.source.double().T
     error = linear(runtime, x, matrix).double() - exact
     assert float(error.norm() / exact.norm()) < BOUNDS[kind]
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1, 3]))
+def test_inputs_in_another_order(runtime: Runtime, dtype: torch.dtype, kind: str) -> None:
+    for rows, inputs in ((1, 130), (2, 64), (3, 65), (30, 700)):
+        matrix = random_matrix(runtime, kind, 40, inputs)
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        ordered = replace(matrix, order=order.int())
+        x = normal(rows, inputs + 3, dtype=dtype)[:, :inputs]
+        expected = linear(runtime, x[:, order].contiguous(), matrix)
+        assert torch.equal(linear(runtime, x, ordered), expected)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers.native import FLOATS, Poisoned, Runtime, call, normal, runtimes
-from tests.helpers.native_matrix import BF16, F32, KINDS, NativeMatrix, pack, random_values
+from tests.helpers.native_matrix import (
+    BF16,
+    F32,
+    KINDS,
+    NUMBERS,
+    NativeMatrix,
+    Values,
+    linear,
+    pack,
+    random_values,
+)
 
 SHAPES = [(1, 1), (31, 7), (33, 64), (64, 130), (100, 259)]
 
@@ -24,6 +36,7 @@ def matrix_rows(runtime: Runtime, m: NativeMatrix, ids: Tensor, dtype: torch.dty
         inputs=m.inputs,
         outputs=m.outputs,
         group=m.group,
+        order=m.order,
         ids=ids,
         out=out.view,
         out_stride=out.stride,
@@ -91,3 +104,84 @@ def test_values_of_either_float(runtime: Runtime, kind: str, dtype: torch.dtype)
     rows = matrix_rows(runtime, pack(runtime, values), torch.arange(33), torch.float32)
     expected = normal(33, 9, dtype=dtype).float()
     assert torch.equal(rows, expected.bfloat16().float() if kind == BF16 else expected)
+
+
+def one_in_each_group(scales: Tensor, minima: Tensor | None = None) -> Values:
+    """scales, minima: [outputs, groups]. Weights of groups of 8 that are 1, by the scales."""
+    outputs, groups = scales.shape
+    ones = torch.full((outputs, 4 * groups), 0x99 if minima is None else 0x11, dtype=torch.uint8)
+    meant = scales if minima is None else scales - minima
+    meant = meant.repeat_interleave(8, dim=1)
+    kind = NUMBERS["int4" if minima is None else "int4-min"]
+    return Values(meant, meant, ones, scales, minima, 8, kind)
+
+
+@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
+def test_every_fp16_number_is_a_scale(runtime: Runtime) -> None:
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = halves[halves.isfinite()].float()
+    scales = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(0))]
+    values = one_in_each_group(scales.view(-1, 31))
+    ids = torch.arange(len(values.source))
+    rows = matrix_rows(runtime, pack(runtime, values), ids, torch.float32)
+    assert torch.equal(rows, values.dequantized)
+
+
+@pytest.mark.parametrize("size", [2.0**-130, 1e-30, 1e-6, 1.0, 3e4, 1e30, 2.0**120])
+@pytest.mark.parametrize("with_minima", [False, True])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_scales_of_any_size(runtime: Runtime, with_minima: bool, size: float) -> None:
+    """bfloat16 ones come back exactly; of others eleven binary digits do."""
+    drawn = (normal(9, 4) * size).bfloat16().float()
+    for scales, error in ((drawn, 0.0), (drawn * 1.001, 2.0**-11)):
+        minima = scales.flip(0) / 4 if with_minima else None
+        values = one_in_each_group(scales, minima)
+        rows = matrix_rows(runtime, pack(runtime, values), torch.arange(9), torch.float32)
+        off = (rows - values.dequantized).abs()
+        allowed = scales.abs() if minima is None else scales.abs() + minima.abs()
+        assert bool((off <= error * allowed.repeat_interleave(8, 1) + 2.0**-140).all())
+
+
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_scales_that_are_no_numbers_stay_with_their_output(runtime: Runtime) -> None:
+    scales = normal(5, 3).half().float()
+    scales[1, 2], scales[3, 0] = float("nan"), float("inf")
+    values = one_in_each_group(scales)
+    rows = matrix_rows(runtime, pack(runtime, values), torch.arange(5), torch.float32)
+    assert torch.equal(rows[[0, 2, 4]], values.dequantized[[0, 2, 4]])
+    assert not bool(rows[1, 16:].isfinite().any()) and not bool(rows[3, :8].isfinite().any())
+
+
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_every_number_of_eight_bits(runtime: Runtime, group: int) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(2, 128)[:, :127].contiguous()
+    values = every.view(torch.float8_e4m3fn)
+    scales = torch.ones(2, 2) if group else torch.ones(2)
+    meant = values.float()
+    fp8 = Values(meant, meant, values, scales, None, group, NUMBERS["fp8"])
+    rows = matrix_rows(runtime, pack(runtime, fp8), torch.arange(2), torch.float32)
+    assert torch.equal(rows, meant) and bool(rows.signbit()[1].all())
+    picked = linear(runtime, torch.eye(127), pack(runtime, fp8))
+    assert torch.equal(picked, meant.T)
+
+
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_fp8_that_is_no_number_spoils_its_output(runtime: Runtime, nan: int) -> None:
+    stored = torch.full((3, 9), 0x38, dtype=torch.uint8)  # 1
+    stored[1, 8] = nan
+    values = stored.view(torch.float8_e4m3fn)
+    meant = values.float()
+    fp8 = Values(meant, meant, values, torch.ones(3), None, 0, NUMBERS["fp8"])
+    y = linear(runtime, torch.ones(2, 9), pack(runtime, fp8))
+    assert bool(y[:, 1].isnan().all()) and bool((y[:, [0, 2]] == 9).all())
+
+
+@pytest.mark.parametrize("runtime", runtimes(threads=[1]))
+def test_rows_come_back_in_the_order_of_the_layer(runtime: Runtime) -> None:
+    values = random_values("int4/32-zeros", 33, 75)
+    order = torch.randperm(75, generator=torch.Generator().manual_seed(0))
+    matrix = replace(pack(runtime, values), order=order.int())
+    rows = matrix_rows(runtime, matrix, torch.arange(33), torch.float32)
+    assert torch.equal(rows[:, order], values.dequantized)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,3 +130,32 @@ def test_zeros_have_the_shape_asked_for():
     made = zeros(3, 5, dtype=torch.bfloat16)
     assert made.shape == (3, 5) and made.dtype == torch.bfloat16 and not made.any()
     assert made.data_ptr() % (2 << 20) == 0
+
+
+def test_recording_does_not_load_the_compiler_of_torch():
+    """It would take 46 MB and half a second, at each start."""
+    script = """
+import sys, torch
+from kvik.kernels.cpu.native import Native
+from kvik.kernels.cpu.ops import native_ops
+native = Native(threads=1)
+x = torch.ones(3, 4)
+with native.record({3: 0}):
+    native_ops(native).add(x.view(3, 4), x)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is in memory is read from /proc")
+def test_large_buffers_of_small_pages_take_what_is_written():
+    buffer = BufferPool().take((64 << 20,), torch.uint8)
+    before = resident()
+    buffer[:4096] = 1
+    assert resident() - before < 2 << 20
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()

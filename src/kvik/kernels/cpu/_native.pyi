@@ -12,8 +12,11 @@ def kernels() -> list[tuple[str, list[tuple[str, str]]]]:
     """By id: name; of each argument name and "p" (pointer), "i" (integer) or "f" (float)."""
 
 def has_openmp() -> bool: ...
-def allocate(bytes: int) -> np.ndarray:
-    """[bytes] uint8 zeros on huge pages, not yet touched."""
+def allocate(bytes: int, huge: bool) -> np.ndarray:
+    """[bytes] uint8 zeros on huge or small pages, not yet touched."""
+
+def release_freed() -> None:
+    """Give memory that the C library has kept back to the system."""
 
 class Tape:
     num_calls: int

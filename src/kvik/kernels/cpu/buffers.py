@@ -11,22 +11,23 @@ from torch import Tensor
 
 from kvik.kernels.cpu._native import allocate
 
-CHUNK = 32 << 20  # small weights share pieces of this size
+# Weights share pieces of this size. Of a piece only what is used is ever in memory, up to the last
+# huge page; so the larger the pieces, the less is lost.
+CHUNK = 512 << 20
 ALIGNMENT = 4096
-
 
 CPU = torch.device("cpu")
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """As torch.zeros on a CPU: on pages of their own, which cost nothing until they are written."""
-    memory = allocate(max(1, math.prod(shape) * dtype.itemsize))
+    memory = allocate(max(1, math.prod(shape) * dtype.itemsize), huge=True)
     return torch.from_numpy(memory).view(dtype)[: math.prod(shape)].view(shape)
 
 
 class WeightMemory:
-    """Weights one behind the other, so that small ones lie on huge pages too. Nothing is given back
-    before all of it is."""
+    """Weights one behind the other, so that small ones lie on huge pages too and large ones do not
+    leave their last one half empty. Nothing is given back before all of it is."""
 
     def __init__(self) -> None:
         self._chunk = np.empty(0, np.uint8)
@@ -35,9 +36,9 @@ class WeightMemory:
     def take(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 zeros, aligned to a page."""
         if num_bytes >= CHUNK // 2:
-            return torch.from_numpy(allocate(num_bytes))
+            return torch.from_numpy(allocate(num_bytes, huge=True))
         if self._used + num_bytes > len(self._chunk):
-            self._chunk, self._used = allocate(CHUNK), 0
+            self._chunk, self._used = allocate(CHUNK, huge=True), 0
         start = self._used
         self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return torch.from_numpy(self._chunk[start : start + num_bytes])
@@ -45,7 +46,8 @@ class WeightMemory:
 
 class BufferPool:
     """Buffers for the results of recorded calls. A buffer is free for later calls once the last
-    tensor on it is gone, as in a run; so a tape works in as little memory as a run would."""
+    tensor on it is gone, as in a run; so a tape works in as little memory as a run would. They are
+    as large as the largest step needs, and on small pages, so that small steps take little."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
@@ -58,7 +60,7 @@ class BufferPool:
             buffer = min(fitting, key=len)
             self._free = [b for b in self._free if b is not buffer]
         else:
-            buffer = allocate(size)
+            buffer = allocate(size, huge=False)
         view = buffer[:size]  # lives as long as a tensor uses its storage
         weakref.finalize(view, self._free_again, buffer).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)

@@ -8,19 +8,27 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.native import DTYPES, Native
+from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.reference.linear import fill_order
 from kvik.kernels.weights import (
     Activation,
     FloatKind,
     FloatWeight,
+    Fp8Kind,
+    Fp8Weight,
     Int4Kind,
+    Int4MinKind,
+    Int4MinWeight,
     Int4Weight,
     Int8Kind,
     Int8Weight,
     Matrix,
     MatrixSpec,
+    OrderedKind,
+    OrderedWeight,
+    PlainKind,
+    PlainWeight,
     Weight,
-    WeightKind,
 )
 
 ACTIVATIONS: dict[Activation | None, int] = {
@@ -30,22 +38,25 @@ ACTIVATIONS: dict[Activation | None, int] = {
 }  # as arguments.hpp numbers them
 TILE = 32  # outputs
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4 = range(5)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8)  # by kind: what four bytes of an output hold
-MAX_GROUP_WITH_ZEROS = 256  # of inputs: their sum is multiplied by the zero point in 16 bits
+F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8 = range(7)  # MatrixKind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4)  # by kind: what four bytes of an output hold
+MAX_GROUP = 32768  # of inputs: integers are summed in 32 bits
+MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Attributes:
     weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
+    order: [inputs] int32; None: as they come.
     kind: MatrixKind of arguments.hpp.
-    group: inputs that share a scale.
+    group: inputs that share a scale; 0: all of them.
     """
 
     weight: Tensor
     scales: Tensor
     zeros: Tensor
+    order: Tensor | None
     kind: int
     group: int
 
@@ -62,26 +73,35 @@ class Matrices:
         Raises:
             ValueError: the kernels cannot multiply groups of this size.
         """
-        if isinstance(spec.kind, Int4Kind):
-            _check_group(spec.kind)
+        kind = plain_kind(spec)
+        _check_group(kind)
         values, scales, zeros = packed_sizes(spec)
         take = self.native.weights.take
-        group = spec.kind.group if isinstance(spec.kind, Int4Kind) else spec.inputs
-        packed = Packed(take(values), take(scales), take(zeros), _number(spec.kind), group)
+        ordered = isinstance(spec.kind, OrderedKind)
+        order = take(4 * spec.inputs).view(torch.int32) if ordered else None
+        packed = Packed(take(values), take(scales), take(zeros), order, _number(kind), _group(kind))
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         return Matrix(spec, bias, packed)
 
     def pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
-        """See `Ops.pack_rows`."""
+        """See `Ops.pack_rows`.
+
+        Raises:
+            ValueError: rows from before have their inputs in another order.
+        """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, Packed)
+        if isinstance(weight, OrderedWeight):
+            assert packed.order is not None
+            fill_order(packed.order, weight.order)
+            weight = weight.plain
         values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
             values=values.data_ptr(),
             values_stride=values.stride(0),
-            scales=_pointer(scales),
-            zeros=_pointer(zeros),
+            scales=pointer(scales),
+            zeros=pointer(zeros),
             first=first,
             count=weight.outputs,
             kind=packed.kind,
@@ -112,9 +132,10 @@ class Matrices:
             inputs=spec.inputs,
             outputs=spec.rows,
             group=packed.group,
+            order=pointer(packed.order),
             activation=ACTIVATIONS[spec.activation],
-            bias=_pointer(matrix.bias),
-            residual=_pointer(residual),
+            bias=pointer(matrix.bias),
+            residual=pointer(residual),
             residual_stride=0 if residual is None else residual.stride(0),
             y=y.data_ptr(),
             y_stride=y.stride(0),
@@ -137,6 +158,7 @@ class Matrices:
             inputs=spec.inputs,
             outputs=spec.rows,
             group=packed.group,
+            order=pointer(packed.order),
             ids=ids.data_ptr(),
             out=out.data_ptr(),
             out_stride=out.stride(0),
@@ -150,34 +172,49 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
     """Bytes of the packed values, scales and zero points (csrc/packed.hpp)."""
     paired = spec.activation == "silu_and_mul"  # gate and up share tiles
     tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
-    values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(spec.kind)]) * TILE * 4
-    match spec.kind:
+    kind = plain_kind(spec)
+    values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(kind)]) * TILE * 4
+    group, outputs = _group(kind), tiles * TILE
+    groups = outputs * ceil_div(spec.inputs, group) if group else 0
+    match kind:
         case FloatKind():
             return values, 0, 0
         case Int8Kind():
-            return values, tiles * TILE * 4, 0
-        case Int4Kind(group, zeros):
-            groups = tiles * TILE * ceil_div(spec.inputs, group)
-            return values, 2 * groups, groups if zeros else 0
+            return values, 4 * outputs + 2 * groups, 0
+        case Fp8Kind():
+            return values, 4 * outputs + 4 * groups, 0
+        case Int4Kind(_, zeros):
+            return values, 4 * outputs + 2 * groups, groups if zeros else 0
+        case Int4MinKind():
+            return values, 4 * outputs + 2 * groups, 2 * groups
         case _:
-            assert_never(spec.kind)
+            assert_never(kind)
 
 
-def _check_group(kind: Int4Kind) -> None:
-    step = INPUTS_PER_STEP[I4]
-    if kind.group <= 0 or kind.group % step:
-        raise ValueError(f"four bits in groups of {kind.group}: must be a multiple of {step}")
-    if kind.zeros and kind.group > MAX_GROUP_WITH_ZEROS:
-        raise ValueError(
-            f"four bits in groups of {kind.group}: at most {MAX_GROUP_WITH_ZEROS} with zero points"
-        )
+def plain_kind(spec: MatrixSpec) -> PlainKind:
+    """The kind of the weight, whatever the order of its inputs."""
+    return spec.kind.plain if isinstance(spec.kind, OrderedKind) else spec.kind
+
+
+def _group(kind: PlainKind) -> int:
+    return 0 if isinstance(kind, FloatKind) else kind.group
+
+
+def _check_group(kind: PlainKind) -> None:
+    group, step = _group(kind), INPUTS_PER_STEP[_number(kind)]
+    least = step if isinstance(kind, Int4Kind | Int4MinKind) else 0
+    if group < least or group % step:
+        raise ValueError(f"weights in groups of {group}: must be a multiple of {step}")
+    most = MAX_GROUP_WITH_ZEROS if isinstance(kind, Int4Kind) and kind.zeros else MAX_GROUP
+    if group > most:
+        raise ValueError(f"weights in groups of {group}: at most {most} of this kind")
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _number(kind: WeightKind) -> int:
+def _number(kind: PlainKind) -> int:
     """As arguments.hpp numbers them."""
     match kind:
         case FloatKind(dtype):
@@ -186,24 +223,26 @@ def _number(kind: WeightKind) -> int:
             return I8 if quantize_activations else I8_WEIGHT_ONLY
         case Int4Kind():
             return I4
+        case Int4MinKind():
+            return I4_MIN
+        case Fp8Kind():
+            return FP8
         case _:
             assert_never(kind)
 
 
-def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, scales and zero points as `pack_matrix` takes them."""
+def _arguments(weight: PlainWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, scales, and zero points or minima as `pack_matrix` takes them."""
     match weight:
         case FloatWeight(values):
             known = values if values.dtype in DTYPES else values.float()
             return known.contiguous(), None, None
-        case Int8Weight(values, scales):
+        case Int8Weight(values, scales) | Fp8Weight(values, scales):
             return values.contiguous(), scales.float().contiguous(), None
         case Int4Weight(values, scales, zeros):
             points = None if zeros is None else zeros.contiguous()
             return values.contiguous(), scales.float().contiguous(), points
+        case Int4MinWeight(values, scales, minima):
+            return values.contiguous(), scales.float().contiguous(), minima.float().contiguous()
         case _:
             assert_never(weight)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -18,7 +18,17 @@ _KERNELS = {
     for kernel, (name, arguments) in enumerate(_native.kernels())
 }
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+    torch.float8_e4m3fn: 3,
+    torch.uint8: 4,  # two numbers of four bits
+}
+
+
+def pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def notices(threads: int) -> list[str]:

@@ -57,6 +57,12 @@ class OnlyViews(TorchDispatchMode):
         CaptureError: from the operation that computes or copies.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """If it were skipped, torch would import its compiler to tell it so: 46 MB, and half a
+        second at start."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -12,12 +12,20 @@ from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     FloatKind,
     FloatWeight,
+    Fp8Kind,
+    Fp8Weight,
     Int4Kind,
+    Int4MinKind,
+    Int4MinWeight,
     Int4Weight,
     Int8Kind,
     Int8Weight,
     Matrix,
     MatrixSpec,
+    OrderedKind,
+    OrderedWeight,
+    PlainKind,
+    PlainWeight,
     Weight,
 )
 
@@ -33,10 +41,17 @@ def matrix(spec: MatrixSpec) -> Matrix:
 
 def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
     """Copy rows first.. of the weight."""
-    match stored_weight(matrix).rows(slice(first, first + weight.outputs)), weight:
+    _copy(stored_weight(matrix).rows(slice(first, first + weight.outputs)), weight)
+
+
+def _copy(to: Weight, weight: Weight) -> None:
+    match to, weight:
         case FloatWeight() as rows, FloatWeight():
             rows.values.copy_(weight.values)
         case Int8Weight() as rows, Int8Weight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+        case Fp8Weight() as rows, Fp8Weight():
             rows.values.copy_(weight.values)
             rows.scales.copy_(weight.scales)
         case Int4Weight() as rows, Int4Weight():
@@ -44,6 +59,24 @@ def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
             rows.scales.copy_(weight.scales)
             if rows.zeros is not None and weight.zeros is not None:
                 rows.zeros.copy_(weight.zeros)
+        case Int4MinWeight() as rows, Int4MinWeight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+            rows.minima.copy_(weight.minima)
+        case OrderedWeight() as rows, OrderedWeight():
+            fill_order(rows.order, weight.order)
+            _copy(rows.plain, weight.plain)
+
+
+def fill_order(to: Tensor, order: Tensor) -> None:
+    """Set the order of a matrix, which all its rows share; zeros until then.
+
+    Raises:
+        ValueError: rows from before have another one.
+    """
+    if bool(to.any()) and not torch.equal(to, order):
+        raise ValueError("rows of one matrix have their inputs in different orders")
+    to.copy_(order)
 
 
 def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
@@ -52,9 +85,7 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     Args:
         x: [tokens, inputs]. residual: [tokens, outputs].
     """
-    spec, weight = matrix.spec, stored_weight(matrix)
-    rounds = isinstance(weight, Int8Weight) and weight.quantize_activations
-    wide = round_tokens(x) if rounds else x.float()
+    spec, (wide, weight) = matrix.spec, as_multiplied(x, stored_weight(matrix))
     y = wide @ weight.dequantized().t()
     if matrix.bias is not None:
         y = y + matrix.bias.float()
@@ -67,6 +98,15 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     return y.to(spec.out_dtype)
 
 
+def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
+    """x [tokens, inputs] -> fp32 as the weight meets it, and the weight in that order."""
+    if isinstance(weight, OrderedWeight):
+        return as_multiplied(x[:, weight.order], weight.plain)
+    if isinstance(weight, Int8Weight) and weight.quantize_activations:
+        return round_tokens(x, weight.group), weight
+    return x.float(), weight
+
+
 def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the weight: ids [n] -> [n, inputs]."""
     return stored_weight(matrix).rows(ids).dequantized().to(dtype)
@@ -74,28 +114,41 @@ def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 def stored_weight(matrix: Matrix) -> Weight:
     """What `matrix` made."""
-    assert isinstance(matrix.data, FloatWeight | Int8Weight | Int4Weight)
+    assert isinstance(matrix.data, Weight)
     return matrix.data
 
 
 def _unfilled(spec: MatrixSpec) -> Weight:
+    if not isinstance(spec.kind, OrderedKind):
+        return _unfilled_plain(spec.kind, spec)
+    order = torch.zeros(spec.inputs, dtype=torch.int32, device=spec.device)
+    return OrderedWeight(_unfilled_plain(spec.kind.plain, spec), order)
+
+
+def _unfilled_plain(kind: PlainKind, spec: MatrixSpec) -> PlainWeight:
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=spec.device)
 
+    def scales(group: int) -> Tensor:
+        shape = (rows, -(-inputs // group)) if group else (rows,)
+        return empty(*shape, dtype=torch.float32)
+
     rows, inputs = spec.rows, spec.inputs
-    match spec.kind:
+    match kind:
         case FloatKind(dtype):
             return FloatWeight(empty(rows, inputs, dtype=dtype))
-        case Int8Kind(quantize_activations):
-            values, scales = (
-                empty(rows, inputs, dtype=torch.int8),
-                empty(rows, dtype=torch.float32),
-            )
-            return Int8Weight(values, scales, quantize_activations)
+        case Int8Kind(quantize_activations, group):
+            values = empty(rows, inputs, dtype=torch.int8)
+            return Int8Weight(values, scales(group), quantize_activations, group)
         case Int4Kind(group, has_zeros):
             values = empty(rows, inputs // 2, dtype=torch.uint8)
-            scales = empty(rows, inputs // group, dtype=torch.float32)
             zeros = empty(rows, inputs // group, dtype=torch.uint8) if has_zeros else None
-            return Int4Weight(values, scales, zeros, group)
+            return Int4Weight(values, scales(group), zeros, group)
+        case Int4MinKind(group):
+            values = empty(rows, inputs // 2, dtype=torch.uint8)
+            return Int4MinWeight(values, scales(group), scales(group), group)
+        case Fp8Kind(group):
+            values = empty(rows, inputs, dtype=torch.float8_e4m3fn)
+            return Fp8Weight(values, scales(group), group)
         case _:
-            assert_never(spec.kind)
+            assert_never(kind)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Weight, WeightKind
+from kvik.kernels.weights import Weight
 
 # How tensor parallelism cuts a matrix (Shoeybi et al. 2019): "column" splits the outputs, "row"
 # the inputs; None keeps the whole on every rank.
@@ -34,44 +34,51 @@ class StoredTensor:
     """A tensor that the checkpoint must hold for a layer.
 
     Attributes:
-        dtype: any float dtype stands for all of them.
+        dtype: any float dtype stands for all of them, but for those of eight bits; int64 also for
+            int32.
         shard_axis: axis that ranks divide among them; None: every rank has the whole.
         in_runs: any run of its rows is the weight of as many outputs, without other tensors. So it
             need never be in memory as a whole.
+        because: what beside the sizes of the model says in config.json that it has this shape.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shard_axis: int | None
-    in_runs: bool
+    in_runs: bool = False
+    because: str = ""
+
+
+class TensorError(ValueError):
+    """The values of a tensor cannot be; `name` is its name within the layer."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores weights. Stateless: one object serves all layers."""
+    """How a checkpoint stores one layer."""
 
-    name: str
-
-    def match(self, tensors: frozenset[str], quantization: Mapping[str, object] | None) -> bool:
-        """Whether a layer that the checkpoint stores as these tensors ("weight", "qweight", ...)
-        has this format; `quantization` is config.json's quantization_config."""
+    @property
+    def unread(self) -> Collection[str]:
+        """Tensors that the layer may have too, and that are not needed."""
         ...
 
-    def kind(self, dtype: torch.dtype) -> WeightKind:
-        """Of what `weight` returns in a model of `dtype`."""
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        """The tensors of the layer in a model of `dtype`, by their name in the checkpoint, without
+        the bias."""
         ...
 
-    def tensors(
-        self, shape: LinearShape, shard: Shard, dtype: torch.dtype
-    ) -> dict[str, StoredTensor]:
-        """The tensors of a layer by their name in the checkpoint, without the bias."""
-        ...
-
-    def weight(self, tensors: Mapping[str, Tensor], shape: LinearShape) -> Weight:
-        """What the tensors of a layer mean, or a run of their rows: [outputs, inputs], of as many
-        outputs as there are.
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        """What the tensors mean: some outputs, [rows, inputs].
 
         Args:
-            tensors: on the model's device, floats of any dtype. The weight may be views of them.
-            shape: of the layer.
+            tensors: of the whole layer or, of one that comes in runs, of such a run; on the model's
+                device, floats of any dtype. The weight may be views of them.
+            rows: a start and a stop, counted from the first row that the tensors hold.
+
+        Raises:
+            TensorError: values that cannot be.
         """
         ...

@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.nn.formats.base import WeightFormat
+from kvik.config.stored_quantization import KEY, Layout, StoredScheme
+from kvik.nn.formats.awq import Awq
+from kvik.nn.formats.base import LinearShape, WeightFormat
+from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.dense import Dense
+from kvik.nn.formats.fp8 import Fp8
+from kvik.nn.formats.gptq import Gptq
 
-# The first that matches is taken, so special formats stand before general ones.
-FORMATS: tuple[WeightFormat, ...] = (Dense(),)
+# The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.
+MakeFormat = Callable[[StoredScheme, LinearShape, Mapping[str, tuple[int, ...]]], WeightFormat]
+
+FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
+    {
+        "awq": Awq,
+        "gptq": Gptq,
+        "pack-quantized": PackQuantized,
+        "int-quantized": IntQuantized,
+        "fp8": Fp8,
+    }
+)
+PLAIN = "weight"
+MAX_LISTED = 8
 
 
 def choose_format(
-    layer: str, tensors: frozenset[str], quantization: Mapping[str, object] | None
+    layer: str,
+    stored: Mapping[str, tuple[int, ...]],
+    scheme: StoredScheme | None,
+    shape: LinearShape,
 ) -> WeightFormat:
-    """The format of a layer that the checkpoint stores as `tensors`.
+    """The format of a layer.
 
-    A layer without any tensor gets the last, plainest format: random weights are made in it, and
-    for a checkpoint the loader then says which tensors are missing.
+    Args:
+        stored: shapes of its tensors in the checkpoint but for the bias, by their names within the
+            layer; none: random weights, or the loader will say what is missing.
+        scheme: what config.json says; None: plain floats.
 
     Raises:
-        ModelError: no known format stores a layer like this.
+        ModelError: the tensors are not those of the scheme.
     """
-    if not tensors:
-        return FORMATS[-1]
-    for candidate in FORMATS:
-        if candidate.match(tensors, quantization):
-            return candidate
-    method = shown((quantization or {}).get("quant_method"))
-    raise ModelError(
+    if scheme is None:
+        if stored and set(stored) != {PLAIN}:
+            raise _lie(layer, stored, PLAIN)
+        return Dense(shape)
+    try:
+        made = FORMATS[scheme.layout](scheme, shape, stored)
+    except ValueError as error:
+        raise ModelError("model", f"layer {shown(layer)}: {error}; {KEY} says {scheme}") from None
+    wanted = made.tensors(None, torch.float32)
+    if stored and not set(wanted) <= set(stored):
+        raise _lie(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")
+    return made
+
+
+def _lie(layer: str, stored: Mapping[str, tuple[int, ...]], wanted: str) -> ModelError:
+    listed = ", ".join(sorted(stored)[:MAX_LISTED])
+    return ModelError(
         "model",
-        f"{layer} is stored as {', '.join(sorted(tensors)[:8])} (quant_method {method}); "
-        f"known weight formats: {', '.join(known.name for known in FORMATS)}",
+        f"layer {shown(layer)} is stored as {listed}; by config.json {KEY} it must be {wanted}",
     )

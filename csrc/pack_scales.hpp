@@ -1,0 +1,101 @@
+// Scales, zero points and minima into the layout of packed.hpp.
+#pragma once
+
+#include "arguments.hpp"
+#include "fp8.hpp"
+#include "half.hpp"
+#include "packed.hpp"
+#include "simd.hpp"
+
+namespace kvik {
+namespace {
+
+// Of some numbers that fp16 shall hold.
+struct HalfRange {
+    bool fits = true;
+    uint32_t largest = 0;  // bits of its size
+
+    void add(const float* values, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            fits &= to_float(to_f16(values[i])) == values[i];
+            const uint32_t size = __builtin_bit_cast(uint32_t, values[i]) & 0x7fffffff;
+            if (size < 0x7f800000 && size > largest) largest = size;
+        }
+    }
+
+    // What to divide them by: 1 where fp16 holds them all. Else a power of two that makes the largest one
+    // large for fp16, so that those 2^28 times smaller keep eleven binary digits.
+    float factor() const {
+        constexpr uint32_t kExponent = 14;  // that of the largest then
+        const uint32_t exponent = largest >> 23;
+        return fits ? 1.0f : __builtin_bit_cast(float, (exponent > kExponent ? exponent - kExponent : 1) << 23);
+    }
+};
+
+// 2^127 of 0.
+KVIK_INLINE float inverse_power(float power) {
+    return __builtin_bit_cast(float, (254u << 23) - __builtin_bit_cast(uint32_t, power));
+}
+
+bool has_fp8_nan(const char* row, int64_t inputs) {
+    bool found = false;
+    for (int64_t k = 0; k < inputs; k++) found |= (row[k] & 0x7f) == kFp8Nan;
+    return found;
+}
+
+// What one lane of a tile takes: the given output `index`, whose values are `row`; -1: nothing.
+struct OutputScales {
+    const pack_matrix_args& a;
+    int64_t index;
+    const char* row;
+
+    int64_t groups() const { return count_groups(a.inputs, a.group); }
+    bool halves() const { return a.kind != kMatrixFp8; }
+    bool minima() const { return a.kind == kMatrixI4Min; }
+    template <class T>
+    T at(const void* of, int64_t group) const {
+        return index < 0 ? T(0) : ((const T*)of)[index * groups() + group];
+    }
+
+    float factor() const {
+        if (index < 0) return 0.0f;
+        // the kernels multiply finite numbers alone
+        if (a.kind == kMatrixFp8 && has_fp8_nan(row, a.inputs)) return NAN;
+        if (a.group == 0) return ((const float*)a.scales)[index];
+        if (!halves()) return 1.0f;
+        HalfRange range;
+        range.add((const float*)a.scales + index * groups(), groups());
+        if (minima()) range.add((const float*)a.zeros + index * groups(), groups());
+        return range.factor();
+    }
+
+    void pack_scales(float factor, char* to, int lane) const {
+        ((float*)to)[lane] = factor;
+        to += kFactorBytes;
+        for (int64_t g = 0; g < groups(); g++) {
+            const float scale = at<float>(a.scales, g);
+            if (halves())
+                ((f16*)to)[g * kTile + lane] = to_f16(scale * inverse_power(factor));
+            else
+                ((float*)to)[g * kTile + lane] = scale;
+        }
+    }
+
+    void pack_zeros(float factor, char* to, int lane) const {
+        for (int64_t g = 0; g < groups(); g++) {
+            if (minima())
+                ((f16*)to)[g * kTile + lane] = to_f16(at<float>(a.zeros, g) * inverse_power(factor));
+            else
+                ((uint8_t*)to)[g * kTile + lane] = at<uint8_t>(a.zeros, g);
+        }
+    }
+
+    void pack(int64_t tile, int lane) const {
+        const float f = factor();
+        pack_scales(f, (char*)a.packed_scales + tile * tile_scale_bytes(a.kind, groups()), lane);
+        if (a.zeros) pack_zeros(f, (char*)a.packed_zeros + tile * groups() * group_zero_bytes(a.kind), lane);
+    }
+};
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,322 @@
+"""How a quantised checkpoint stores its linear layers: config.json's quantization_config.
+
+The words are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel), compressed-tensors, and fp8
+as transformers and DeepSeek write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvik.config.fields import Fields, shown
+
+Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
+
+KEY = "quantization_config"
+MAX_GROUP = 1 << 20
+GPTQ_BITS = (2, 3, 4, 8)
+HEAD = "lm_head"
+LINEAR, REGEX = "Linear", "re:"  # a class of layers; what a regular expression begins with
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScheme:
+    """How the weight of a linear layer is stored.
+
+    Attributes:
+        layout: of its tensors; "int-quantized" and "fp8" have an element for each number.
+        group: inputs that share a scale; 0: all of them.
+        band: outputs that share a scale; 0: all of them.
+        symmetric: no zero points are needed.
+        ordered: the inputs of a group may be anywhere; a tensor names the group of each.
+        lessened: zero points are stored less one.
+        quantize_activations: inputs are meant to be rounded to 8 bits too.
+    """
+
+    layout: Layout
+    bits: int
+    group: int = 0
+    band: int = 1
+    symmetric: bool = True
+    ordered: bool = False
+    lessened: bool = False
+    quantize_activations: bool = False
+
+    def __str__(self) -> str:
+        number = "fp8" if self.layout == "fp8" else f"{self.bits} bits"
+        if self.group and self.band != 1:
+            shares = f"a scale for each block of {self.band} x {self.group}"
+        elif self.group:
+            shares = f"in groups of {self.group}"
+        else:
+            shares = "a scale for each output" if self.band else "one scale"
+        words = [f"{number}, {shares}"]
+        words += [] if self.symmetric else ["zero points"]
+        words += ["act-order"] if self.ordered else []
+        words += ["activations in 8 bits"] if self.quantize_activations else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Layers that are stored alike.
+
+    Attributes:
+        scheme: None: plain floats.
+        names: of layers.
+        within: of layers, blocks or parts of blocks: dots before and behind them, or nothing.
+        patterns: matched from the beginning of a name.
+    """
+
+    scheme: StoredScheme | None
+    names: frozenset[str] = frozenset()
+    within: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+
+    def fits(self, layer: str) -> bool:
+        if layer in self.names:
+            return True
+        if self.within:
+            words = layer.split(".")
+            ends = range(1, len(words) + 1)
+            if any(".".join(words[i:j]) in self.within for j in ends for i in range(j)):
+                return True
+        return any(pattern.match(layer) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """What a checkpoint says of its linear layers.
+
+    Attributes:
+        method: `quant_method`.
+        rules: the first that matches a name decides; without one the layer is plain floats.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def scheme(self, layer: str) -> StoredScheme | None:
+        """Of a linear layer, by its name in the checkpoint."""
+        for rule in self.rules:
+            if rule.fits(layer):
+                return rule.scheme
+        return None
+
+    def __str__(self) -> str:
+        schemes = dict.fromkeys(str(rule.scheme) for rule in self.rules if rule.scheme)
+        return f"{self.method}: {'; '.join(schemes)}"
+
+
+def read_stored_quantization(fields: Fields) -> StoredQuantization | None:
+    """Of config.json; None: plain floats.
+
+    Raises:
+        ModelError: a method or a layout that is unknown, or a field that cannot be.
+    """
+    if fields.mapping(KEY) is None:
+        return None
+    inner = fields.inside(KEY)
+    method = inner.choice("quant_method", tuple(METHODS))
+    return StoredQuantization(method, tuple(METHODS[method](inner)))
+
+
+def _awq(fields: Fields) -> list[Rule]:
+    fields.choice("version", ("gemm", "GEMM"), "gemm")
+    scheme = StoredScheme(
+        "awq",
+        fields.integer("bits", 4, 4, 4),
+        _group(fields, "group_size", 128),
+        symmetric=False,
+    )
+    return [_skipped(fields, "modules_to_not_convert"), _rest(scheme)]
+
+
+def _gptq(fields: Fields) -> list[Rule]:
+    if fields.boolean("is_marlin_format", False):
+        raise fields.error("is_marlin_format", "must be false: convert the weights to gptq")
+    rules = []
+    for pattern, changes in (fields.mapping("dynamic") or {}).items():
+        if not isinstance(changes, Mapping):
+            raise fields.error("dynamic", f"must hold objects, not {shown(changes)}")
+        left = pattern.startswith("-:")
+        scheme = None if left else _gptq_scheme(fields.changed(changes))
+        expression = pattern.removeprefix("-:" if left else "+:")
+        rules.append(Rule(scheme, patterns=(_compiled(fields, "dynamic", expression),)))
+    if not fields.boolean("lm_head", False):
+        rules.append(Rule(None, within=frozenset({HEAD})))
+    scheme, names = _gptq_scheme(fields), _chosen(fields, "modules_in_block_to_quantize")
+    return [*rules, Rule(scheme, within=frozenset(names)) if names else _rest(scheme)]
+
+
+def _gptq_scheme(fields: Fields) -> StoredScheme:
+    key = "checkpoint_format" if "checkpoint_format" in fields else "format"
+    written = fields.choice(key, ("gptq", "gptq_v2"), "gptq")
+    bits = fields.integer("bits", GPTQ_BITS[0], GPTQ_BITS[-1])
+    if bits not in GPTQ_BITS:
+        raise fields.error("bits", f"must be one of {GPTQ_BITS}, not {bits}")
+    return StoredScheme(
+        "gptq",
+        bits,
+        _group(fields, "group_size", 128),
+        symmetric=fields.boolean("sym", True),
+        ordered=fields.boolean("desc_act", False),
+        lessened=written == "gptq",
+    )
+
+
+def _fp8(fields: Fields) -> list[Rule]:
+    if "fmt" in fields:
+        fields.choice("fmt", ("e4m3", "float8_e4m3fn"))
+    if "scale_fmt" in fields:
+        fields.choice("scale_fmt", ("float",))
+    band, group = _block(fields, "weight_block_size") or (0, 0)
+    fields.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
+    return [skipped, _rest(StoredScheme("fp8", 8, group, band))]
+
+
+def _fbgemm_fp8(fields: Fields) -> list[Rule]:
+    skipped = _skipped(fields, "modules_to_not_convert")
+    return [skipped, _rest(StoredScheme("fp8", 8))]
+
+
+def _compressed_tensors(fields: Fields) -> list[Rule]:
+    sparsity = fields.inside("sparsity_config")
+    if sparsity.raw("format") not in (None, "dense"):
+        raise sparsity.error("format", f"must be dense, not {shown(sparsity.raw('format'))}")
+    if fields.mapping("transform_config"):
+        raise fields.error("transform_config", "must be empty: weights cannot be transformed")
+    ignored = _targets(fields, "ignore", None)
+    groups = fields.inside("config_groups")
+    named, matched, rest = [], [], []
+    for name in fields.mapping("config_groups") or {}:
+        group = groups.inside(name)
+        rule = _targets(group, "targets", _compressed_scheme(group, fields))
+        # a name goes before a pattern, and that before a class of layers
+        named.append(replace(rule, patterns=()))
+        matched.append(replace(rule, names=frozenset()))
+        rest += [_rest(rule.scheme)] if LINEAR in group.strings("targets") else []
+    if LINEAR in fields.strings("ignore"):
+        return []
+    return [ignored, *named, *matched, *rest]
+
+
+def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
+    """Of a config group; None: its weights are not quantised."""
+    if group.mapping("weights") is None:
+        return None
+    formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    owner = group if "format" in group else fields
+    format = owner.choice("format", formats)
+    weights, inputs = group.inside("weights"), group.mapping("input_activations")
+    kind = weights.choice("type", ("int", "float"), "int")
+    packed = format == "pack-quantized"
+    if kind == "float" and format in ("pack-quantized", "int-quantized"):
+        raise weights.error("type", f"must be int in the format {format}, not float")
+    if kind == "int" and format == "float-quantized":
+        raise weights.error("type", "must be float in the format float-quantized, not int")
+    bits = weights.integer("num_bits", 8 if kind == "float" else 2, 8, 8)
+    symmetric = weights.boolean("symmetric", True)
+    if kind == "float" and not symmetric:
+        raise weights.error("symmetric", "must be true for floats")
+    if packed and bits not in GPTQ_BITS:
+        raise weights.error("num_bits", f"must be one of {GPTQ_BITS}, not {bits}")
+    band, width = _strategy(weights)
+    order = weights.raw("actorder")
+    return StoredScheme(
+        "fp8" if kind == "float" else "pack-quantized" if packed else "int-quantized",
+        bits,
+        width,
+        band,
+        symmetric=symmetric,
+        ordered=order is True or order in ("group", "dynamic"),
+        quantize_activations=kind == "int" and inputs is not None,
+    )
+
+
+def _strategy(weights: Fields) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; 0: all of them."""
+    size = weights.raw("group_size")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    match weights.choice("strategy", ("tensor", "channel", "group", "block"), default):
+        case "tensor":
+            return 0, 0
+        case "channel":
+            return 1, 0
+        case "group":
+            return 1, _group(weights, "group_size")
+        case _:
+            block = _block(weights, "block_structure")
+            if block is None:
+                raise weights.error("block_structure", "is missing")
+            return block
+
+
+def _group(fields: Fields, key: str, default: int | None = None) -> int:
+    """A number of inputs; -1 stands for all of them."""
+    size = fields.integer(key, -1, MAX_GROUP, default)
+    if size == 0:
+        raise fields.error(key, "must be -1 or positive, not 0")
+    return max(size, 0)
+
+
+def _block(fields: Fields, key: str) -> tuple[int, int] | None:
+    value = fields.raw(key)
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2:
+        band, group = value
+        if type(band) is type(group) is int and 0 < band <= MAX_GROUP and 0 < group <= MAX_GROUP:
+            return band, group
+    raise fields.error(key, f"must be two positive integers, not {shown(value)}")
+
+
+def _chosen(fields: Fields, key: str) -> list[str]:
+    """The names in a list, some of which may be in lists of their own."""
+    value = fields.raw(key)
+    parts = [] if value is None else value
+    if isinstance(parts, list):
+        names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise fields.error(key, f"must be lists of names, not {shown(value)}")
+
+
+def _skipped(fields: Fields, *keys: str) -> Rule:
+    """The head, and what is named, is left as it was."""
+    names = (name.strip(".") for key in keys for name in fields.strings(key))
+    return Rule(None, within=frozenset({HEAD, *names}))
+
+
+def _rest(scheme: StoredScheme | None) -> Rule:
+    """For every layer."""
+    return Rule(scheme, patterns=(re.compile(""),))
+
+
+def _targets(fields: Fields, key: str, scheme: StoredScheme | None) -> Rule:
+    """compressed-tensors: names and, behind "re:", regular expressions; also classes of layers."""
+    targets = fields.strings(key)
+    names = frozenset(target for target in targets if not target.startswith(REGEX))
+    patterns = (target.removeprefix(REGEX) for target in targets if target.startswith(REGEX))
+    return Rule(scheme, names, patterns=tuple(_compiled(fields, key, p) for p in patterns))
+
+
+def _compiled(fields: Fields, key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        message = f"holds {shown(pattern)}, which is no regular expression"
+        raise fields.error(key, message) from None
+
+
+METHODS: Mapping[str, Callable[[Fields], list[Rule]]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+}

@@ -1,0 +1,176 @@
+"""How much work the planned steps are: tokens, query-key pairs, bytes read from the KV cache.
+
+A decoding row must cost next to nothing to count, since there may be hundreds in a step. So runs of
+single tokens are counted when they end, in closed form: the query at position p sees p + 1 keys, or
+the window if that is less. Chunks of a prompt, and rows with drafts, are counted as planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
+
+from kvik.config.kv_spec import KVGroup
+from kvik.core.types import Request
+
+
+@dataclass(slots=True)
+class Work:
+    """Totals since the start, of steps as they were planned.
+
+    Tokens of the prompt, and those of a chunk that brings a preempted request back, are prefill;
+    what is computed alone in its row, with its drafts, is decode.
+
+    Attributes:
+        mixed_steps: with a chunk of a prompt.
+        decode_steps: without.
+        decode_step_tokens: tokens in steps without.
+        prefill_tokens, decode_tokens: computed, so without those found in the prefix cache.
+        recomputed_tokens: of the prefill tokens, those computed again after a preemption.
+        logit_rows: positions whose logits were wanted.
+        prefill_pairs, decode_pairs: (query, visible key) pairs, summed over the layers.
+        prefill_kv_bytes, decode_kv_bytes: read at least from the KV cache: once for each row of a
+            step, what any of its queries sees.
+        queued_steps: steps after whose planning requests were left waiting.
+        block_short_steps: of those, steps that had no KV blocks for the next request.
+        slot_short_steps: of those, steps with `max_num_seqs` requests running.
+    """
+
+    mixed_steps: int = 0
+    decode_steps: int = 0
+    decode_step_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    logit_rows: int = 0
+    prefill_pairs: int = 0
+    decode_pairs: int = 0
+    prefill_kv_bytes: int = 0
+    decode_kv_bytes: int = 0
+    queued_steps: int = 0
+    block_short_steps: int = 0
+    slot_short_steps: int = 0
+
+    def since(self, earlier: Work) -> Work:
+        """What was added after an earlier reading."""
+        return Work(*(b - a for a, b in zip(astuple(earlier), astuple(self), strict=True)))
+
+
+class WorkMeter:
+    """Counts while the scheduler plans. A request's `num_metered_tokens` says how far it has."""
+
+    def __init__(self, groups: Iterable[KVGroup]) -> None:
+        self.total = Work()
+        by_window: dict[int | None, tuple[int, int]] = {}
+        for group in groups:
+            layers, size = by_window.get(group.spec.window, (0, 0))
+            by_window[group.spec.window] = (
+                layers + len(group.layers),
+                size + group.bytes_per_token,
+            )
+        # window, layers that have it, bytes that a token takes in all of them
+        self._kinds = [(window, *sums) for window, sums in by_window.items()]
+
+    def start(self, request: Request) -> None:
+        """A request begins, or comes back, with the prefix it holds."""
+        request.num_metered_tokens = request.num_computed_tokens
+        # Drafts that were rejected were not lost; what is known is behind one token to compute.
+        request.num_lost_tokens = min(request.num_lost_tokens, len(request.token_ids) - 1)
+
+    def chunk(self, request: Request, tokens: int) -> None:
+        """A row of `tokens` prompt (or lost) tokens, of which `num_computed_tokens` knows."""
+        first = self._begin(request, tokens)
+        self.total.prefill_tokens += tokens
+        self.total.recomputed_tokens += max(0, min(first + tokens, request.num_lost_tokens) - first)
+        if request.params.prompt_logprobs is not None:
+            last = min(first + tokens, request.num_prompt_tokens - 1)
+            self.total.logit_rows += max(0, last - first)
+        for window, layers, size in self._kinds:
+            self.total.prefill_pairs += layers * _pairs(first, first + tokens, window)
+            self.total.prefill_kv_bytes += size * _span(first, tokens, window)
+
+    def drafts(self, request: Request, tokens: int) -> None:
+        """A row of one known token and the drafts behind it, of which `num_computed_tokens`
+        knows."""
+        first = self._begin(request, tokens)
+        self.total.decode_tokens += tokens
+        self.total.logit_rows += tokens - 1
+        for window, layers, size in self._kinds:
+            self.total.decode_pairs += layers * _pairs(first, first + tokens, window)
+            self.total.decode_kv_bytes += size * _span(first, tokens, window)
+
+    def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
+        """The rows of a step are complete."""
+        total = self.total
+        if chunks:
+            total.mixed_steps += 1
+        else:
+            total.decode_steps += 1
+            total.decode_step_tokens += tokens
+        total.logit_rows += samples.count(True)
+
+    def left_waiting(self, *, blocks_short: bool, slots_short: bool) -> None:
+        """Requests wait while a step runs, and what for, if not for the tokens of a step."""
+        self.total.queued_steps += 1
+        self.total.block_short_steps += blocks_short
+        self.total.slot_short_steps += slots_short
+
+    def take_back(self, request: Request, rejected: int) -> None:
+        """Drafts were rejected: computing them was work, but the request goes on before them."""
+        request.num_metered_tokens -= rejected
+
+    def settle(self, request: Request) -> None:
+        """Count what the request has decoded token by token until here."""
+        self._add_singles(self.total, request, request.num_computed_tokens)
+
+    def lose(self, request: Request) -> None:
+        """A request is preempted: what it has computed will be computed again."""
+        self.settle(request)
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+
+    def read(self, running: Iterable[Request]) -> Work:
+        """The totals, with what the running requests are still to be asked for."""
+        total = replace(self.total)
+        for request in running:
+            metered = request.num_metered_tokens
+            self._add_singles(total, request, request.num_computed_tokens)
+            request.num_metered_tokens = metered
+        return total
+
+    def _begin(self, request: Request, tokens: int) -> int:
+        """Position of the first of the row's tokens, all before it counted."""
+        first = request.num_computed_tokens - tokens
+        self._add_singles(self.total, request, first)
+        request.num_metered_tokens = first + tokens
+        return first
+
+    def _add_singles(self, total: Work, request: Request, end: int) -> None:
+        first = request.num_metered_tokens
+        if first == end:
+            return
+        request.num_metered_tokens = end
+        # The last token of a prompt may be left for a row of its own.
+        lost = request.num_lost_tokens
+        middle = min(max(first, request.num_prompt_tokens, lost), end)
+        total.prefill_tokens += middle - first
+        total.recomputed_tokens += max(0, min(end, lost) - first)
+        total.decode_tokens += end - middle
+        for window, layers, size in self._kinds:
+            prompt, output = _pairs(first, middle, window), _pairs(middle, end, window)
+            total.prefill_pairs += layers * prompt
+            total.prefill_kv_bytes += size * prompt
+            total.decode_pairs += layers * output
+            total.decode_kv_bytes += size * output
+
+
+def _pairs(first: int, end: int, window: int | None) -> int:
+    """Keys seen by the queries at positions first .. end - 1, all together."""
+    if window is None:
+        return (end * (end + 1) - first * (first + 1)) // 2
+    cut = max(first, min(end, window))  # from here on the window is full
+    return _pairs(first, cut, None) + (end - cut) * window
+
+
+def _span(first: int, tokens: int, window: int | None) -> int:
+    """Keys that at least one of a chunk's queries sees, the chunk's own included."""
+    return first + tokens if window is None else min(first, window - 1) + tokens

@@ -1,0 +1,91 @@
+"""Eight-bit floats: E4M3 and E5M2 with a scale for each block of numbers.
+
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# The largest numbers. What a cast makes of larger ones is infinity in E5M2, and in E4M3 NaN or the
+# largest number, as versions and devices differ. So values are clamped before it.
+LARGEST: Mapping[torch.dtype, float] = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}
+
+# Rows and columns that share a scale; 0: all of them. Blocks at the ends may be smaller.
+Block = tuple[int, int]
+WHOLE: Block = (0, 0)
+ROW: Block = (1, 0)  # a channel of a weight, a token of activations
+SQUARE: Block = (128, 128)
+
+PIECE = 1 << 19  # numbers in fp32 at a time; a handful of copies are alive at once
+
+
+def fp8_scales(values: Tensor, dtype: torch.dtype, block: Block) -> Tensor:
+    """absmax / the largest number of `dtype`, and 1 where all is 0.
+
+    Args:
+        values: [rows, columns], any float dtype.
+
+    Returns:
+        [blocks of rows, blocks of columns] fp32.
+
+    Raises:
+        ValueError: a value is NaN or infinite.
+    """
+    parts = values.split(block[1] or max(1, values.shape[1]), dim=1)
+    absmax = torch.stack([torch.maximum(p.amax(1), -p.amin(1)) for p in parts], dim=1)
+    band = block[0] or max(1, len(values))
+    absmax = torch.nn.functional.pad(absmax, (0, 0, 0, -len(values) % band))
+    absmax = absmax.view(-1, band, len(parts)).amax(1)
+    return fp8_scale(absmax, dtype)
+
+
+def fp8_scale(absmax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of numbers up to absmax, which calibration has found: any shape, fp32.
+
+    Raises:
+        ValueError: absmax is NaN or infinite.
+    """
+    if not bool(absmax.isfinite().all()):
+        raise ValueError("its values hold NaN or infinity, which cannot be quantised")
+    scale = absmax.float() / LARGEST[dtype]
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def round_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype, block: Block) -> Tensor:
+    """values / scales, clamped and rounded: [rows, columns] of `dtype`.
+
+    Args:
+        values: [rows, columns], any float dtype; what a calibrated scale does not reach is cut.
+        scales: as of `fp8_scales`, or [] with `WHOLE`.
+    """
+    rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
+    most = LARGEST[dtype]
+    rows = max(1, PIECE // max(1, values.shape[1]))
+    for start in range(0, len(values), rows):
+        piece = slice(start, start + rows)
+        steps = _spread(scales, values.shape, block, piece)
+        rounded[piece] = (values[piece].float() / steps).clamp_(-most, most).to(dtype)
+    return rounded
+
+
+def unround_fp8(rounded: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """What `round_fp8` kept: [rows, columns] fp32."""
+    return rounded.float() * _spread(scales, rounded.shape, block, slice(0, len(rounded)))
+
+
+def _spread(scales: Tensor, shape: torch.Size, block: Block, rows: slice) -> Tensor:
+    """The scale of each number of some rows; what all share stays one."""
+    spread = scales.view(1, 1) if not scales.dim() else scales
+    if block[0]:
+        band = torch.arange(shape[0], device=scales.device)[rows] // block[0]
+        spread = spread[band]
+    if block[1]:
+        spread = spread.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+    return spread

@@ -1,0 +1,83 @@
+"""Keys and values in few bits: int8, fp8 (E4M3) and int4, with a scale for each vector.
+
+A vector is K or V of one token and KV head. It is rounded by what is in it and by nothing else, so
+a token's cache does not depend on its company, on chunks or on blocks. What a cache holds is told
+by its dtype: int8, float8_e4m3fn, or uint8 for two numbers of four bits to a byte, the first in the
+low bits. csrc/kv_numbers.hpp keeps the same of a vector, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_MOST, FP8_MOST, INT4_MOST = 127, 448, 15
+# A scale below would be denormal; such a vector is zero beside any other.
+LEAST, MOST = 1e-30, 3e38
+_STEP = 1 << 19  # of the bits of fp32 in the scales of four bits, which have 4 bits of mantissa
+
+# dtype of what is stored -> that of its scales: the bits of fp32's exponent and mantissa as far as
+# there is room, or words of 16 bits that hold a scale and a zero point.
+SCALES = {
+    torch.int8: torch.bfloat16,
+    torch.float8_e4m3fn: torch.bfloat16,
+    torch.uint8: torch.int16,
+}
+
+
+def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a cache of `dtype` holds of x.
+
+    A vector with NaN or infinity in it has a scale that is not finite, and is not a number as a
+    whole.
+
+    Args:
+        x: [..., head_dim], any float dtype; for four bits head_dim is even.
+
+    Returns:
+        Numbers [..., head_dim], in four bits [..., head_dim / 2], and scales [...].
+    """
+    wide = x.float()
+    size = wide.abs().amax(-1)  # NaN if one is in it
+    usable = (size >= LEAST) & (size <= MOST)
+    unusable = torch.where(size < LEAST, 0.0, size)  # the scale then
+    if dtype == torch.uint8:
+        return _round_int4(wide, usable, unusable)
+    most = INT8_MOST if dtype == torch.int8 else FP8_MOST
+    scale = torch.where(usable, size * (1 / most), unusable).bfloat16()
+    inverse = torch.where(usable, 1 / scale.float(), 0.0)[..., None]
+    # The scale may have been rounded down. In eight bits, 128 would wrap around.
+    steps = torch.where(usable[..., None], wide * inverse, 0.0)
+    steps = steps.round() if dtype == torch.int8 else steps
+    return steps.clamp(-most, most).to(dtype), scale
+
+
+def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
+    """What `round_vectors` kept: [..., head_dim] fp32."""
+    if numbers.dtype != torch.uint8:
+        return numbers.float() * scales.float()[..., None]
+    q = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
+    words = scales.int()
+    scale = ((words & 0xFFF0) << 15).view(torch.float32)
+    return (q - (words & 15)[..., None]).float() * scale[..., None]
+
+
+def movable(numbers: Tensor) -> Tensor:
+    """The same memory as torch can move it: fp8 only as bytes."""
+    return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
+
+
+def _round_int4(wide: Tensor, usable: Tensor, unusable: Tensor) -> tuple[Tensor, Tensor]:
+    """Over a range that includes 0, so that 0 stays exactly 0; the zero point is an integer."""
+    low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+    # Each divided first: the difference of two finite numbers may be infinite.
+    scale = torch.where(usable, high * (1 / INT4_MOST) - low * (1 / INT4_MOST), unusable)
+    bits = scale.view(torch.int32)
+    rounded = (bits + (_STEP // 2 - 1) + (bits // _STEP & 1)) // _STEP * _STEP
+    rounded = torch.where(scale.isnan(), 0x7FC00000, rounded)
+    inverse = torch.where(usable, 1 / rounded.view(torch.float32), 0.0)
+    zero = torch.where(usable, -low * inverse, 0.0).round().clamp(max=INT4_MOST)
+    steps = torch.where(usable[..., None], wide * inverse[..., None], 0.0).round()
+    q = (steps + zero[..., None]).clamp(0, INT4_MOST).to(torch.uint8)
+    words = (rounded >> 15 | zero.int()).to(torch.int16)
+    return q[..., 0::2] | q[..., 1::2] << 4, words

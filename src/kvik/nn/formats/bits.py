@@ -1,0 +1,207 @@
+"""Codes of a few bits in bytes and words, in the orders of the engine and of public checkpoints.
+
+`q` is [outputs, inputs] uint8 everywhere. A word is an int32, filled from its
+low bits. Zero points [outputs, groups] take the way of weights whose inputs are groups, where a
+function does not say otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+WORD = 32
+# AutoAWQ: which of eight neighbouring outputs lies in the i-th four bits of a word.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_BITS = 4
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """The engine's order: [outputs, inputs] -> [outputs, inputs / 2] uint8, the even input low.
+
+    Raises:
+        ValueError: the number of inputs is odd.
+    """
+    if q.shape[1] % 2:
+        raise ValueError(f"{q.shape[1]} inputs do not fill bytes of two codes")
+    return q[:, ::2] | q[:, 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """[outputs, bytes] -> [outputs, 2 * bytes]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def pack_gptq(q: Tensor, bits: int) -> Tensor:
+    """GPTQ's `qweight`: the codes of an output are one stream of bits, along its inputs.
+
+    With 3 bits 32 inputs fill three words, and a code may lie across two.
+
+    Returns:
+        [inputs * bits / 32, outputs] int32.
+
+    Raises:
+        ValueError: the inputs do not end at the end of a word.
+    """
+    return _stream(q, bits).t().contiguous()
+
+
+def unpack_gptq(words: Tensor, bits: int) -> Tensor:
+    """[words, outputs] -> [outputs, words * 32 / bits]."""
+    return _unstream(words.t(), bits)
+
+
+def pack_gptq_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """GPTQ's `qzeros`: a stream along the outputs, [groups, outputs * bits / 32] int32.
+
+    As they are, which is the format "gptq_v2"; see `lessen` for the older one.
+
+    Raises:
+        ValueError: the outputs do not end at the end of a word.
+    """
+    return _stream(zeros.t(), bits)
+
+
+def unpack_gptq_zeros(words: Tensor, bits: int) -> Tensor:
+    """[groups, words] -> [outputs, groups]."""
+    return _unstream(words, bits).t().contiguous()
+
+
+def lessen(words: Tensor, bits: int) -> Tensor:
+    """Packed zero points as the format "gptq" stores them: each less one.
+
+    GPTQModel borrows from the next code of a word where one is 0 (with 3 bits it does not), and
+    gives it back when it reads. AutoGPTQ has no zero points that are 0.
+    """
+    return _shifted(words, bits, -1)
+
+
+def restore(words: Tensor, bits: int) -> Tensor:
+    """What `lessen` was given."""
+    return _shifted(words, bits, 1)
+
+
+def _shifted(words: Tensor, bits: int, by: int) -> Tensor:
+    if WORD % bits:
+        return _stream((_unstream(words, bits) + by).bitwise_and_(2**bits - 1), bits)
+    ones = sum(1 << shift for shift in range(0, WORD, bits))
+    wide = words.to(torch.int64) + by * ones
+    return _signed(wide.bitwise_and_(2**WORD - 1))
+
+
+def _signed(wide: Tensor) -> Tensor:
+    """Words of 0 to 2^32 - 1 as int32."""
+    half = 1 << WORD - 1
+    return ((wide + half) % (2 * half) - half).to(torch.int32)
+
+
+def pack_awq(q: Tensor) -> Tensor:
+    """AutoAWQ's `qweight` and `qzeros` (GEMM): eight outputs to a word, interleaved.
+
+    Returns:
+        [inputs, outputs / 8] int32.
+
+    Raises:
+        ValueError: eight does not divide the outputs.
+    """
+    outputs, inputs = q.shape
+    if outputs % len(AWQ_ORDER):
+        raise ValueError(f"{outputs} outputs do not fill words of {len(AWQ_ORDER)}")
+    order = torch.tensor(AWQ_ORDER, device=q.device)
+    mixed = q.t().reshape(inputs, -1, len(AWQ_ORDER))[:, :, order]
+    return _fixed(mixed, AWQ_BITS)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """[inputs, words] -> [outputs, inputs]."""
+    mixed = _unfixed(words, AWQ_BITS)  # [inputs, words, 8]
+    place = torch.tensor(AWQ_ORDER, device=words.device).argsort()
+    return mixed[:, :, place].flatten(1).t().contiguous()
+
+
+def pack_compressed(q: Tensor, bits: int) -> Tensor:
+    """compressed-tensors' `weight_packed` ("pack-quantized"), as its version 0.20 writes it: the
+    codes of an output are one stream of bits, and the last word is filled up with zeros.
+
+    The format speaks of signed values; their code is what it stores, so symmetric weights need no
+    shift.
+
+    Returns:
+        [outputs, ceil(inputs * bits / 32)] int32.
+    """
+    padded = torch.nn.functional.pad(q, (0, -q.shape[1] % WORD))
+    return _stream(padded, bits)[:, : compressed_words(q.shape[1], bits)].contiguous()
+
+
+def compressed_words(codes: int, bits: int) -> int:
+    """How many words a row of codes fills."""
+    return -(-codes * bits // WORD)
+
+
+def unpack_compressed(words: Tensor, bits: int, inputs: int) -> Tensor:
+    """[outputs, words] -> [outputs, inputs]."""
+    padded = torch.nn.functional.pad(words, (0, -words.shape[1] % bits))
+    return _unstream(padded, bits)[:, :inputs].contiguous()
+
+
+def pack_compressed_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """compressed-tensors' `weight_zero_point`: along the outputs, [words, groups] int32."""
+    return pack_compressed(zeros.t(), bits).t().contiguous()
+
+
+def unpack_compressed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
+    """[words, groups] -> [outputs, groups]."""
+    return unpack_compressed(words.t(), bits, outputs).t().contiguous()
+
+
+def _fixed(codes: Tensor, bits: int) -> Tensor:
+    """[rows, words, codes of a word] -> [rows, words] int32."""
+    words = torch.zeros(codes.shape[:2], dtype=torch.int32, device=codes.device)
+    for i in range(codes.shape[2]):
+        words |= codes[:, :, i].to(torch.int32) << bits * i
+    return words
+
+
+def _unfixed(words: Tensor, bits: int) -> Tensor:
+    """[rows, words] -> [rows, words, 32 // bits] uint8."""
+    shifts = torch.arange(WORD // bits, dtype=torch.int32, device=words.device) * bits
+    # the sign that a shift drags in lies above the mask
+    return (words[:, :, None] >> shifts).bitwise_and_(2**bits - 1).to(torch.uint8)
+
+
+def _stream(codes: Tensor, bits: int) -> Tensor:
+    """[rows, codes] -> [rows, codes * bits / 32] int32, code after code without a gap.
+
+    The pattern repeats after as many codes as end at the end of a word.
+    """
+    rows, count = codes.shape
+    if count * bits % WORD:
+        raise ValueError(f"{count} codes of {bits} bits do not fill words of {WORD} bits")
+    period = WORD // math.gcd(WORD, bits)
+    cycles = codes.reshape(rows, -1, period).to(torch.int32)
+    words = torch.zeros(
+        rows, cycles.shape[1], period * bits // WORD, dtype=torch.int32, device=codes.device
+    )
+    for i in range(period):
+        word, shift = divmod(i * bits, WORD)
+        words[:, :, word] |= cycles[:, :, i] << shift
+        if shift + bits > WORD:
+            words[:, :, word + 1] |= cycles[:, :, i] >> WORD - shift
+    return words.flatten(1)
+
+
+def _unstream(words: Tensor, bits: int) -> Tensor:
+    """[rows, words] -> [rows, words * 32 / bits] uint8."""
+    period = WORD // math.gcd(WORD, bits)
+    cycles = words.reshape(len(words), -1, period * bits // WORD)
+    codes = torch.empty(len(words), cycles.shape[1], period, dtype=torch.uint8, device=words.device)
+    for i in range(period):
+        word, shift = divmod(i * bits, WORD)
+        low = min(bits, WORD - shift)  # bits of the code in its first word
+        code = (cycles[:, :, word] >> shift) & 2**low - 1
+        if low < bits:
+            code |= (cycles[:, :, word + 1] & 2 ** (bits - low) - 1) << low
+        codes[:, :, i] = code
+    return codes.flatten(1)

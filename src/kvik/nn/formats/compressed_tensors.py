@@ -1,0 +1,202 @@
+"""Integers in the formats of compressed-tensors (its compressors of version 0.20)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvik.config.stored_quantization import StoredScheme
+from kvik.kernels.weights import Weight
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.bits import (
+    WORD,
+    compressed_words,
+    pack_compressed,
+    pack_compressed_zeros,
+    unpack_compressed,
+    unpack_compressed_zeros,
+)
+from kvik.nn.formats.integers import (
+    SIGN,
+    Codes,
+    because,
+    check_group,
+    finite,
+    group_index,
+    weight_of,
+)
+
+WEIGHT, PACKED, SCALE, ZERO = "weight", "weight_packed", "weight_scale", "weight_zero_point"
+SHAPE, INDEX = "weight_shape", "weight_g_idx"
+# Calibrated steps of activations, which the engine finds for each token, and zero points of
+# symmetric weights.
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+BYTE = 8
+
+
+def scale_shape(
+    scheme: StoredScheme, shape: LinearShape, stored: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Of `weight_scale`. One scale is [1] or [], a scale for each output [outputs, 1] or [outputs].
+
+    Args:
+        stored: what the checkpoint has.
+
+    Raises:
+        ValueError: groups do not divide the inputs.
+    """
+    outputs = shape.outputs
+    if not scheme.band:
+        return () if stored == () else (1,)
+    if not scheme.group:
+        return (outputs,) if stored == (outputs,) else (outputs, 1)
+    return outputs, check_group(scheme, shape)
+
+
+class PackQuantized:
+    """weight_packed [outputs, inputs * bits / 32], weight_scale [outputs, groups], weight_shape
+    [2], with zero points weight_zero_point [outputs * bits / 32, groups], with act-order
+    weight_g_idx [inputs]."""
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.scheme, self.shape = scheme, shape
+        self.scale = scale_shape(scheme, shape, stored.get(SCALE))
+        self.groups = check_group(scheme, shape)
+        self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
+        self.has_index = scheme.ordered or INDEX in stored
+
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        outputs, bits, why = self.shape.outputs, self.scheme.bits, because(self.scheme)
+        across, along = (0 if shard == "column" else None), (1 if shard == "row" else None)
+        axis = along if across is None else across
+        words = compressed_words(self.shape.inputs, bits)
+        found = {
+            PACKED: StoredTensor((outputs, words), torch.int32, axis, because=why),
+            SCALE: StoredTensor(
+                self.scale, dtype, axis if self.groups > 1 else across, because=why
+            ),
+            SHAPE: StoredTensor((2,), torch.int64, None),
+        }
+        if not self.scheme.symmetric:
+            zeros = (compressed_words(outputs, bits), self.groups)
+            found[ZERO] = StoredTensor(zeros, torch.int32, axis, because=why)
+        if self.has_index:
+            found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64, None)
+        return found
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        return weight_of(self.codes(tensors, rows), self.scheme)
+
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
+        """Of some outputs."""
+        shape, bits = self.shape, self.scheme.bits
+        if tensors[SHAPE].tolist() != [shape.outputs, shape.inputs]:
+            message = f"must be [{shape.outputs}, {shape.inputs}], not {tensors[SHAPE].tolist()}"
+            raise TensorError(SHAPE, message)
+        q = unpack_compressed(tensors[PACKED][rows], bits, shape.inputs)
+        zeros = None
+        if not self.scheme.symmetric:
+            first = rows.start // WORD
+            own = tensors[ZERO][first * bits : -(-rows.stop // WORD) * bits]
+            stop = min(shape.outputs, first * WORD + own.shape[0] * WORD // bits)
+            zeros = unpack_compressed_zeros(own, bits, stop - first * WORD)
+            zeros = zeros[rows.start - first * WORD : rows.stop - first * WORD]
+        scales = _scales(tensors[SCALE], shape.outputs, rows)
+        return Codes(q, scales, zeros, bits, self._index(tensors))
+
+    def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The group of each input; None: neighbours, which are also written as -1."""
+        if not self.has_index or bool((tensors[INDEX] == -1).all()):
+            return None
+        index = group_index(INDEX, tensors[INDEX], self.groups)
+        if self.scheme.ordered:
+            return index
+        if bool((index.diff() < 0).any()):
+            raise TensorError(INDEX, "must count up, because actorder is not group")
+        return None
+
+    def save(self, codes: Codes) -> dict[str, Tensor]:
+        """The tensors of a whole layer."""
+        found = {
+            PACKED: pack_compressed(codes.q, codes.bits),
+            SCALE: codes.scales.reshape(self.scale).contiguous(),
+            SHAPE: torch.tensor([self.shape.outputs, self.shape.inputs]),
+        }
+        if codes.zeros is not None:
+            found[ZERO] = pack_compressed_zeros(codes.zeros, codes.bits)
+        if codes.groups is not None:
+            found[INDEX] = codes.groups.to(torch.int32)
+        return found
+
+
+class IntQuantized:
+    """weight [outputs, inputs] int8, weight_scale, and with zero points weight_zero_point int8."""
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.scheme, self.shape = scheme, shape
+        self.scale = scale_shape(scheme, shape, stored.get(SCALE))
+        self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
+
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        axis = {"column": 0, "row": 1, None: None}[shard]
+        grouped = axis if len(self.scale) == 2 and self.scale[1] > 1 else None
+        why = because(self.scheme)
+        weight = (self.shape.outputs, self.shape.inputs)
+        found = {
+            WEIGHT: StoredTensor(weight, torch.int8, axis, because=why),
+            SCALE: StoredTensor(self.scale, dtype, grouped, because=why),
+        }
+        if not self.scheme.symmetric:
+            found[ZERO] = StoredTensor(self.scale, torch.int8, grouped, because=why)
+        return found
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        return weight_of(self.codes(tensors, rows), self.scheme)
+
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
+        """Of some outputs."""
+        outputs = self.shape.outputs
+        q = tensors[WEIGHT][rows].view(torch.uint8) ^ SIGN
+        zeros = None
+        if not self.scheme.symmetric:
+            zeros = _spread(tensors[ZERO], outputs, rows).contiguous().view(torch.uint8) ^ SIGN
+        return Codes(q, _scales(tensors[SCALE], outputs, rows), zeros, BYTE)
+
+    def save(self, codes: Codes) -> dict[str, Tensor]:
+        """The tensors of a whole layer; codes have eight bits."""
+        found = {
+            WEIGHT: (codes.q ^ SIGN).view(torch.int8),
+            SCALE: _gathered(codes.scales, self.scale),
+        }
+        if codes.zeros is not None:
+            found[ZERO] = _gathered((codes.zeros ^ SIGN).view(torch.int8), self.scale)
+        return found
+
+
+def _scales(scales: Tensor, outputs: int, rows: slice) -> Tensor:
+    return finite(SCALE, _spread(scales, outputs, rows))
+
+
+def _spread(values: Tensor, outputs: int, rows: slice) -> Tensor:
+    """One for all, one for each output, or one for each group -> [rows, groups]."""
+    wide = values.reshape(-1, 1) if values.dim() < 2 else values
+    return wide.expand(outputs, -1)[rows]
+
+
+def _gathered(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The other way."""
+    return (values if len(shape) == 2 else values[: shape[0] if shape else 1, 0]).reshape(shape)

@@ -1,0 +1,86 @@
+"""Floats of eight bits, E4M3, with scales as compressed-tensors, DeepSeek and transformers have
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvik.config.quantization import loaded_scheme
+from kvik.config.stored_quantization import StoredScheme
+from kvik.kernels.fp8 import Block, unround_fp8
+from kvik.kernels.weights import FloatWeight, Fp8Weight
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.compressed_tensors import ACTIVATIONS, SCALE, WEIGHT, scale_shape
+from kvik.nn.formats.integers import finite
+
+BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
+NAN = 0x7F  # of E4M3, but for the sign
+
+
+class Fp8:
+    """weight [outputs, inputs] E4M3 and weight_scale: of the whole tensor, of each output, or of
+    blocks, which may be cut at the ends: [blocks of outputs, blocks of inputs].
+
+    Activations are not rounded, so calibrated scales of theirs are not read.
+    """
+
+    unread = ACTIVATIONS
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.scheme, self.shape = scheme, shape
+        self.block: Block = (scheme.band, scheme.group)
+        blocks = scheme.band > 1 and scheme.group > 0
+        self.scale_name = BLOCK_SCALE if BLOCK_SCALE in stored else SCALE
+        if blocks:
+            rows, columns = -(-shape.outputs // scheme.band), -(-shape.inputs // scheme.group)
+            self.scale: tuple[int, ...] = (rows, columns)
+        else:
+            self.scale = scale_shape(scheme, shape, stored.get(self.scale_name))
+
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        axis = {"column": 0, "row": 1, None: None}[shard]
+        own = axis if len(self.scale) == 2 and self.scale[1] > 1 else None
+        block = self.block
+        why = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
+        weight = (self.shape.outputs, self.shape.inputs)
+        return {
+            WEIGHT: StoredTensor(weight, torch.float8_e4m3fn, axis, because=why),
+            self.scale_name: StoredTensor(self.scale, torch.float32, own, because=why),
+        }
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight | Fp8Weight:
+        values = tensors[WEIGHT][rows]
+        if bool(((values.view(torch.uint8) & NAN) == NAN).any()):
+            raise TensorError(WEIGHT, "holds NaN")
+        scales = self._scales(tensors[self.scale_name], rows)
+        loaded = loaded_scheme(self.scheme, self.shape.inputs)
+        if loaded is None:
+            return FloatWeight(unround_fp8(values, scales, (1, self.scheme.group)))
+        return Fp8Weight(values, scales if loaded.group else scales[:, 0], loaded.group)
+
+    def _scales(self, scales: Tensor, rows: slice) -> Tensor:
+        """[rows, groups of inputs] fp32."""
+        scales = finite(self.scale_name, scales).float()
+        if bool((scales < 0).any()):
+            raise TensorError(self.scale_name, "holds negative scales")
+        wide = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+        band = self.scheme.band or self.shape.outputs
+        return wide[torch.arange(rows.start, rows.stop, device=wide.device) // band]
+
+    def save(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """The tensors of a whole layer.
+
+        Args:
+            values: [outputs, inputs] E4M3.
+            scales: as `fp8_scales` gives them for the block of this format.
+        """
+        return {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}

@@ -1,0 +1,80 @@
+"""The weights of a checkpoint as the tensors of a GGUF file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvik.config.errors import ModelError
+from kvik.config.fields import shown
+from kvik.config.model_spec import ModelSpec
+from kvik.gguf.export import gguf_architecture, rope_divisors
+from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
+from kvik.gguf.types import BLOCK_TYPES
+from kvik.gguf.writer import OutTensor
+from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
+from kvik.nn.gguf_blocks import permute_rotary, quantize
+from kvik.nn.safetensors import TensorEntry
+
+FINER = {"Q4_0": "Q8_0"}  # the embedding and the head are more sensitive than the rest
+
+
+def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[OutTensor]:
+    """The tensors of a file whose matrices are of `type` (F32, F16, BF16, Q8_0 or Q4_0).
+
+    They are read, a run of rows at a time, when they are written. Vectors stay F32, and matrices
+    whose rows are not whole blocks BF16. A head that repeats the embedding is left out.
+
+    Raises:
+        ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
+    """
+    permuted = gguf_architecture(spec) == "llama"
+    tensors = []
+    for hf, entry in checkpoint.entries.items():
+        name = gguf_name(hf)
+        if hf.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_word_embeddings):
+            continue
+        if name is None or not TORCH_DTYPES[entry.dtype].is_floating_point:
+            raise ModelError("model", f"tensor {shown(hf)} ({entry.dtype}) has no place in GGUF")
+        head_dim = spec.head_dim if permuted and has_rotary_rows(name) else None
+        if head_dim is not None and entry.shape[0] % head_dim:
+            raise ModelError(
+                "model",
+                f"tensor {shown(hf)} must have whole heads, of {head_dim} rows each",
+            )
+        tensors.append(_tensor(checkpoint, name, entry, type, head_dim))
+    divisors = rope_divisors(spec)
+    if divisors is not None:
+        data = struct.pack(f"<{len(divisors)}f", *divisors)
+        shape = (len(divisors),)
+        tensors.append(OutTensor(ROPE_FACTORS, BLOCK_TYPES["F32"], shape, lambda: iter([data])))
+    return tensors
+
+
+def _tensor(
+    checkpoint: Checkpoint, name: str, entry: TensorEntry, type: str, head_dim: int | None
+) -> OutTensor:
+    """`head_dim`: of rows that are to be put in another order."""
+    if len(entry.shape) == 1:
+        type = "F32"
+    elif name in (EMBEDDING, HEAD):
+        type = FINER.get(type, type)
+    if entry.shape[-1] % BLOCK_TYPES[type].weights:
+        type = "BF16"
+
+    def data() -> Iterator[memoryview]:
+        for run in checkpoint.runs({entry.name: head_dim is None}):
+            rows = run.values if head_dim is None else permute_rotary(run.values, head_dim)
+            yield _bytes(type, name, rows)
+
+    return OutTensor(name, BLOCK_TYPES[type], entry.shape, data)
+
+
+def _bytes(type: str, name: str, values: Tensor) -> memoryview:
+    if not torch.isfinite(values).all():
+        raise ModelError("model", f"tensor {shown(name)} must hold finite numbers")
+    rows = values if values.dim() == 2 else values.view(1, -1)
+    return quantize(type, rows).numpy().data.cast("B")

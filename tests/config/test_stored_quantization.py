@@ -1,0 +1,263 @@
+"""quantization_config: which layer is stored how, in the words of each tool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
+
+from kvik.config.errors import ModelError
+from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
+from kvik.config.model_spec import ModelSpec
+from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
+from kvik.config.stored_quantization import StoredScheme
+
+DOWN = "model.layers.3.mlp.down_proj"
+FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        (awq_config(), StoredScheme("awq", 4, 32, symmetric=False)),
+        (awq_config(group_size=-1, version="GEMM"), StoredScheme("awq", 4, symmetric=False)),
+        (gptq_config(), StoredScheme("gptq", 4, 32, lessened=True)),
+        (gptq_config(bits=8, sym=False, format="gptq_v2"), StoredScheme("gptq", 8, 32,
+                                                                        symmetric=False)),
+        (gptq_config(desc_act=True, checkpoint_format="gptq"), StoredScheme("gptq", 4, 32,
+                                                                ordered=True, lessened=True)),
+        (compressed_config(), StoredScheme("pack-quantized", 4, 32)),
+        (compressed_config(actorder="group"), StoredScheme("pack-quantized", 4, 32, ordered=True)),
+        (compressed_config(actorder="weight"), StoredScheme("pack-quantized", 4, 32)),
+        (compressed_config(strategy="channel", group_size=None, symmetric=False),
+         StoredScheme("pack-quantized", 4, symmetric=False)),
+        (compressed_config("int-quantized", num_bits=8, strategy=None, group_size=-1,
+                           activations=True),
+         StoredScheme("int-quantized", 8, quantize_activations=True)),
+        (compressed_config("naive-quantized", num_bits=8, strategy=None, group_size=None),
+         StoredScheme("int-quantized", 8, band=0)),
+        (compressed_config("float-quantized", **FLOAT8, strategy="tensor", activations=True),
+         StoredScheme("fp8", 8, band=0)),
+        (compressed_config("naive-quantized", **FLOAT8, strategy="block",
+                           block_structure=[128, 64]), StoredScheme("fp8", 8, 64, 128)),
+        (fp8_config(), StoredScheme("fp8", 8, 128, 128)),
+        (fp8_config(weight_block_size=None), StoredScheme("fp8", 8, band=0)),
+        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None}, StoredScheme("fp8", 8)),
+    ],
+)  # fmt: skip
+def test_scheme(config: dict[str, Any], scheme: StoredScheme) -> None:
+    stored = read(config)
+    assert stored.scheme(DOWN) == scheme
+    assert stored.scheme("lm_head") is None
+
+
+@pytest.mark.parametrize("config", [awq_config, fp8_config])
+def test_modules_that_were_not_converted(config: Any) -> None:
+    names = ["model.layers.0", "mlp.gate", "o_proj", "layers.2.self_attn.q_proj"]
+    stored = read(config(modules_to_not_convert=names))
+    plain = (
+        "model.layers.0.mlp.down_proj",
+        "model.layers.7.self_attn.o_proj",
+        "model.layers.2.self_attn.q_proj",
+        "lm_head",
+    )
+    quantised = (
+        "model.layers.10.mlp.down_proj",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.12.self_attn.q_proj",
+        "model.layers.2.self_attn.k_proj",
+    )
+    assert [name for name in plain + quantised if stored.scheme(name) is None] == list(plain)
+
+
+def test_gptq_by_module() -> None:
+    stored = read(
+        gptq_config(
+            dynamic={r"-:.*\.k_proj": {}, r"+:.*\.3\.mlp": {"bits": 8, "group_size": -1}, "lm_": {}}
+        )
+    )
+    assert stored.scheme("model.layers.3.self_attn.k_proj") is None
+    assert stored.scheme(DOWN) == StoredScheme("gptq", 8, 0, lessened=True)
+    usual = StoredScheme("gptq", 4, 32, lessened=True)
+    assert stored.scheme("model.layers.4.mlp.down_proj") == usual
+    assert stored.scheme("lm_head") == usual  # named before the rule that leaves it out
+    assert read(gptq_config(lm_head=True)).scheme("lm_head") == usual
+    some = read(gptq_config(modules_in_block_to_quantize=[["mlp.down_proj"], ["mlp.up_proj"]]))
+    assert some.scheme(DOWN) == usual
+    assert some.scheme("model.layers.3.self_attn.q_proj") is None
+
+
+def test_targets_of_compressed_tensors() -> None:
+    """A name goes before a pattern, that before a class; what is ignored before all."""
+    config = compressed_config(ignore=("re:.*lm_head", "model.layers.1.mlp.down_proj"))
+    first = config["config_groups"]["group_0"]
+    for bits, targets in ((8, ["re:.*down_proj$"]), (3, [DOWN, "model.layers.1.mlp.down_proj"])):
+        group = first | {"targets": targets, "weights": first["weights"] | {"num_bits": bits}}
+        config["config_groups"][f"group_{bits}"] = group
+    stored = read(config)
+    found = {
+        name: scheme.bits if (scheme := stored.scheme(name)) else None
+        for name in (
+            DOWN,
+            "model.layers.13.mlp.down_proj",
+            "model.layers.1.mlp.down_proj",
+            "model.layers.3.mlp.up_proj",
+            "model.lm_head",
+        )
+    }
+    assert list(found.values()) == [3, 8, None, 4, None]
+    assert read(compressed_config(ignore=("Linear",))).scheme(DOWN) is None
+    assert str(stored) == (
+        "compressed-tensors: 4 bits, in groups of 32; 8 bits, in groups of 32; "
+        "3 bits, in groups of 32"
+    )
+
+
+def test_formats_of_groups() -> None:
+    config = compressed_config("mixed-precision")
+    config["config_groups"]["group_0"]["format"] = "pack-quantized"
+    assert read(config).scheme(DOWN) == StoredScheme("pack-quantized", 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True},
+         "quant_method: must be one of awq, gptq, compressed-tensors, fp8, fbgemm_fp8, "
+         "not 'bitsandbytes'"),
+        ({"bits": 4}, "quant_method: is missing"),
+        (awq_config(version="gemv"), "version: must be one of gemm, GEMM, not 'gemv'"),
+        (awq_config(bits=3), "bits: must be an integer in [4, 4], not 3"),
+        (awq_config(modules_to_not_convert="mlp"), "modules_to_not_convert: must be a list"),
+        (gptq_config(bits=5), "bits: must be one of (2, 3, 4, 8), not 5"),
+        (gptq_config(bits=None), "bits: is missing"),
+        (gptq_config(group_size=0), "group_size: must be -1 or positive, not 0"),
+        (gptq_config(group_size=-2), "group_size: must be an integer in [-1, 1048576], not -2"),
+        (gptq_config(sym="yes"), "sym: must be true or false, not 'yes'"),
+        (gptq_config(checkpoint_format="marlin"), "checkpoint_format: must be one of gptq, "),
+        (gptq_config(is_marlin_format=True), "is_marlin_format: must be false"),
+        (gptq_config(dynamic={"+:(": {}}), "dynamic: holds '(', which is no regular expression"),
+        (gptq_config(dynamic={"+:a": 3}), "dynamic: must hold objects, not 3"),
+        (gptq_config(modules_in_block_to_quantize=[[3]]),
+         "modules_in_block_to_quantize: must be lists of names, not [[3]]"),
+        (compressed_config("marlin-24"), "format: must be one of pack-quantized, "),
+        (compressed_config("nvfp4-pack-quantized"), "not 'nvfp4-pack-quantized'"),
+        (compressed_config(num_bits=5), "group_0 weights num_bits: must be one of (2, 3, 4, 8)"),
+        (compressed_config(strategy="token"), "weights strategy: must be one of tensor, channel, "),
+        (compressed_config(group_size=None), "weights group_size: is missing"),
+        (compressed_config(type="float"), "type: must be int in the format pack-quantized"),
+        (compressed_config("float-quantized"), "type: must be float in the format float-quantized"),
+        (compressed_config("float-quantized", **FLOAT8, symmetric=False),
+         "symmetric: must be true for floats"),
+        (compressed_config("float-quantized", type="float"), "num_bits: must be an integer in "),
+        (compressed_config("float-quantized", **FLOAT8, strategy="block"),
+         "block_structure: is missing"),
+        (compressed_config(ignore=("re:[",)), "ignore: holds '[', which is no regular"),
+        (compressed_config() | {"config_groups": {"a": ["Linear"]}},
+         "config_groups a: must be an object"),
+        (compressed_config() | {"transform_config": {"a": 1}}, "transform_config: must be empty"),
+        (compressed_config() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+         "sparsity_config format: must be dense"),
+        (fp8_config(fmt="e5m2"), "fmt: must be one of e4m3"),
+        (fp8_config(scale_fmt="ue8m0"), "scale_fmt: must be one of float, not 'ue8m0'"),
+        (fp8_config(weight_block_size=[128]), "weight_block_size: must be two positive integers"),
+        (fp8_config(weight_block_size=[0, 128]), "weight_block_size: must be two positive"),
+        (fp8_config(weight_block_size=[True, 128]), "weight_block_size: must be two positive"),
+    ],
+)  # fmt: skip
+def test_refusals(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(config)
+    text = str(caught.value)
+    assert text.startswith("config.json quantization_config ") and message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("stored", "inputs", "loaded"),
+    [
+        (StoredScheme("awq", 4, 32, symmetric=False), 96, LayerScheme(4, 32)),
+        (StoredScheme("gptq", 4, 32), 96, LayerScheme(4, 32, zeros=False)),
+        # cut into smaller groups, and those that kernels cannot multiply
+        (StoredScheme("gptq", 4), 4096, LayerScheme(4, 128, zeros=False)),
+        (StoredScheme("gptq", 4, 1024), 4096, LayerScheme(4, 128, zeros=False)),
+        (StoredScheme("gptq", 4), 96, LayerScheme(4, 96, zeros=False)),
+        (StoredScheme("gptq", 4), 160, LayerScheme(4, 32, zeros=False)),
+        (StoredScheme("gptq", 4, 12), 96, None),
+        (StoredScheme("gptq", 4, 32, ordered=True), 96, LayerScheme(4, 32, zeros=False,
+                                                                    ordered=True)),
+        (StoredScheme("gptq", 4, 128, ordered=True), 96, LayerScheme(4, 96, zeros=False)),
+        (StoredScheme("gptq", 8, 32), 96, LayerScheme(8, 32)),
+        (StoredScheme("gptq", 8, 32, symmetric=False), 96, None),
+        (StoredScheme("int-quantized", 8, quantize_activations=True), 96,
+         LayerScheme(8, quantize_activations=True)),
+        (StoredScheme("int-quantized", 8, 6), 96, None),
+        (StoredScheme("fp8", 8, 128, 128), 96, LayerScheme(8, float8=True)),
+        (StoredScheme("fp8", 8, 128, 128), 300, LayerScheme(8, 128, float8=True)),
+        (StoredScheme("fp8", 8, 6, 6), 96, None),
+    ],
+)  # fmt: skip
+def test_what_it_is_in_memory(
+    stored: StoredScheme, inputs: int, loaded: LayerScheme | None
+) -> None:
+    assert loaded_scheme(stored, inputs) == loaded
+
+
+def test_a_matrix_has_one_scheme() -> None:
+    packed = StoredScheme("gptq", 4, 32)
+    scheme = LayerScheme(4, 32, zeros=False)
+    assert matrix_scheme("none", 96, (packed, packed), head=False) == scheme
+    assert matrix_scheme("int8", 96, (packed, packed), head=False) == scheme
+    assert matrix_scheme("none", 96, (packed, None), head=False) is None
+    assert matrix_scheme("none", 96, (None, None), head=False) is None
+    int8 = LayerScheme(8, quantize_activations=True)
+    assert matrix_scheme("int8", 96, (None, None), head=False) == int8
+    # the same in memory, however it is stored
+    other = replace(packed, layout="pack-quantized", lessened=True)
+    assert matrix_scheme("none", 96, (packed, other), head=False) == scheme
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float16",
+}
+
+
+def test_the_plan_counts_what_is_stored() -> None:
+    """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which makes
+    floats of Q, K and V, and for all of the last layer."""
+    config = awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2"])
+    spec = ModelSpec.from_config(LLAMA | {"quantization_config": config})
+    assert spec.quantization is not None
+    q, kv, o, up = 128 * 128, 2 * 128 * 64, 128 * 128, 2 * 128 * 256
+    packed = 4 / 8 + 5 / 32  # bytes of a weight
+    quantised = 2 * (o + up + up // 2) + q + kv
+    saved = quantised * (2 - packed)
+    assert weight_bytes(spec, "bfloat16", "none") == spec.weight_bytes("bfloat16") - saved
+    head = ModelSpec.from_config(LLAMA | {"quantization_config": gptq_config(lm_head=True)})
+    assert head.linear_layers()[-1].stored == (StoredScheme("gptq", 4, 32, lessened=True),)
+    tied = LLAMA | {"quantization_config": gptq_config(lm_head=True), "tie_word_embeddings": True}
+    assert ModelSpec.from_config(tied).linear_layers()[-1].stored == (None,)
+
+
+def test_room_to_load_whole_tensors() -> None:
+    """Two at a time: eight bits of gate and up."""
+    config = compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None)
+    step = StepSize(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    spec = ModelSpec.from_config(LLAMA)
+    stored = ModelSpec.from_config(LLAMA | {"quantization_config": config})
+    plain, quantised = (
+        Footprint(model, "bfloat16", "none", "cpu", "sdpa", 16, 0) for model in (spec, stored)
+    )
+    more = quantised.overhead(step) - plain.overhead(step)
+    assert more == QUANTIZED_SCRATCH_BYTES + 2 * 128 * 2 * 256
+    assert quantised.activations(step) >= plain.activations(step)

@@ -1,0 +1,133 @@
+"""Where the step loop's time goes: each second once, under a clock that moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest
+from kvik.engine.client import InprocClient
+from kvik.engine.loop import EngineLoop
+from kvik.engine.stats import LoopTime
+
+
+@dataclass
+class Timed:
+    """Takes `submit` seconds to take a step, and has its result `compute` seconds after that and
+    after the step before."""
+
+    clock: Any
+    depth: int
+    submit_seconds: float
+    compute: float
+    ready: float = 0.0
+    fails: bool = False
+    results: dict[int, float] = field(default_factory=dict)
+
+    def start(self) -> None: ...
+
+    def submit(self, plan: SchedulerOutput) -> object:
+        self.clock.now += self.submit_seconds
+        self.ready = max(self.ready, self.clock.now) + self.compute
+        self.results[plan.step] = self.ready
+        return ModelRunnerOutput(plan.step, [[1] if s else [] for s in plan.samples])
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        assert isinstance(handle, ModelRunnerOutput)
+        self.clock.now = max(self.clock.now, self.results[handle.step])
+        if self.fails:
+            raise RuntimeError("broken")
+        return handle
+
+    def stop(self) -> None: ...
+
+
+Make = Callable[..., tuple[EngineLoop, Any]]
+
+
+@pytest.fixture
+def make(rig: Callable[..., Any]) -> Make:
+    def loop(depth: int, submit: float, compute: float, **scheduler: object) -> Any:
+        engine = rig(depth, **scheduler)
+        executor = Timed(engine.clock, depth, submit, compute)
+        return EngineLoop(engine.core, executor, engine.clock), engine.clock
+
+    return loop
+
+
+def ask(loop: EngineLoop, tokens: int = 4) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    loop.core.add(EngineRequest("a", [1, 2, 3], params), loop.clock())
+
+
+def drain(loop: EngineLoop, clock: Any, between: float) -> None:
+    """Step to the end; the caller works for `between` seconds after each step."""
+    while loop.has_work:
+        loop.step()
+        clock.now += between
+
+
+def test_a_step_at_a_time(make: Make) -> None:
+    loop, clock = make(1, submit=2.0, compute=5.0)
+    clock.now += 100.0  # nobody asks
+    ask(loop)
+    drain(loop, clock, between=0.5)
+    clock.now += 30.0
+    # the last half second is no longer anyone's work
+    assert loop.stats().time == LoopTime(executor=4 * 7.0, host=3 * 0.5, idle=130.5)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("submit", "compute"), [(0.0, 4.0), (1.0, 2.0), (3.0, 0.0)])
+def test_steps_in_flight_are_not_counted_twice(
+    make: Make, depth: int, submit: float, compute: float
+) -> None:
+    loop, clock = make(depth, submit, compute)
+    started = clock.now
+    ask(loop, 20)
+    drain(loop, clock, between=1.0)
+    time = loop.stats().time
+    assert time.executor + time.host + time.idle == pytest.approx(clock.now - started)
+    assert time.executor >= 20 * submit
+
+
+def test_a_slow_host_hides_behind_steps_in_flight(make: Make) -> None:
+    """With two steps in flight the executor works on while the host does, and waiting is short."""
+    for depth, waited in ((1, 20 * 4.0), (2, 20 * 3.0 + 1.0)):
+        loop, clock = make(depth, submit=0.0, compute=4.0)
+        ask(loop, 20)
+        drain(loop, clock, between=1.0)
+        assert loop.stats().time.executor == pytest.approx(waited, abs=4.0), depth
+
+
+def test_a_failed_step_took_its_time(make: Make) -> None:
+    loop, clock = make(1, submit=0.0, compute=5.0)
+    loop.executor.fails = True
+    ask(loop)
+    drain(loop, clock, between=0.0)
+    assert loop.stats().time.executor == 5.0
+
+
+def test_waiting_for_company_is_idle(make: Make) -> None:
+    loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
+    client = InprocClient(loop, clock.sleep)
+    client.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
+    while client.has_requests:
+        client.poll()
+    assert client.stats().time == LoopTime(executor=5.0, host=0.0, idle=3.0)
+
+
+def test_reading_the_time_does_not_change_it(make: Make) -> None:
+    loop, clock = make(1, submit=0.0, compute=5.0)
+    ask(loop)
+    loop.step()
+    clock.now += 2.0
+    first = loop.stats().time
+    assert loop.stats().time == first == LoopTime(executor=5.0, host=2.0)
+    clock.now += 1.0
+    assert loop.stats().time.since(first) == LoopTime(host=1.0)

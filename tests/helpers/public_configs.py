@@ -1,0 +1,21 @@
+"""Facts of public models, as their config.json files state them, without what costs nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "planner"
+NAMES = tuple(sorted(path.stem for path in (FOLDER / "configs").glob("*.json")))
+
+
+def config(name: str) -> dict[str, Any]:
+    """The config.json of a public model."""
+    return facts(f"configs/{name}.json")
+
+
+def facts(file: str) -> dict[str, Any]:
+    """A JSON file beside the planner's tests."""
+    values: dict[str, Any] = json.loads((FOLDER / file).read_text())
+    return values

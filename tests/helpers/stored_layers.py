@@ -1,0 +1,102 @@
+"""Configs of quantised checkpoints as the public tools write them, and layers packed by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvik.config.fields import Fields
+from kvik.config.stored_quantization import StoredQuantization, read_stored_quantization
+
+GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"
+
+
+def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a tool was given, and the tensors that it made; golden/make.py says how."""
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, tensor in load_file(GOLDEN).items():
+        owner, _, rest = name.partition("/")
+        if owner == case:
+            found[rest.startswith("stored.")][rest.removeprefix("stored.")] = tensor
+    return found
+
+
+def read(config: dict[str, Any]) -> StoredQuantization:
+    stored = read_stored_quantization(Fields({"quantization_config": config}))
+    assert stored is not None
+    return stored
+
+
+def awq_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "version": "gemm",
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    } | changes
+
+
+def gptq_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "damp_percent": 0.01,
+        "desc_act": False,
+        "sym": True,
+        "static_groups": False,
+    } | changes
+
+
+def compressed_config(
+    format: str = "pack-quantized",
+    *,
+    ignore: tuple[str, ...] = ("lm_head",),
+    activations: bool = False,
+    **weights: Any,
+) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                    "group_size": 32, "dynamic": False} | weights,
+        "input_activations": {"num_bits": 8, "type": "int", "dynamic": True} if activations
+        else None,
+        "output_activations": None,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def fp8_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    } | changes
+
+
+def meaning(layer: dict[str, Tensor], bits: int) -> Tensor:
+    """w[o, i] = (q - zero) * scale, number by number; fp32 [outputs, inputs]."""
+    q, scales = layer["q"], layer["scales"].float()
+    outputs, inputs = q.shape
+    w = torch.empty(outputs, inputs)
+    for o in range(outputs):
+        for i in range(inputs):
+            natural = i // (inputs // scales.shape[1])
+            group = int(layer["groups"][i]) if "groups" in layer else natural
+            zero = int(layer["zeros"][o, group]) if "zeros" in layer else 2 ** (bits - 1)
+            w[o, i] = (int(q[o, i]) - zero) * scales[o, group]
+    return w

@@ -1,0 +1,98 @@
+"""Tiny checkpoints in the layouts of quantised ones, each with a twin of plain floats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.stored_layers import read
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.stored_quantization import StoredScheme
+from kvik.kernels.fp8 import fp8_scales, round_fp8, unround_fp8
+from kvik.nn.checkpoint import SINGLE
+from kvik.nn.formats.base import LinearShape
+from kvik.nn.formats.fp8 import Fp8
+from kvik.nn.formats.integers import Codes
+from kvik.nn.formats.registry import FORMATS
+
+
+def rounded(w: Tensor, scheme: StoredScheme) -> Codes:
+    """To the nearest code: the plainest quantiser there is."""
+    outputs, inputs = w.shape
+    bits = 8 if scheme.layout == "int-quantized" else scheme.bits
+    groups = None
+    if scheme.ordered:
+        permuted = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        groups = torch.empty(inputs, dtype=torch.int64)
+        groups[permuted] = torch.arange(inputs) // scheme.group
+        w = w[:, groups.argsort(stable=True)]
+    grouped = w.float().reshape(outputs, -1, scheme.group or inputs)
+    low, high = grouped.amin(-1).clamp(max=-1e-3), grouped.amax(-1).clamp(min=1e-3)
+    middle, most = 2 ** (bits - 1), 2**bits - 1
+    if scheme.symmetric:
+        largest = torch.maximum(high, -low)
+        if not scheme.band:
+            largest = largest.max().expand_as(largest)
+        scales = (largest / (middle - 0.5)).half().float()
+        zeros = torch.full_like(scales, middle)
+    else:
+        scales = ((high - low) / most).half().float()
+        zeros = (-low / scales).round().clamp(1, most)
+    q = (grouped / scales[:, :, None]).round() + zeros[:, :, None]
+    q = q.clamp(0, most).to(torch.uint8).view(outputs, inputs)
+    if groups is not None:
+        q = torch.empty_like(q).index_copy_(1, groups.argsort(stable=True), q)
+    kept = None if scheme.symmetric else zeros.to(torch.uint8)
+    return Codes(q, scales.half(), kept, bits, groups)
+
+
+def multiplied_out(codes: Codes) -> Tensor:
+    """[outputs, inputs] fp32."""
+    inputs = codes.q.shape[1]
+    groups = codes.groups
+    if groups is None:
+        groups = torch.arange(inputs) // (inputs // codes.scales.shape[1])
+    middle = 2 ** (codes.bits - 1)
+    zeros = middle if codes.zeros is None else codes.zeros[:, groups].float()
+    return (codes.q.float() - zeros) * codes.scales.float()[:, groups]
+
+
+def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any]) -> None:
+    """Quantise the linear layers of a checkpoint as `config` says.
+
+    Args:
+        twin: for the same weights, multiplied out.
+    """
+    stored, plain, quantised = read(config), load_file(source / SINGLE), {}
+    for name, tensor in dict(plain).items():
+        layer = name.removesuffix(".weight")
+        linear = layer.endswith("_proj") or layer == "lm_head"
+        scheme = stored.scheme(layer) if linear else None
+        if scheme is None:
+            quantised[name] = tensor
+            continue
+        shape = LinearShape(tensor.shape[1], tensor.shape[0])
+        names = {"weight_scale_inv": ()} if config.get("weight_block_size") else {}
+        format = FORMATS[scheme.layout](scheme, shape, names)
+        if isinstance(format, Fp8):
+            scales = fp8_scales(tensor, torch.float8_e4m3fn, format.block)
+            values = round_fp8(tensor, scales, torch.float8_e4m3fn, format.block)
+            tensors = format.save(values, scales)
+            plain[name] = unround_fp8(values, scales, format.block)
+        else:
+            codes = rounded(tensor, scheme)
+            tensors = format.save(codes)  # type: ignore[attr-defined]
+            plain[name] = multiplied_out(codes)
+        quantised |= {f"{layer}.{part}": tensors[part].contiguous() for part in tensors}
+    written = json.loads((source / "config.json").read_text())
+    for where, tensors, more in (
+        (folder, quantised, {"quantization_config": config}),
+        (twin, plain, {}),
+    ):
+        where.mkdir(exist_ok=True)
+        save_file(tensors, where / SINGLE)
+        (where / "config.json").write_text(json.dumps(written | more))

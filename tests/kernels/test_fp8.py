@@ -1,0 +1,152 @@
+"""Eight-bit floats: clamped before the cast, a scale for each block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.kernels import fp8
+from kvik.kernels.fp8 import (
+    LARGEST,
+    ROW,
+    SQUARE,
+    WHOLE,
+    Block,
+    fp8_scale,
+    fp8_scales,
+    round_fp8,
+    unround_fp8,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS: list[Block] = [WHOLE, ROW, (1, 16), (8, 16), (0, 16), (5, 0)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def representable(dtype: torch.dtype) -> Tensor:
+    """All finite numbers of a format, ascending, from its bits."""
+    numbers = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(dtype).double()
+    return numbers[numbers.isfinite()].unique()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_the_largest_number_is_a_number_and_the_last(dtype: torch.dtype, largest: float) -> None:
+    assert LARGEST[dtype] == largest == torch.finfo(dtype).max
+    assert float(representable(dtype).max()) == largest
+    # a cast alone does not stop there
+    assert torch.tensor(57344.0 * 1.2).to(E5M2).float().isinf()
+    beyond = torch.tensor([[largest * 1.2, -largest * 1.2]])
+    ones = torch.tensor(1.0)
+    assert round_fp8(beyond, ones, dtype, WHOLE).float().tolist() == [[largest, -largest]]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_against_a_double_loop(dtype: torch.dtype, block: Block, source: torch.dtype) -> None:
+    values = (normal(19, 40) * torch.logspace(-3, 3, 40)).to(source)
+    scales = fp8_scales(values, dtype, block)
+    rounded = round_fp8(values, scales, dtype, block)
+    back = unround_fp8(rounded, scales, block)
+    assert rounded.dtype == dtype and rounded.shape == values.shape
+    rows, columns = block[0] or 19, block[1] or 40
+    assert scales.shape == (-(-19 // rows), -(-40 // columns))
+    numbers = representable(dtype)
+    for i in range(0, 19, rows):
+        for j in range(0, 40, columns):
+            part = values[i : i + rows, j : j + columns].float()
+            scale = float(part.abs().max()) / LARGEST[dtype]
+            assert scales[i // rows, j // columns].item() == pytest.approx(scale, rel=1e-6)
+            exact = part.double() / scales[i // rows, j // columns]
+            nearest = (numbers[:, None, None] - exact).abs().amin(0)
+            found = rounded[i : i + rows, j : j + columns].double()
+            # a quotient in fp32 may fall to the other side of a tie
+            assert bool(((found - exact).abs() <= nearest + exact.abs() * 1e-6).all())
+            expected = found * scales[i // rows, j // columns].double()
+            torch.testing.assert_close(
+                back[i : i + rows, j : j + columns].double(), expected, rtol=1e-6, atol=0
+            )
+            assert float(found.abs().max()) == LARGEST[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "half_step"), [(E4M3, 2**-4), (E5M2, 2**-3)])
+def test_relative_errors(dtype: torch.dtype, half_step: float) -> None:
+    """Three and two bits behind the point: half a step is 1/16 and 1/8 of the power of two below,
+    so the worst is half a step behind it."""
+    values = normal(64, 256, seed=1)
+    scales = fp8_scales(values, dtype, ROW)
+    back = unround_fp8(round_fp8(values, scales, dtype, ROW), scales, ROW)
+    normals = values.abs() > values.abs().amax(1, keepdim=True) / 1000
+    error = ((back - values) / values).abs()[normals]
+    worst = half_step / (1 + half_step)
+    assert 0.98 * worst < float(error.max()) <= worst * (1 + 1e-5)
+
+
+def test_blocks_of_128_by_128_with_ragged_ends() -> None:
+    values = normal(200, 300, seed=2)
+    values[130, 290] = 1e4
+    scales = fp8_scales(values, E4M3, SQUARE)
+    assert scales.shape == (2, 3)
+    assert scales[1, 2].item() == pytest.approx(1e4 / 448)
+    assert float(scales.flatten()[:5].max()) < 0.02
+    back = unround_fp8(round_fp8(values, scales, E4M3, SQUARE), scales, SQUARE)
+    error = (back - values).abs()
+    assert float(error[:, :256].max()) < 0.3 and float(error[:128].max()) < 0.3
+
+
+def test_a_scale_for_each_token() -> None:
+    x = torch.cat((normal(3, 32), normal(3, 32) * 1e4, torch.zeros(1, 32)))
+    scales = fp8_scales(x, E4M3, ROW)
+    assert scales.shape == (7, 1) and scales[6] == 1.0
+    back = unround_fp8(round_fp8(x, scales, E4M3, ROW), scales, ROW)
+    large = x.abs() > x.abs().amax(1, keepdim=True) / 50
+    assert float(((back - x) / x).abs()[large].max()) <= 1 / 17 * 1.0001
+    assert torch.equal(back[6], x[6])
+
+
+def test_calibrated_activations_are_scaled_and_cut() -> None:
+    """A scale left at 1 would cut at 448 and lose small numbers."""
+    seen = normal(100, 16) * 1e4
+    scale = fp8_scale(seen.abs().amax(), E4M3)
+    assert scale.shape == () and scale.item() == pytest.approx(float(seen.abs().max()) / 448)
+    back = unround_fp8(round_fp8(seen, scale, E4M3, WHOLE), scale, WHOLE)
+    assert float((back - seen).norm() / seen.norm()) < 0.04
+    beyond = seen.abs().amax() * 3 * torch.ones(1, 16)
+    cut = unround_fp8(round_fp8(beyond, scale, E4M3, WHOLE), scale, WHOLE)
+    torch.testing.assert_close(cut, beyond / 3)
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = normal(37, 40)
+    for block in BLOCKS:
+        scales = fp8_scales(values, E4M3, block)
+        whole = round_fp8(values, scales, E4M3, block)
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8, "PIECE", 3 * 40)
+            again = round_fp8(values, scales, E4M3, block)
+        assert torch.equal(whole.view(torch.uint8), again.view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_value_that_is_no_number(bad: float, block: Block) -> None:
+    values = normal(19, 40)
+    values[18, 39] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        fp8_scales(values, E4M3, block)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        fp8_scale(torch.tensor(bad), E5M2)
+
+
+def test_nothing_to_scale_and_the_argument_left_alone() -> None:
+    values = torch.zeros(4, 8)
+    scales = fp8_scales(values, E4M3, ROW)
+    assert torch.equal(scales, torch.ones(4, 1))
+    values[1] = 3.0
+    before = values.clone()
+    round_fp8(values, scales, E4M3, ROW)
+    assert torch.equal(values, before)

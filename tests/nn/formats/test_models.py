@@ -1,0 +1,160 @@
+"""Whole checkpoints in each layout: the same logits and tokens as their multiplied out twins."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.quantization import weight_bytes
+from kvik.kernels.reference.linear import stored_weight
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
+from kvik.nn.checkpoint import INDEX, SINGLE
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+FP8 = {"num_bits": 8, "type": "float", "group_size": None}
+INT8 = {"num_bits": 8, "group_size": None}
+Q = "model.layers.1.self_attn.q_proj"
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": awq_config(),
+    "awq-rows": awq_config(group_size=-1),
+    "awq-some": awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2.mlp"]),
+    "gptq": gptq_config(),
+    "gptq-v2": gptq_config(sym=False, checkpoint_format="gptq_v2"),
+    "gptq-asym": gptq_config(sym=False),
+    "gptq-3": gptq_config(bits=3),
+    "gptq-8": gptq_config(bits=8),
+    "gptq-8-rows": gptq_config(bits=8, group_size=-1),
+    "gptq-8-asym": gptq_config(bits=8, sym=False),
+    "gptq-order": gptq_config(desc_act=True, sym=False),
+    "gptq-8-order": gptq_config(bits=8, desc_act=True),
+    "gptq-head": gptq_config(lm_head=True),
+    "gptq-mixed": gptq_config(
+        dynamic={r"+:.*down_proj": {"bits": 8}, r"-:.*layers\.0\..*k_proj": {}}
+    ),
+    "packed": compressed_config(),
+    "packed-asym": compressed_config(symmetric=False),
+    "packed-head": compressed_config(ignore=()),
+    "packed-some": compressed_config(ignore=("re:.*lm_head", Q)),
+    "packed-w4a8": compressed_config(activations=True),
+    "int8": compressed_config("int-quantized", **INT8, strategy="channel"),
+    "int8-asym": compressed_config("int-quantized", **INT8, strategy="channel", symmetric=False),
+    "int8-groups": compressed_config("int-quantized", num_bits=8),
+    "int8-one": compressed_config("int-quantized", **INT8, strategy="tensor"),
+    "fp8-one": compressed_config("float-quantized", **FP8, strategy="tensor", activations=True),
+    "fp8-rows": compressed_config("naive-quantized", **FP8, strategy="channel"),
+    "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
+    "fp8-odd-blocks": fp8_config(weight_block_size=[20, 36]),
+    "fp8-cut-blocks": fp8_config(),
+    "fp8-old": fp8_config(weight_block_size=None, ignored_layers=["lm_head", Q]),
+}
+
+
+MULTIPLIED_OUT = ("gptq-8-asym", "int8-asym", "fp8-odd-blocks")
+SMALL = (torch.int32, torch.int8, torch.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    save_tiny(folder, "Llama", **SIZES)
+    return folder
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_logits_are_those_of_the_twin(case: str, plain: Path, tmp_path: Path) -> None:
+    """To rounding in fp32; the same greedy tokens."""
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
+    ids = tokens(24)
+    twin = PagedModel(tmp_path / "twin")
+    expected = twin.logits(ids)
+    assert float((PagedModel(plain).logits(ids) - expected).norm() / expected.norm()) > 1e-3
+    for ops in (REFERENCE, TORCH):
+        model = PagedModel(tmp_path / "q", ops=ops)
+        found = model.logits(ids)
+        assert float((found - expected).norm() / expected.norm()) < 2e-6
+        assert model.greedy(ids[:6], 8, sequence=1) == twin.greedy(ids[:6], 8, sequence=1)
+        twin = PagedModel(tmp_path / "twin")
+    shapes = load_file(tmp_path / "q" / SINGLE)
+    assert any(tensor.dtype in SMALL for tensor in shapes.values())
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_plan_counts_the_bytes_that_are_loaded(case: str, plain: Path, tmp_path: Path) -> None:
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
+    weights: list[Weight] = []
+
+    def matrix(spec: MatrixSpec) -> Matrix:
+        made = REFERENCE.matrix(spec)
+        weights.append(stored_weight(made))
+        return made
+
+    ops = replace(REFERENCE, matrix=matrix)
+    model = PagedModel(tmp_path / "q", ops=ops, dtype=torch.bfloat16)
+    matrices = sum(weight.outputs * weight.inputs for weight in weights)
+    rest = 2 * (model.spec.parameters.total - matrices)
+    loaded = sum(size(weight) for weight in weights) + rest
+    assert loaded == weight_bytes(model.spec, "bfloat16", "none")
+    assert loaded < model.spec.weight_bytes("bfloat16") or case in MULTIPLIED_OUT
+
+
+def size(weight: object) -> int:
+    """Of all tensors in a weight."""
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return sum(size(getattr(weight, f.name)) for f in fields(weight)) if is_dataclass(weight) else 0
+
+
+def test_the_rest_may_be_quantised_at_load(plain: Path, tmp_path: Path) -> None:
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS["gptq"])
+    model = PagedModel(tmp_path / "q", quantization="int8").model
+    assert isinstance(model.lm_head.matrix.data, Int8Weight)
+    assert isinstance(model.layers[0].mlp.down.matrix.data, Int4Weight)
+
+
+def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path: Path) -> None:
+    rows = {"num_bits": 8, "group_size": None, "strategy": "channel"}
+    for activations in (False, True):
+        config = compressed_config("int-quantized", activations=activations, **rows)
+        save_quantised(plain, tmp_path / "q", tmp_path / "twin", config)
+        down = PagedModel(tmp_path / "q").model.layers[0].mlp.down.matrix.data
+        assert down.quantize_activations is activations
+
+
+def test_a_tied_embedding_stays_as_it_is(tmp_path: Path) -> None:
+    """Also where every linear layer is said to be quantised."""
+    save_tiny(tmp_path / "plain", "Qwen2", **SIZES, tie_word_embeddings=True)
+    config = compressed_config(ignore=())
+    save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config)
+    ids = tokens(12)
+    expected = PagedModel(tmp_path / "twin").logits(ids)
+    found = PagedModel(tmp_path / "q").logits(ids)
+    assert float((found - expected).norm() / expected.norm()) < 2e-6
+
+
+def test_layers_in_shards_and_sorted_by_type(plain: Path, tmp_path: Path) -> None:
+    """As large files are: what belongs together is read together, and may lie in two files."""
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS["gptq"])
+    expected = PagedModel(tmp_path / "q").logits([1, 2, 3])
+    tensors = load_file(tmp_path / "q" / SINGLE)
+    parts = [dict(list(tensors.items())[i::2]) for i in range(2)]
+    index = {}
+    for i, part in enumerate(parts):
+        save_file(part, tmp_path / "q" / f"{i}.safetensors")
+        index |= dict.fromkeys(part, f"{i}.safetensors")
+    (tmp_path / "q" / SINGLE).unlink()
+    (tmp_path / "q" / INDEX).write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(PagedModel(tmp_path / "q").logits([1, 2, 3]), expected)

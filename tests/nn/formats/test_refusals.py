@@ -1,0 +1,219 @@
+"""Checkpoints whose quantization_config lies about their tensors: one line that names both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.errors import ModelError
+from kvik.nn.checkpoint import SINGLE
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+DOWN = "model.layers.1.mlp.down_proj"
+Q = "model.layers.1.self_attn.q_proj"
+FLOAT8 = {"num_bits": 8, "type": "float", "group_size": None, "strategy": "tensor"}
+NATURAL = torch.arange(96, dtype=torch.int32) // 32
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": awq_config(),
+    "gptq": gptq_config(),
+    "order": gptq_config(desc_act=True),
+    "packed": compressed_config(symmetric=False),
+    "packed-order": compressed_config(actorder="group"),
+    "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
+    "fp8": compressed_config("float-quantized", **FLOAT8),
+    "blocks": fp8_config(weight_block_size=[32, 32]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("quantised")
+    save_tiny(root / "plain", "Llama", **SIZES)
+    for name, config in CONFIGS.items():
+        save_quantised(root / "plain", root / name, root / "twin", config)
+    return {name: root / name for name in (*CONFIGS, "plain")}
+
+
+def load(
+    source: Path, folder: Path, config: dict[str, Any] | None, tensors: dict[str, Tensor | None]
+) -> PagedModel:
+    """With quantization_config and some tensors replaced; None: taken away."""
+    folder.mkdir(exist_ok=True)
+    found: dict[str, Any] = load_file(source / SINGLE) | tensors
+    save_file({n: t for n, t in found.items() if t is not None}, folder / SINGLE)
+    written = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"quantization_config": config}))
+    return PagedModel(folder)
+
+
+def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Tensor | None]:
+    tensor = load_file(source / SINGLE)[name].clone()
+    tensor.view(-1)[1 if tensor.numel() > 1 else 0] = value
+    return {name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        # another number of bits or another group than the tensors have
+        ("gptq", {"bits": 8}, "qweight' must have shape [16, 64] by config.json "
+         "(8 bits in groups of 32), not [8, 64]"),
+        ("gptq", {"group_size": 16}, "must have shape [4, 8] by config.json (4 bits in groups of "
+         "16), not [2, 8]"),
+        ("awq", {"group_size": 16}, "(4 bits in groups of 16)"),
+        ("awq", {"group_size": 48}, "groups of 48 do not divide its 64 inputs; quantization_config "
+         "says 4 bits, in groups of 48, zero points"),
+        ("packed", {"group_0": {"num_bits": 8}}, "weight_packed' must have shape [64, 16]"),
+        ("blocks", {"weight_block_size": [16, 32]}, "weight_scale_inv' must have shape [4, 2] by "
+         "config.json (fp8 in blocks of 16 x 32), not [2, 2]"),
+        # tensors that the config wants, or does not
+        ("packed-order", {"group_0": {"symmetric": False}}, "is stored as weight_g_idx, "
+         "weight_packed, weight_scale, weight_shape; by config.json quantization_config it must be "
+         "weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx"),
+        ("awq", {"quant_method": "gptq"}, "qweight' must have shape [8, 64]"),
+        ("awq", {"quant_method": "fp8"}, "it must be weight, weight_scale (fp8)"),
+        ("int8", {"ignore": ["lm_head", Q]}, f"layer '{Q}' is stored as weight, weight_scale; by "
+         "config.json quantization_config it must be weight"),
+        ("plain", awq_config(), "is stored as weight; by config.json quantization_config it must "
+         "be qweight, qzeros, scales (awq)"),
+        ("int8", {"format": "float-quantized", "group_0": {"type": "float"}},
+         "weight' must be F8_E4M3, not I8"),
+        ("fp8", {"format": "int-quantized", "group_0": {"type": "int"}},
+         "weight' must be I8, not F8_E4M3"),
+        ("order", {"desc_act": False}, "g_idx' must count up, because desc_act is false"),
+        ("packed-order", {"group_0": {"actorder": "weight"}}, "weight_g_idx' must count up, "
+         "because actorder is not group"),
+    ],
+)  # fmt: skip
+def test_a_config_that_lies(
+    case: str,
+    changes: dict[str, Any],
+    message: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    config = json.loads(json.dumps(CONFIGS.get(case, {}))) | changes
+    for key, value in config.pop("group_0", {}).items():
+        config["config_groups"]["group_0"]["weights"][key] = value
+    with pytest.raises(ModelError) as caught:
+        load(folders[case], tmp_path, config, {})
+    text = str(caught.value)
+    assert text.startswith("model: ") and message in text
+    assert "\n" not in text and len(text) < 330
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "value", "message"),
+    [
+        ("awq", "scales", float("nan"), "holds NaN or infinity"),
+        ("gptq", "scales", float("inf"), "holds NaN or infinity"),
+        ("packed", "weight_scale", float("-inf"), "holds NaN or infinity"),
+        ("int8", "weight_scale", float("nan"), "holds NaN or infinity"),
+        ("fp8", "weight_scale", float("nan"), "holds NaN or infinity"),
+        ("fp8", "weight_scale", -1.0, "holds negative scales"),
+        ("blocks", "weight_scale_inv", float("inf"), "holds NaN or infinity"),
+        ("blocks", "weight", float("nan"), "holds NaN"),
+        ("gptq", "qzeros", 0, "must be 8 everywhere, because sym is true"),
+        ("order", "g_idx", 3, "must hold groups from 0 to 2"),
+        ("order", "g_idx", -1, "must hold groups from 0 to 2"),
+        ("packed-order", "weight_g_idx", 7, "must hold groups from 0 to 2"),
+        ("packed", "weight_shape", 95, "must be [64, 96], not [64, 95]"),
+    ],
+)
+def test_values_that_cannot_be(
+    case: str,
+    tensor: str,
+    value: float,
+    message: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    name = f"{DOWN}.{tensor}"
+    with pytest.raises(ModelError) as caught:
+        load(folders[case], tmp_path, CONFIGS[case], nan_in(folders[case], name, value))
+    text = str(caught.value)
+    assert text.startswith(f"model: tensor '{name}' ") and message in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "stored", "message"),
+    [
+        ("awq", "qzeros", None, "is stored as qweight, scales; by config.json"),
+        ("packed", "weight_zero_point", None, "it must be weight_packed, weight_scale, weight_sha"),
+        ("gptq", "qweight", torch.zeros(12, 64, dtype=torch.int64), "must be I32, not I64"),
+        ("gptq", "scales", torch.zeros(3, 64, dtype=torch.int8), "must be F32, BF16, F16 or F64, "),
+        ("gptq", "g_idx", torch.zeros(96), "must be I64 or I32, not F32"),
+        ("order", "g_idx", NATURAL.flip(0).clamp(min=1), "must give each of 3 groups as many"),
+        ("order", "g_idx", NATURAL[:95], "must have shape [96] by config.json, not [95]"),
+    ],
+)
+def test_tensors_that_are_not_as_they_must_be(
+    case: str,
+    tensor: str,
+    stored: Tensor | None,
+    message: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        load(folders[case], tmp_path, CONFIGS[case], {f"{DOWN}.{tensor}": stored})
+    assert message in str(caught.value) and DOWN in str(caught.value)
+
+
+def test_parts_of_a_matrix_in_different_orders(folders: dict[str, Path], tmp_path: Path) -> None:
+    order = load_file(folders["order"] / SINGLE)[f"{Q}.g_idx"].flip(0)
+    with pytest.raises(ModelError, match=r"self_attn\.[qkv]_proj': .* in different orders"):
+        load(folders["order"], tmp_path, CONFIGS["order"], {f"{Q}.g_idx": order})
+
+
+def test_nothing_is_filled_before_the_tensors_are_checked(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def filled(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("kvik.nn.parts.Rows.put", filled)
+    with pytest.raises(ModelError, match="must have shape"):
+        load(folders["gptq"], tmp_path, gptq_config(bits=8), {})
+
+
+def test_what_is_not_needed_may_be_there(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Calibrated steps of activations and of the cache, zero points of symmetric weights, an index
+    that says nothing or is missing."""
+    extra: dict[str, Tensor | None] = {
+        f"{DOWN}.input_scale": torch.ones(1),
+        f"{DOWN}.weight_zero_point": torch.zeros(64, 1, dtype=torch.int8),
+        "model.layers.1.self_attn.k_scale": torch.ones(1),
+        "model.layers.1.self_attn.v_scale": torch.ones(1),
+    }
+    load(folders["int8"], tmp_path, CONFIGS["int8"], extra)
+    load(folders["gptq"], tmp_path, CONFIGS["gptq"], {f"{DOWN}.g_idx": None})
+    unset = {f"{DOWN}.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)}
+    load(folders["packed"], tmp_path, CONFIGS["packed"], unset)
+    load(folders["gptq"], tmp_path, CONFIGS["gptq"], {f"{DOWN}.g_idx": NATURAL.long()})
+
+
+def test_scales_of_a_whole_tensor_or_of_rows_in_other_shapes(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    stored = load_file(folders["fp8"] / SINGLE)
+    flat = {name: t.reshape(()) for name, t in stored.items() if name.endswith("weight_scale")}
+    expected = PagedModel(folders["fp8"]).logits([1, 2, 3])
+    found = load(folders["fp8"], tmp_path, CONFIGS["fp8"], {**flat}).logits([1, 2, 3])
+    assert torch.equal(found, expected)
+    stored = load_file(folders["int8"] / SINGLE)
+    flat = {name: t.flatten() for name, t in stored.items() if name.endswith("weight_scale")}
+    expected = PagedModel(folders["int8"]).logits([1, 2, 3])
+    found = load(folders["int8"], tmp_path, CONFIGS["int8"], {**flat}).logits([1, 2, 3])
+    assert torch.equal(found, expected)
