@@ -1,0 +1,1 @@
+"""Offline quantisation: the methods of the papers as functions on tensors."""

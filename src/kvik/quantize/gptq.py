@@ -1,0 +1,125 @@
+"""GPTQ: each column's rounding error is made good by the columns not yet rounded.
+
+Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", section 3.3 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvik.quantize.grid import Grid, Scales
+from kvik.quantize.quantised import Quantised
+
+
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    *,
+    damping: float = 0.01,
+    act_order: bool = False,
+    static_groups: bool = False,
+    block: int = 128,
+) -> Quantised:
+    """Rounds w so that || (W - Q) X || is small, and not || W - Q ||.
+
+    An input that calibration never saw tells nothing of the others: its weights are rounded to
+    nearest.
+
+    Args:
+        w: [outputs, inputs], any float dtype.
+        hessian: [inputs, inputs], 2 X X^T up to a factor.
+        damping: share of the mean diagonal that is added to it.
+        act_order: columns with the largest inputs go first, while there are many others to make
+            good. The result is in the order of the layer; the groups are then of neighbours in the
+            order of rounding, and `Quantised.order` tells them.
+        static_groups: scales of all groups are taken from w, not from the columns as they are when
+            the group's first is reached. With `act_order` groups stay neighbours in the layer.
+        block: columns whose errors reach those behind it together.
+
+    Raises:
+        ValueError: as `Grid.fit`; the Hessian is not one.
+    """
+    inputs = w.shape[1]
+    width = grid.width(inputs)
+    order = torch.arange(inputs, device=w.device)
+    if act_order:
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = inverse_factor(hessian, order, damping)
+    fixed = grid.fit(w)  # checks w; taken where groups are static
+    # Transposed, so that a column is contiguous: [inputs, outputs], in the order of rounding.
+    rest = w.float().t()[order]
+    codes = torch.empty_like(rest, dtype=torch.uint8)
+    group_of = (order if static_groups else torch.arange(inputs, device=w.device)) // width
+    scales = fixed.scales.t().clone()  # [groups, outputs]
+    zeros = None if fixed.zeros is None else fixed.zeros.t().clone()
+    groups = group_of.tolist()
+
+    for start, end in _blocks(inputs, width, block):
+        errors = rest[start:end]  # each column's error takes the place of the column
+        upper = factor[start:end]
+        for i in range(end - start):
+            column = start + i
+            g = groups[column]
+            if not static_groups and column % width == 0:
+                fresh = grid.fit(rest[column : column + width].t())
+                scales[g] = fresh.scales[:, 0]
+                if zeros is not None and fresh.zeros is not None:
+                    zeros[g] = fresh.zeros[:, 0]
+            zero = grid.middle if zeros is None else zeros[g]
+            q = grid.codes(errors[i], scales[g], zero)
+            codes[column] = q
+            errors[i].sub_(q.sub_(zero).mul_(scales[g])).div_(upper[i, column])
+            errors[i + 1 :].addr_(upper[i, column + 1 : end], errors[i], alpha=-1)
+        rest[end:].addmm_(upper[:, end:].t(), errors, alpha=-1)
+
+    back = order.argsort()
+    regrouped = act_order and not static_groups and width < inputs
+    found = Scales(scales.t().contiguous(), None if zeros is None else zeros.t().contiguous())
+    return Quantised(
+        codes[back].t().contiguous(), found, grid, group_of[back] if regrouped else None
+    )
+
+
+def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with H^-1 = U^T U for the damped H in this order. [inputs, inputs] fp32.
+
+    Row i of U, from its diagonal on, is what the inverse of H without the first i columns says of
+    the i-th, divided by the root of its diagonal. Rows of the whole inverse are something else.
+
+    H^-1 itself is not needed: where J turns the order round, J H J = L L^T and so U = J L^-1 J.
+
+    Raises:
+        ValueError: H holds NaN, or is no second moment.
+    """
+    turned = order.flip(0)
+    damped = hessian[turned][:, turned].double()
+    diagonal = damped.diagonal()
+    if not bool(diagonal.isfinite().all()):
+        raise ValueError("the second moment of the inputs holds NaN or infinity")
+    dead = diagonal == 0
+    live = (~dead).sum().clamp(min=1)
+    diagonal += damping * diagonal.sum() / live
+    diagonal[dead] = 1.0
+    failed = torch.empty((), dtype=torch.int32, device=hessian.device)
+    # both in place: the largest layers have matrices of a gigabyte
+    torch.linalg.cholesky_ex(damped, out=(damped, failed))
+    if int(failed):
+        raise ValueError("the second moment of the inputs is not positive; raise the damping")
+    inverse = torch.eye(len(order), dtype=torch.float64, device=hessian.device)
+    torch.linalg.solve_triangular(damped, inverse, upper=False, out=inverse)
+    return inverse.float().flip(0, 1)
+
+
+def _blocks(inputs: int, width: int, block: int) -> Iterator[tuple[int, int]]:
+    """Ranges of columns: whole groups, or parts of one. So all columns of a group are up to date
+    when its first is reached."""
+    span = max(block // width, 1) * width
+    for start in range(0, inputs, span):
+        end = min(start + span, inputs)
+        for part in range(start, end, block):
+            yield part, min(part + block, end)

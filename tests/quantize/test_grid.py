@@ -1,0 +1,271 @@
+"""The quantiser of all methods: ranges, scales and zero points, group by group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvik.quantize.grid import ROW, TENSOR, Grid, Scales, dequantise, quantise
+from kvik.quantize.rtn import rtn
+
+BITS = range(2, 9)
+FP32: tuple[torch.dtype, ...] = ()
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def steps_of(scales: Scales, width: int) -> Tensor:
+    """[outputs, inputs]."""
+    return scales.scales.repeat_interleave(width, dim=1)
+
+
+def naive(row: list[float], bits: int, symmetric: bool) -> tuple[list[int], float, int]:
+    """Codes, scale and zero point of one group, number by number."""
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        scale = max(abs(w) for w in row) / most or 1.0
+        zero = 2 ** (bits - 1)
+        return [zero + max(-most, min(most, round(w / scale))) for w in row], scale, zero
+    most = 2**bits - 1
+    low, high = min(0.0, *row), max(0.0, *row)
+    scale = (high - low) / most or 1.0
+    zero = max(0, min(most, round(-low / scale)))
+    return [max(0, min(most, round(w / scale) + zero)) for w in row], scale, zero
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [4, 12, ROW])
+def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
+    w = normal(5, 24, seed=bits)
+    w[3] = w[3].abs()  # a range that must be stretched to 0
+    grid = Grid(bits, group, symmetric, FP32)
+    found = rtn(w, grid)
+    width = 24 if group == ROW else group
+    for o in range(5):
+        for g in range(24 // width):
+            columns = slice(g * width, (g + 1) * width)
+            codes, scale, zero = naive(w[o, columns].tolist(), bits, symmetric)
+            assert found.q[o, columns].tolist() == codes
+            assert found.scales.scales[o, g].item() == pytest.approx(scale, rel=1e-6)
+            if found.scales.zeros is not None:
+                assert found.scales.zeros[o, g].item() == zero
+            expected = [(q - zero) * scale for q in codes]
+            assert found.dequantised()[o, columns].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_symmetric_steps_are_as_many_below_as_above(bits: int) -> None:
+    """Not -2^(bits-1): the scale is absmax / (2^(bits-1) - 1)."""
+    w = normal(64, 128)
+    w[:, 0], w[:, 1] = -1.0, 0.9
+    most = 2 ** (bits - 1) - 1
+    grid = Grid(bits, ROW, True, FP32)
+    found = rtn(w, grid)
+    assert torch.equal(found.scales.scales, torch.full((64, 1), 1 / most))
+    assert found.scales.zeros is None
+    steps = found.q.int() - grid.middle
+    assert int(steps.min()) == -most and int(steps.max()) <= most
+    mirrored = rtn(-w, grid)
+    assert torch.equal(mirrored.dequantised(), -found.dequantised())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3), (-0.1, 0.9), (0.0, 1.0)])
+def test_asymmetric_ranges_include_zero_which_stays_zero(
+    bits: int, low: float, high: float
+) -> None:
+    w = torch.linspace(low, high, 64)[None].clone()
+    w[0, 5] = 0.0
+    found = rtn(w, Grid(bits, 64, False, FP32))
+    most = 2**bits - 1
+    spread = max(high, 0) - min(low, 0)
+    assert found.scales.scales.item() == pytest.approx(spread / most, rel=1e-6)
+    assert found.scales.zeros is not None and found.scales.zeros.dtype == torch.uint8
+    assert 0 <= int(found.scales.zeros) <= most
+    assert found.dequantised()[0, 5] == 0.0
+    if high > 0:
+        assert int(found.q.max()) == most
+    if low < 0:
+        assert int(found.q.min()) == 0
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_off_by_half_a_step_at_most_and_evenly(bits: int, symmetric: bool) -> None:
+    """Of many even weights the error is uniform within half a step: rms 1/sqrt(12), mean 0."""
+    generator = torch.Generator().manual_seed(bits)
+    w = torch.rand(64, 4096, generator=generator) * 2 - 1
+    w[:, 0], w[:, 1] = -1.0, 1.0
+    grid = Grid(bits, 1024, symmetric, FP32)
+    found = rtn(w, grid)
+    error = (found.dequantised() - w) / steps_of(found.scales, 1024)
+    assert 0.49 < float(error.abs().max()) <= 0.5 + 1e-4
+    assert float(error.square().mean().sqrt()) == pytest.approx(12**-0.5, rel=0.01)
+    assert abs(float(error.mean())) < 5 * 12**-0.5 / math.sqrt(w.numel())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_lie_along_the_inputs_of_one_row(symmetric: bool) -> None:
+    w = normal(3, 96)
+    w[1, 40] = 1e3
+    found = rtn(w, Grid(4, 32, symmetric))
+    assert found.scales.scales.shape == (3, 3)
+    off = (found.dequantised() - w).abs()
+    assert float(off[1, 32:64].max()) > 0.02
+    off[1, 32:64] = 0
+    assert float(off.max()) < 0.006
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_scale_for_the_tensor(symmetric: bool) -> None:
+    w = normal(6, 40)
+    w[2, 3], w[4, 5] = 0.7, -0.3
+    found = rtn(w, Grid(8, TENSOR, symmetric, FP32))
+    expected = 0.7 / 127 if symmetric else 1.0 / 255
+    assert found.scales.scales.shape == (1, 1)
+    assert found.scales.scales.item() == pytest.approx(expected, rel=1e-6)
+    assert float((found.dequantised() - w).abs().max()) <= expected / 2 * 1.001
+    row = rtn(w[2:3], Grid(8, ROW, symmetric, FP32))
+    assert torch.equal(row.scales.scales, found.scales.scales) == symmetric
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float16,), (torch.bfloat16,), (torch.bfloat16, torch.float16)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_are_rounded_by_the_scale_that_is_stored(
+    dtypes: tuple[torch.dtype, ...], symmetric: bool
+) -> None:
+    w = normal(256, 128)
+    found = rtn(w, Grid(4, 32, symmetric, dtypes))
+    for dtype in dtypes:
+        assert torch.equal(found.scales.scales, found.scales.scales.to(dtype).float())
+    steps = steps_of(found.scales, 32)
+    zeros = 8 if found.scales.zeros is None else found.scales.zeros.repeat_interleave(32, dim=1)
+    best = ((w / steps).round() + zeros).clamp(1 if symmetric else 0, 15)
+    assert torch.equal(found.q.float(), best)
+    finer = rtn(w, Grid(4, 32, symmetric, FP32))
+    assert not torch.equal(finer.scales.scales, found.scales.scales)
+    assert not torch.equal(finer.q, found.q)  # these tests would see the other order
+
+
+def test_scales_that_two_formats_hold_even_when_tiny() -> None:
+    """fp16 has few digits left there, and bfloat16 has few everywhere."""
+    w = normal(512, 32) * torch.logspace(-7, 3, 512)[:, None]
+    scales = Grid(4, 32, True, (torch.bfloat16, torch.float16)).fit(w).scales
+    assert torch.equal(scales, scales.half().float())
+    assert torch.equal(scales, scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nothing_to_scale(symmetric: bool) -> None:
+    w = torch.zeros(3, 32)
+    w[1] = 1e-12  # a scale that fp16 does not hold
+    w[2] = 1.0
+    found = rtn(w, Grid(4, 16, symmetric))
+    assert torch.equal(found.scales.scales[:2], torch.ones(2, 2))
+    assert not found.dequantised()[:2].any()
+    torch.testing.assert_close(found.dequantised()[2], w[2], rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_steps_too_small_for_their_digits_stay_in_range(symmetric: bool) -> None:
+    w = torch.full((1, 32), 7e-7)
+    w[0, ::2] *= -1
+    grid = Grid(4, 32, symmetric)
+    found = rtn(w, grid)
+    assert grid.lowest <= int(found.q.min()) and int(found.q.max()) <= grid.highest
+    assert torch.equal(found.dequantised().sign(), w.sign())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -> None:
+    """A scale of 1.4 of the smallest steps of fp16 becomes one of them: 0 would be at code 21."""
+    w = torch.full((1, 8), sign * 15 * 1.4 * 2.0**-24)
+    found = rtn(w, Grid(4, ROW, False))
+    assert found.scales.zeros is not None
+    assert found.scales.zeros.item() == (0 if sign > 0 else 15)
+    assert found.dequantised()[0, 0] == sign * 15 * 2.0**-24
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
+    """As they do in GPTQ, which moves weights after their scales are fixed."""
+    w, grid = normal(4, 32), Grid(4, ROW, symmetric)
+    q = quantise(w * 100, grid.fit(w), grid)
+    assert q.unique()[[0, -1]].tolist() == [1 if symmetric else 0, 15]
+
+
+@pytest.mark.parametrize("group", [16, ROW, TENSOR])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number(bad: float, symmetric: bool, group: int) -> None:
+    w = normal(3, 32)
+    w[2, 31] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        rtn(w, Grid(4, group, symmetric))
+
+
+def test_a_weight_too_large_for_its_scale() -> None:
+    w = torch.full((1, 4), 1e7)
+    with pytest.raises(ValueError, match="too large for scales"):
+        rtn(w, Grid(4, ROW, True))
+    assert rtn(w, Grid(4, ROW, True, FP32)).dequantised().isfinite().all()
+    most = torch.tensor([[torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max]])
+    for symmetric in (True, False):
+        assert rtn(most, Grid(4, ROW, symmetric, FP32)).scales.scales.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0, 1, 9, -4])
+def test_bits_out_of_range(bits: int) -> None:
+    with pytest.raises(ValueError, match="2 to 8 bits"):
+        Grid(bits, 32, True)
+
+
+def test_groups_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="do not divide 48"):
+        rtn(normal(2, 48), Grid(4, 32, True))
+    with pytest.raises(ValueError, match="a group is"):
+        Grid(4, -2, True)
+
+
+def test_bits_per_weight() -> None:
+    assert Grid(4, 128, True).bits_per_weight(64, 256) == 4.125
+    assert Grid(4, 128, False).bits_per_weight(64, 256) == 4.15625
+    assert Grid(4, 128, True, FP32).bits_per_weight(64, 256) == 4.25
+    assert Grid(8, ROW, True, FP32).bits_per_weight(64, 256) == 8.125
+    assert Grid(8, TENSOR, True, FP32).bits_per_weight(64, 256) == 8 + 32 / (64 * 256)
+
+
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    group=st.sampled_from([1, 2, 8, ROW, TENSOR]),
+    seed=st.integers(0, 2**32 - 1),
+    power=st.integers(-6, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_codes_stay_in_range_and_values_are_their_own_nearest(
+    bits: int, symmetric: bool, group: int, seed: int, power: int
+) -> None:
+    w = normal(4, 16, seed=seed, scale=10.0**power)
+    grid = Grid(bits, group, symmetric, FP32)
+    scales = grid.fit(w)
+    q = quantise(w, scales, grid)
+    assert grid.lowest <= int(q.min()) and int(q.max()) <= grid.highest
+    assert torch.equal(quantise(dequantise(q, scales, grid), scales, grid), q)
+
+
+def test_the_argument_is_left_alone() -> None:
+    w = normal(4, 32).bfloat16()
+    before = w.clone()
+    assert rtn(w, Grid(4, 16, False)).dequantised().dtype == torch.float32
+    assert torch.equal(w, before)
