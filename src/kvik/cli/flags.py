@@ -49,6 +49,31 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         _add(group, option)
 
 
+def add_question_flag(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    kind: Callable[[str], object],
+    metavar: str,
+    note: str,
+) -> None:
+    """A flag of a question to the planner; not given, the question's own default holds."""
+    parser.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=note)
+
+
+def integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, not {text[:60]!r}") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text[:60]!r}") from None
+
+
 def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Fields of EngineConfig that were given: as flags and argument, else in the environment."""
     named = {"model": model} if model else {}

@@ -12,8 +12,11 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
+from kvik.config.kv_formats import AUTO
+from kvik.config.kv_spec import formats_of
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec, read_model_spec
+from kvik.config.quantization import weight_bytes
 from kvik.config.resolve import resolve
 
 
@@ -48,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refusal: str) -> str:
     dtype = resolved.runner.dtype if resolved else spec.dtype
-    kv_bytes = spec.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    kv_dtype = _kv_format(resolved) if resolved else dtype
+    weights = f"{show_bytes(weight_bytes(spec, dtype, 'none'))} in {dtype}"
     rows = [
         ("model", folder),
         ("architecture", spec.architecture),
@@ -60,9 +64,9 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
         ("parameters", f"{spec.parameters.total:,}"),
-        ("checkpoint", spec.dtype),
-        ("weights", f"{show_bytes(spec.weight_bytes(dtype))} in {dtype}"),
-        ("KV cache", f"{kv_bytes:,} bytes per token in {dtype}"),
+        ("checkpoint", str(spec.quantization or spec.dtype)),
+        ("weights", weights if spec.quantization is None else f"{weights} where not quantised"),
+        ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
     ]
     lines = [f"{name:14}{value}" for name, value in rows]
     if resolved is None:
@@ -89,8 +93,9 @@ def _as_json(
         "context": spec.max_context,
         "parameters": spec.parameters.total,
         "dtype": dtype,
-        "weight_bytes": spec.weight_bytes(dtype),
-        "kv_bytes_per_token": spec.kv_bytes_per_token(DTYPE_BYTES[dtype]),
+        "stored_as": str(spec.quantization or spec.dtype),
+        "weight_bytes": weight_bytes(spec, dtype, "none"),
+        "kv_bytes_per_token": _kv_bytes(spec, resolved),
         "fits": resolved is not None,
     }
     if resolved is None:
@@ -101,3 +106,16 @@ def _as_json(
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "memory": {**memory, "total": resolved.memory.total},
     }
+
+
+def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:
+    """Of one token in all layers: as decided, or in the checkpoint's dtype."""
+    if resolved is None:
+        return spec.kv_bytes_per_token(DTYPE_BYTES[spec.dtype])
+    return sum(group.bytes_per_token for group in resolved.cache.groups)
+
+
+def _kv_format(resolved: ResolvedConfig) -> str:
+    formats = formats_of(resolved.cache.groups)
+    names = (resolved.runner.dtype if name == AUTO else name for name in formats)
+    return " and ".join(dict.fromkeys(names))

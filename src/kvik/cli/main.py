@@ -16,6 +16,16 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
     "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
+    "plan": ("kvik.cli.plan", "what a model takes and gives on some hardware, and costs"),
+    "advise": ("kvik.cli.advise", "what to change, and what it would bring"),
+    "calibrate": ("kvik.cli.calibrate", "measure what this machine can do"),
+    "bench latency": ("kvik.cli.bench_latency", "time one batch at a time"),
+    "bench throughput": ("kvik.cli.bench_throughput", "tokens a second of many requests"),
+    "bench serve": ("kvik.cli.bench_serve", "put a load on a server by its URL"),
+    "bench startup": ("kvik.cli.bench_startup", "seconds to the first token, by part"),
+    "bench batching": ("kvik.cli.bench_batching", "static, dynamic and continuous batching"),
+    "bench compare": ("kvik.cli.bench_compare", "kvik beside other engines"),
+    "bench techniques": ("kvik.cli.bench_techniques", "what each technique brings"),
 }
 
 USAGE_ERROR = 2

@@ -1,0 +1,181 @@
+"""`kvik advise [MODEL]`: what to change about serving a model on a machine, and what it brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from textwrap import wrap
+
+from kvik.cli.flags import Parser, add_question_flag, integer, number
+from kvik.config.capacity import show_bytes
+from kvik.planner.advice.advise import Advice, Report, advise
+from kvik.planner.advice.figures import Figures
+from kvik.planner.advice.reasons import most_served
+from kvik.planner.advice.wish import Wish
+from kvik.planner.rounded import seconds
+from kvik.planner.serving import Prediction
+from kvik.planner.slo import parse_slo
+
+WIDTH, MARGIN = 100, 24
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "advise",
+        "[MODEL]",
+        "List what to change about serving a model, each with its flag and its predicted effect on "
+        "this load and machine. Loads nothing.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder, hub id or config.json (default: bundled)"
+    )
+
+    add = partial(add_question_flag, parser)
+    add("--slo", str, "SLO", "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s")
+    add("--hardware", str, "NAME", "h200, a100-80g, rtx4090, ..., this (default), or a file")
+    add("--prompt", integer, "N", "tokens of a request's prompt (default: 512)")
+    add("--output", integer, "N", "tokens of its output (default: 128)")
+    add("--shared", integer, "N", "tokens of the prompt that all begin with (default: 0)")
+    add("--concurrency", integer, "N", "requests at a time (default: 8, or what keeps the SLO)")
+    add("--rate", number, "R", "requests a second, at random, in place of --concurrency")
+    add("--acceptance", number, "A", "of the drafts of speculation (default: 0.7)")
+    add("--draft", str, "MODEL", "that makes them (default: they cost nothing)")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = dict(vars(arguments))
+    as_object = given.pop("json")
+    if "slo" in given:
+        given["slo"] = parse_slo(given["slo"])
+    report = advise(Wish(**given))
+    print(json.dumps(as_json(report)) if as_object else as_text(report))
+    return 0
+
+
+def as_json(report: Report) -> dict[str, object]:
+    """The report without what the question already said."""
+    device = report.usual.at.device
+    return {
+        "model": report.usual.shape.name,
+        "hardware": device.name,
+        "measured": device.measured,
+        "traffic": asdict(report.traffic),
+        "slo": asdict(report.wish.slo) if report.wish.slo else None,
+        "assumed": report.assumed,
+        "obstacle": report.obstacle or None,
+        "promise": report.promise or None,
+        "flags": report.flags,
+        "start": asdict(report.start) if report.start else None,
+        "end": asdict(report.end),
+        "advice": [asdict(advice) for advice in report.advice],
+        "later": [asdict(advice) for advice in report.later],
+    }
+
+
+def as_text(report: Report) -> str:
+    lines = [*_header(report), ""]
+    for place, advice in enumerate(report.advice, 1):
+        lines += _advice(f"{place}. {advice.topic}", advice)
+    if report.later:
+        lines += ["", "Not in this version, each alone on top of the above:"]
+        for advice in report.later:
+            lines += _advice(f"   {advice.topic}", advice)
+    lines += ["", *_item("with all advised", _figures(report.end))]
+    if not report.obstacle and report.usual.shape.spec is not None:
+        lines.append(" ".join(filter(None, ["kvik generate", report.wish.model, *report.flags])))
+    return "\n".join(lines)
+
+
+def _header(report: Report) -> list[str]:
+    device, shape, traffic = report.usual.at.device, report.usual.shape, report.traffic
+    basis = "measured here" if device.measured else "ceilings of its data sheet; kernels reach less"
+    requests = f"{traffic.prompt} prompt + {traffic.output} output tokens"
+    if traffic.shared:
+        requests += f", {traffic.shared} of them shared"
+    if report.wish.concurrency or report.wish.rate:
+        load = (
+            f"{report.wish.concurrency} at a time"
+            if report.wish.concurrency
+            else (f"{report.wish.rate:g} a second")
+        )
+        requests += f", {load}"
+    lines = [
+        *_item("model", f"{shape.name} on {device.name} ({basis})"),
+        *_item("requests", requests),
+    ]
+    if report.assumed:
+        lines += _item("assumed", " ".join(report.assumed))
+    if report.obstacle:
+        lines += _item("obstacle", f"{shape.name} {report.obstacle}")
+    if shape.spec is None:
+        lines += _item("note", f"this version does not run {shape.architecture}")
+    for note in shape.notes:
+        lines += _item("note", note)
+    if report.start:
+        lines += _item("without flags", _figures(report.start))
+    if report.promise:
+        lines += _item("promise", report.promise)
+    return lines
+
+
+def _advice(title: str, advice: Advice) -> list[str]:
+    verdict = advice.verdict
+    if advice.flags:
+        verdict = " ".join(advice.flags)
+    elif advice.change:
+        verdict = advice.change
+    lines = [*_item(title, verdict), *_item("", advice.reason)]
+    if advice.before and advice.after:
+        lines += _item("", _change(advice.before, advice.after))
+    elif advice.after:
+        lines += _item("", _figures(advice.after))
+    return lines
+
+
+def _figures(figures: Figures) -> str:
+    parts = [f"{show_bytes(figures.memory)} of {show_bytes(figures.memory_limit)}"]
+    if figures.load is None:
+        return f"comes faster than it can be served, {most_served(figures)}; {parts[0]}"
+    load = figures.load
+    parts = [
+        f"{load.concurrency} at a time",
+        f"{load.output_rate:,.0f} tokens/s",
+        f"TTFT {seconds(load.ttft)}",
+        f"TPOT {seconds(load.tpot)}",
+        *parts,
+    ]
+    return ", ".join(parts)
+
+
+def _change(before: Figures, after: Figures) -> str:
+    parts = []
+    if before.load and after.load:
+        old, new = before.load, after.load
+        pairs: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
+            ("", lambda p: f"{p.concurrency} at a time"),
+            ("tokens/s ", lambda p: f"{p.output_rate:,.0f}"),
+            ("TTFT ", lambda p: seconds(p.ttft)),
+            ("TPOT ", lambda p: seconds(p.tpot)),
+        )
+        for name, show in pairs:
+            was, now = show(old), show(new)
+            if was != now:
+                parts.append(f"{name}{was} -> {now}")
+    elif after.load:
+        parts.append(f"{most_served(before)} -> {_figures(after)}")
+    else:
+        parts.append(f"{most_served(before)} -> {most_served(after)}")
+    if before.memory != after.memory:
+        parts.append(f"memory {show_bytes(before.memory)} -> {show_bytes(after.memory)}")
+    return ", ".join(parts) or "the same figures"
+
+
+def _item(name: str, text: str) -> list[str]:
+    """A name in the margin, its text wrapped beside it."""
+    first, *rest = wrap(text, WIDTH - MARGIN, break_on_hyphens=False)
+    return [f"{name:{MARGIN}}{first}", *(" " * MARGIN + line for line in rest)]

@@ -1,0 +1,1 @@
+"""What to change about serving a model on a machine, and what that brings."""

@@ -1,0 +1,339 @@
+"""An ordered list of what to change about serving a model on a machine, each with what it brings.
+
+Every figure is predicted by the roofline and the memory plan for this model, machine and load. What
+brings less than such predictions are good for is not advised, and the list says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvik.config.errors import CapacityError
+from kvik.config.hardware import Hardware
+from kvik.config.resolve import MAX_NUM_SEQS
+from kvik.planner.advice import levers, reasons
+from kvik.planner.advice.figures import WORTHWHILE, Figures, figures_of, improvement
+from kvik.planner.advice.levers import Position
+from kvik.planner.advice.wish import Wish, assumed, check_wish, traffic_of
+from kvik.planner.devices import Device
+from kvik.planner.families import read_shape
+from kvik.planner.plan import find_machine, setting_of
+from kvik.planner.question import Question
+from kvik.planner.serving import Serving, Traffic, set_up
+from kvik.planner.shape import ModelShape
+
+ORDER = (
+    "precision",
+    "attention",
+    "KV format",
+    "batching",
+    "prefix cache",
+    "quantisation",
+    "speculation",
+    "parallelism",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One lever.
+
+    Attributes:
+        verdict: "do", "keep" (it is well as it is), "no use" or "not in this version".
+        change: the position advised, in words; "" if it stays.
+        flags: that bring it there.
+        before, after: predicted; None: nothing changes.
+        reason: in words, with its figures.
+    """
+
+    topic: str
+    verdict: str
+    reason: str
+    change: str = ""
+    flags: tuple[str, ...] = ()
+    before: Figures | None = None
+    after: Figures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Attributes:
+    assumed: flags for what the wish did not say.
+    obstacle: why no setting of this version fits, and what the figures are for in its place; "".
+    usual, advised: the setting without flags, and with all that is advised.
+    start, end: what they give; `start` is None if the usual setting does not fit.
+    flags: of all that is advised.
+    advice: in order, each on top of what is advised before it.
+    later: what this version has no flag for, each alone on top of all that is advised.
+    promise: whether the limits can be kept, and by what margin; "" without limits.
+    """
+
+    wish: Wish
+    traffic: Traffic
+    assumed: tuple[str, ...]
+    obstacle: str
+    usual: Serving
+    advised: Serving
+    start: Figures | None
+    end: Figures
+    flags: tuple[str, ...]
+    advice: tuple[Advice, ...]
+    later: tuple[Advice, ...]
+    promise: str
+
+
+def advise(wish: Wish) -> Report:
+    """Advice for a wish.
+
+    Raises:
+        ConfigError: a field that makes no sense, or a machine whose speed is unknown.
+        ModelError: the model is not found or cannot be read.
+        CapacityError: the model does not fit this machine in any way.
+    """
+    shape = read_shape(wish.model)
+    device, hardware = find_machine(wish.hardware)
+    draft = None if wish.draft is None else read_shape(wish.draft)
+    return advise_shape(shape, device, wish, hardware, draft)
+
+
+def advise_shape(
+    shape: ModelShape,
+    device: Device,
+    wish: Wish,
+    hardware: Hardware | None = None,
+    draft: ModelShape | None = None,
+) -> Report:
+    """Advice for a model that is read already, on a device that is found already.
+
+    Args:
+        hardware: of this machine; None: the device is another one.
+        draft: of speculation.
+    """
+    check_wish(wish, shape)
+    traffic = traffic_of(wish, shape)
+    question = Question(model=wish.model, hardware=wish.hardware, context=traffic.context)
+    at = setting_of(shape, device, question, hardware)
+    usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
+    return _Adviser(wish, traffic, draft, usual).report()
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A setting, what it gives, and what the lever that leads here is set to."""
+
+    serving: Serving
+    figures: Figures
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adviser:
+    wish: Wish
+    traffic: Traffic
+    draft: ModelShape | None
+    usual: Serving
+
+    def report(self) -> Report:
+        start = self._at(self.usual)
+        now, obstacle = self._first_that_fits(start)
+        advice: list[Advice] = []
+        if now is not start and not obstacle:
+            advice.append(self._room(now))
+        for topic in ORDER:
+            if topic == "attention":
+                reason = reasons.attention(now.serving, self._batch(now))
+                advice.append(Advice(topic, "keep", reason))
+            elif topic == "prefix cache":
+                advice.append(self._prefix_cache(now.serving))
+            elif topic == "batching":
+                made, now = self._batching(now)
+                advice.append(made)
+            elif levers.available(topic):
+                made, now = self._pull(topic, now)
+                advice.append(made)
+        absent = [topic for topic in ORDER if not levers.available(topic)]
+        return Report(
+            wish=self.wish,
+            traffic=self.traffic,
+            assumed=assumed(self.wish, self.traffic),
+            obstacle=obstacle,
+            usual=self.usual,
+            advised=now.serving,
+            start=start.figures if self.usual.room else None,
+            end=now.figures,
+            flags=levers.flags(now.serving, self.usual),
+            advice=tuple(advice),
+            later=tuple(self._pull(topic, now)[0] for topic in absent),
+            promise=self._promise(now, absent),
+        )
+
+    def _at(self, serving: Serving, name: str = "") -> _Point:
+        return _Point(serving, figures_of(serving, self.traffic, self.wish), name)
+
+    def _improvement(self, before: _Point, after: _Point) -> float:
+        return improvement(before.figures, after.figures, self.wish)
+
+    def _first_that_fits(self, start: _Point) -> tuple[_Point, str]:
+        """The usual setting; else a smaller format; else more devices, and why.
+
+        Raises:
+            CapacityError: nothing fits.
+        """
+        usual = self.usual
+        if usual.room:
+            return start, ""
+        formats = (usual.at.weight_format, *levers.made_formats(usual))
+        for count in levers.device_counts(usual):
+            for name in formats:
+                shared = replace(usual, at=replace(usual.at, tp=count))
+                found = levers.with_weights(shared, self.traffic, name)
+                if found.room:
+                    alone = count == 1 or levers.available("parallelism")
+                    why = "" if alone else reasons.obstacle(usual, found, formats)
+                    return self._at(found), why
+        raise CapacityError("model", reasons.hopeless(usual, formats))
+
+    def _room(self, now: _Point) -> Advice:
+        serving = now.serving
+        reason = reasons.too_large(self.usual, serving)
+        flags = levers.flags(serving, self.usual)
+        return Advice("room", "do", reason, serving.at.weight_format, flags, after=now.figures)
+
+    def _prefix_cache(self, now: Serving) -> Advice:
+        """It is on without a flag, so what it brings is told from the other side."""
+        shared = self.traffic.shared
+        supposed = replace(self.traffic, shared=shared or self.traffic.prompt // 2)
+        without = figures_of(now, replace(self.traffic, shared=0), self.wish)
+        served = figures_of(now, supposed, self.wish)
+        reason = reasons.prefix(supposed, served, without, known=bool(shared))
+        if not shared:
+            return Advice("prefix cache", "keep", reason)
+        return Advice("prefix cache", "keep", reason, before=without, after=served)
+
+    def _batching(self, now: _Point) -> tuple[Advice, _Point]:
+        then = self._tuned(now.serving)
+        slo = self.wish.slo
+        reason = reasons.batching(now.serving, then.serving, self.traffic, then.figures, slo)
+        if then.serving == now.serving:
+            return Advice("batching", "keep", reason), now
+        change = f"{then.serving.seqs} at a time, {then.serving.budget} tokens a step"
+        made, _ = self._changes(now, then)
+        return Advice("batching", "do", reason, change, made, now.figures, then.figures), then
+
+    def _pull(self, topic: str, now: _Point) -> tuple[Advice, _Point]:
+        """Try a lever's positions. Returns the advice, and the setting that follows from it."""
+        # Where the batching is decided, it is decided again for each setting.
+        later = ORDER.index(topic) > ORDER.index("batching") or not levers.available(topic)
+        best = self._best(topic, now)
+        then = best
+        if best.name and later:
+            then = self._tuned(best.serving, best.name)
+        elif best.name:
+            then = self._at(replace(best.serving, seqs=now.serving.seqs), best.name)
+        change = self._improvement(now, then)
+        reason = self._reason(topic, now, then, change)
+        if change <= 0.0:
+            return Advice(topic, "no use", reason), now
+        if not levers.available(topic):
+            found = Advice(topic, "not in this version", reason, then.name)
+            return replace(found, before=now.figures, after=then.figures), now
+        if topic in ("KV format", "quantisation"):
+            reason += "; answers change a little, so compare them"
+        made, undone = self._changes(now, then)
+        if undone:
+            reason += f"; {' and '.join(undone)} is then not needed"
+        return Advice(topic, "do", reason, then.name, made, now.figures, then.figures), then
+
+    def _best(self, topic: str, now: _Point) -> _Point:
+        """The position that gives most, as many requests running as have room; of those that give
+        as much the first. Of devices, the fewest that keep the limits."""
+        best: _Point | None = None
+        for position in self._positions(topic, now):
+            point = self._at(levers.widened(position.serving), position.name)
+            if best is None or self._improvement(best, point) > 0.0:
+                best = point
+            if topic == "parallelism" and self._kept(best):
+                break
+        return best or replace(now, name="")
+
+    def _positions(self, topic: str, now: _Point) -> Iterator[Position]:
+        serving = now.serving
+        if topic == "precision":
+            return levers.precisions(serving, self.traffic)
+        if topic == "KV format":
+            return levers.kv_formats(serving, self.traffic)
+        if topic == "quantisation":
+            return levers.quantisations(serving, self.traffic)
+        if topic == "speculation":
+            acceptance = self.wish.acceptance
+            return levers.speculations(serving, acceptance, self.draft, self._batch(now))
+        return levers.parallelisms(serving, self.traffic)
+
+    def _tuned(self, serving: Serving, name: str = "") -> _Point:
+        """With the token budget that serves best, and no more requests at a time than keep the
+        limits, or than the load needs."""
+        usual, slo = self.usual, self.wish.slo
+        base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
+        best = base
+        for position in levers.batchings(base.serving):
+            point = self._at(position.serving, name)
+            # Several steps of little loss each would add up.
+            if self._improvement(best, point) > 0.0 <= self._improvement(base, point):
+                best = point
+        wide = self._at(levers.widened(best.serving), name)
+        if self._improvement(best, wide) > 0.0:
+            best = wide
+        wanted = best.figures.load if slo is None else best.figures.largest
+        if wanted is None:
+            return best
+        needed = min(wanted.concurrency, best.serving.most)
+        if needed > usual.seqs or (slo is not None and needed < best.serving.most):
+            return self._at(replace(best.serving, seqs=needed), name)
+        return self._at(replace(best.serving, seqs=usual.seqs), name)
+
+    def _changes(self, now: _Point, then: _Point) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Flags that come, and options that go without being replaced."""
+        old = levers.flags(now.serving, self.usual)
+        new = levers.flags(then.serving, self.usual)
+        options = {flag.split()[0] for flag in new}
+        gone = (flag.split()[0] for flag in old)
+        return tuple(f for f in new if f not in old), tuple(o for o in gone if o not in options)
+
+    def _kept(self, point: _Point) -> bool:
+        return self.wish.slo is None or point.figures.largest is not None
+
+    def _batch(self, now: _Point) -> int:
+        """Requests that run at a time at the load that the figures are for."""
+        load, most = now.figures.load, now.serving.most
+        return max(1, min(load.concurrency if load else most, most))
+
+    def _reason(self, topic: str, now: _Point, then: _Point, change: float) -> str:
+        if not then.name:
+            return reasons.nothing(topic, now.serving)
+        batch, drafting = self._batch(now), then.serving.drafting
+        if drafting is None:
+            why = reasons.shares(now.serving, self.traffic, batch)
+        else:
+            why = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)
+            cost = "made by the draft model" if self.draft else "free"
+            why += f"; drafts are taken to be {cost} and {self.wish.acceptance:.0%} right"
+        if change > 0.0:
+            return why
+        effect = (
+            f"make it {-change:.0%} worse" if change else f"change no figure by {WORTHWHILE:.0%}"
+        )
+        return f"{then.name} would {effect}: {why}"
+
+    def _promise(self, now: _Point, absent: list[str]) -> str:
+        slo = self.wish.slo
+        if slo is None:
+            return ""
+        said = reasons.promise(now.figures, slo, asked=self.wish.load_named)
+        if self._kept(now):
+            return said
+        for topic in absent:  # all that this version lacks, one on top of the other
+            best = self._best(topic, now)
+            if self._improvement(now, best) > 0.0:
+                now = best
+        return f"{said}; {reasons.beyond(now.figures, slo)}"

@@ -1,0 +1,197 @@
+"""Why a lever helps or does not, in words with their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvik.config.capacity import show_bytes
+from kvik.planner.advice.figures import Figures
+from kvik.planner.formats import weight_facts
+from kvik.planner.memory import memory_of
+from kvik.planner.roofline import StepTime, decode, step_time, verify
+from kvik.planner.rounded import seconds, three
+from kvik.planner.serving import Prediction, Serving, Traffic, predict
+from kvik.planner.slo import Slo
+from kvik.planner.variants import attention_variants
+
+_BOUNDS: Mapping[str, str] = {"bandwidth": "reading", "compute": "arithmetic", "host": "calls"}
+
+
+def too_large(usual: Serving, now: Serving) -> str:
+    """The usual format does not fit, another does."""
+    at = usual.at
+    memory = memory_of(usual.shape, at)
+    smaller = memory_of(now.shape, now.at)
+    return (
+        f"{at.weight_format} needs {show_bytes(memory.total)} of {show_bytes(memory.limit)}, "
+        f"{now.at.weight_format} {show_bytes(smaller.total)}"
+    )
+
+
+def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
+    """Nothing fits one device; what the figures are for in its place."""
+    needed = min(usual.shape.weight_bytes(name) for name in formats)
+    memory = memory_of(usual.shape, usual.at)
+    return (
+        f"does not fit one {usual.at.device.name}: at least {show_bytes(needed)} of weights, "
+        f"{show_bytes(memory.limit)} may be used. This version cannot share a model; the figures "
+        f"are for {now.at.tp} devices that do, in {now.at.weight_format}"
+    )
+
+
+def attention(serving: Serving, batch: int) -> str:
+    """What the model's attention caches, beside what others would."""
+    rows = attention_variants(serving.shape, replace(serving.at, batch=batch))
+    own = next(row for row in rows if row.own)
+    others = [
+        f"{row.attention} {row.kv_per_token:,} bytes"
+        + (f" and {_change(own.ceiling, row.ceiling)} decode tokens/s" if row.ceiling else "")
+        for row in rows
+        if not row.own
+    ]
+    text = f"{own.attention} caches {own.kv_per_token:,} bytes a token"
+    return f"{text}; with the same heads {', '.join(others)}. It comes with the model"
+
+
+def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
+    """Where the time of a decoding step goes."""
+    time = _decoding(serving, traffic, batch)
+    weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
+    cache = sum(p.expected for p in time.parts if p.name == "kv cache")
+    host = sum(p.expected for p in time.parts if p.bound == "host")
+    calls = f", {host / time.expected:.0%} to calls and the host" if host else ""
+    what = _BOUNDS.get(time.bound, time.bound)
+    return (
+        f"of a decoding step {weights / time.expected:.0%} goes to the weights, "
+        f"{cache / time.expected:.0%} to the KV cache{calls}; it is bound by {what}"
+    )
+
+
+def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
+    """What it costs to check drafts."""
+    step = verify(batch, traffic.halfway, drafts)
+    time = step_time(serving.shape, serving.at, step)
+    cost = time.expected / _decoding(serving, traffic, batch).expected
+    work = f"{_count(drafts, 'draft')} of {_count(batch, 'request')}"
+    return f"checking {work} takes {cost:.2f} times a plain step"
+
+
+def nothing(topic: str, serving: Serving) -> str:
+    """Why a lever has no other position."""
+    facts = weight_facts(serving.at.weight_format)
+    if topic == "precision" and not facts.dtype:
+        return f"the weights are {facts.name}; a dtype would take more"
+    if topic in ("precision", "quantisation"):
+        return f"{facts.name} already; no smaller format of this kind is known"
+    if topic == "parallelism" and not serving.at.device.link:
+        return f"{serving.at.device.name} has no link to a sibling"
+    return "there is no other setting"
+
+
+def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
+    """Nothing fits, however many devices."""
+    needed = min(usual.shape.weight_bytes(name) for name in formats)
+    memory = memory_of(usual.shape, usual.at)
+    return (
+        f"does not fit {usual.at.device.name}: at least {show_bytes(needed)} of weights and a "
+        f"request of {usual.at.context} tokens, {show_bytes(memory.limit)} may be used"
+    )
+
+
+def batching(
+    now: Serving, tuned: Serving, traffic: Traffic, after: Figures, slo: Slo | None
+) -> str:
+    """What more or fewer requests and tokens in a step do."""
+    full = predict(now, traffic, max(1, now.most))
+    if slo is None:
+        if full is None or after.load is None:
+            return f"requests come faster than they can be served, {most_served(after)}"
+        return (
+            f"requests join and leave at every step; {now.most} at a time, as many as may, would "
+            f"give {full.output_rate:,.0f} tokens/s at a TPOT of {seconds(full.tpot)}"
+        )
+    if after.largest is None:
+        return "no number of requests, not even one, keeps the limits"
+    text = f"{after.largest.concurrency} at a time are the most that keep the limits"
+    if full is not None and full.excess(slo) > 1.0:
+        text += f"; {full.concurrency}, as many as may, would be {_kept(full, slo)}"
+    elif tuned == now:
+        text += ", and as many as may run"
+    return text
+
+
+def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) -> str:
+    """What a shared beginning of prompts saves."""
+    pair = (without.single, served.single)
+    if pair[0] is None or pair[1] is None:
+        return "on already"
+    saved = f"a TTFT of {seconds(pair[1].ttft)} in place of {seconds(pair[0].ttft)} for one"
+    if known:
+        return f"on already: {traffic.shared} shared tokens of the prompt are not computed, {saved}"
+    return (
+        f"on already; it helps when prompts begin alike (--shared): with half of the prompt in "
+        f"common {saved}"
+    )
+
+
+def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
+    """Whether limits are kept, and by what margin."""
+    parts = []
+    if asked:
+        if figures.load is None:
+            parts.append(f"the load comes faster than it can be served, {most_served(figures)}")
+        else:
+            parts.append(f"at the load asked for the limits are {_kept(figures.load, slo)}")
+    if figures.largest is not None:
+        parts.append(
+            f"the largest load that keeps them is {figures.largest.concurrency} requests at a "
+            f"time, {three(figures.largest.rate)} requests/s"
+        )
+    elif figures.single is not None:
+        parts.append(f"already for a single request they are {_kept(figures.single, slo)}")
+    return "; ".join(parts)
+
+
+def most_served(figures: Figures) -> str:
+    """Where the load is more than that."""
+    rate = figures.full.rate if figures.full else 0.0
+    return f"{three(rate)} requests/s at most"
+
+
+def beyond(best: Figures, slo: Slo) -> str:
+    """Whether what this version lacks would keep them, all of it together."""
+    if best.largest is not None:
+        count = best.largest.concurrency
+        return f"with all that is not in this version they would be kept, up to {count} at a time"
+    if best.single is None:
+        return "nothing known here keeps them"
+    return f"with all that is not in this version they would be {_kept(best.single, slo)}"
+
+
+def _count(number: int, thing: str) -> str:
+    """ "1 draft", "2 drafts"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _change(own: float | None, other: float) -> str:
+    return f"{other / own:.2f} times the" if own else f"{other:,.0f}"
+
+
+def _kept(found: Prediction, slo: Slo) -> str:
+    excess = found.excess(slo)
+    pairs = {
+        "TTFT": (found.ttft, slo.ttft),
+        "TPOT": (found.tpot, slo.tpot),
+        "E2E": (found.e2e, slo.e2e),
+    }
+    name, (time, limit) = max(
+        ((n, (t, limit)) for n, (t, limit) in pairs.items() if limit is not None),
+        key=lambda item: item[1][0] / item[1][1],
+    )
+    figure = f"{name} {seconds(time)} of {seconds(limit)}"
+    return f"kept ({figure})" if excess <= 1.0 else f"missed {excess:.2f} times over ({figure})"
+
+
+def _decoding(serving: Serving, traffic: Traffic, batch: int) -> StepTime:
+    return step_time(serving.shape, serving.at, decode(batch, traffic.halfway))

@@ -1,0 +1,299 @@
+"""What `kvik calibrate` measured of a machine: its limits, and the pace of kvik's kernels on it.
+
+No figure belongs to a model: each is a cost of a kind of work (a weight read from memory, a weight
+multiplied with n rows, a key attended, a call, a step), so that models can be put together of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+from math import isfinite, log
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvik.config.env import cache_folder
+from kvik.config.errors import ConfigError
+from kvik.config.files import write_whole
+from kvik.config.hardware import Hardware
+from kvik.config.kernels import native_reason
+
+SCHEMA = 1  # of the file; another one is not read
+
+# Bytes read in turn of which a pace says that they come from a cache, and from memory.
+CACHED, STREAMED = 8 << 20, 64 << 20
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What was measured, and when.
+
+    Attributes:
+        kernels: the best instruction set of the CPU that there are native kernels for, or "torch".
+        date: ISO 8601.
+    """
+
+    cpu: str
+    threads: int
+    kernels: str
+    kvik: str
+    date: str = ""
+
+
+class ReadRate(msgspec.Struct, frozen=True):
+    """Bytes a second at which so many bytes are read again and again: less than a cache holds come
+    faster than from memory."""
+
+    bytes: int
+    rate: float
+
+
+class LinearPace(msgspec.Struct, frozen=True):
+    """What multiplying so many rows with a matrix costs.
+
+    Attributes:
+        call: seconds of a call, however small the matrix.
+        input, output: seconds for each input and each output of all rows.
+        cached, streamed: seconds for each weight that comes from a cache, and from memory however
+            fast that is: what a kernel needs where reading is not the limit.
+        share: of the rate of memory, what is reached where that is the limit.
+    """
+
+    rows: int
+    call: float
+    input: float
+    output: float
+    cached: float
+    streamed: float
+    share: float
+
+    def weight(self, working_set: float) -> float:
+        """Seconds for each weight, by the bytes that are read in turn."""
+        return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
+
+
+class AttentionPace(msgspec.Struct, frozen=True):
+    """What attention, and what prepares it, costs with heads of one size.
+
+    Attributes:
+        sequence: seconds for each decoding sequence and layer.
+        cached, streamed: seconds for each element of a key and its value, read once for all query
+            heads: as of `LinearPace`.
+        score: seconds for each element of a key and query head, of a decoding query.
+        prefill: operations a second over the visible pairs of a prompt.
+        rotated: seconds for each element of queries and keys that is turned to its position.
+        stored, scattered: seconds for each element of keys and values that is written to the
+            cache: of a prompt, and of tokens that all belong to different sequences.
+    """
+
+    head_dim: int
+    sequence: float
+    cached: float
+    streamed: float
+    score: float
+    prefill: float
+    rotated: float
+    stored: float
+    scattered: float
+
+    def key(self, working_set: float) -> float:
+        """Seconds for each element of a key and its value, by the bytes that are read in turn."""
+        return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
+
+
+class HostCost(msgspec.Struct, frozen=True):
+    """Seconds of a step, and of each sequence in it, outside the kernels, when these have read so
+    many bytes since the step before: the engine's code and data then come from further away."""
+
+    bytes: int
+    step: float
+    row: float
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """Attributes:
+    reads: by ascending bytes; the last is from memory.
+    peaks: operations a second by arithmetic ("fp32", "bf16", "int8").
+    linears: by kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows
+        ascending.
+    attention: head_dim ascending.
+    launch: seconds of a small kernel in a step.
+    activation: bytes a second of what norms read and write.
+    logit: seconds for each logit that greedy sampling looks at.
+    host: by ascending bytes.
+    host_request, host_token: seconds of a request and of each token of its prompt, outside the
+        kernels and beside its steps.
+    disturbed: other processes took time while it was measured.
+    """
+
+    machine: Machine
+    reads: tuple[ReadRate, ...]
+    peaks: dict[str, float]
+    linears: dict[str, tuple[LinearPace, ...]]
+    attention: tuple[AttentionPace, ...]
+    launch: float
+    activation: float
+    logit: float
+    host: tuple[HostCost, ...] = ()
+    host_request: float = 0.0
+    host_token: float = 0.0
+    disturbed: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second from memory."""
+        return self.reads[-1].rate
+
+    def read_rate(self, working_set: float) -> float:
+        """Bytes a second while `working_set` bytes are read in turn, step after step."""
+        return interpolate([(r.bytes, r.rate) for r in self.reads], working_set)
+
+    def host_seconds(self, working_set: float, sequences: int) -> float:
+        """Of a step outside its kernels."""
+        if not self.host:
+            return 0.0
+        step = interpolate([(h.bytes, h.step) for h in self.host], working_set)
+        return step + sequences * interpolate([(h.bytes, h.row) for h in self.host], working_set)
+
+    def at(self, reads: tuple[ReadRate, ...], speed: float) -> Calibration:
+        """The same machine while memory and caches are read at other rates, and its cores run at
+        another `speed` (1: as when it was calibrated)."""
+        return msgspec.structs.replace(
+            self,
+            reads=reads,
+            peaks={name: rate * speed for name, rate in self.peaks.items()},
+            linears={
+                kind: tuple(_slower(pace, _PACES, speed) for pace in paces)
+                for kind, paces in self.linears.items()
+            },
+            attention=tuple(
+                msgspec.structs.replace(
+                    _slower(pace, _ATTENTION, speed), prefill=pace.prefill * speed
+                )
+                for pace in self.attention
+            ),
+            launch=self.launch / speed,
+            activation=self.activation * speed,
+            logit=self.logit / speed,
+            host=tuple(_slower(host, ("step", "row"), speed) for host in self.host),
+            host_request=self.host_request / speed,
+            host_token=self.host_token / speed,
+        )
+
+
+# What takes longer on slower cores.
+_PACES = ("call", "input", "output", "cached", "streamed")
+_ATTENTION = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
+_Costs = TypeVar("_Costs", bound=msgspec.Struct)
+
+
+def _slower(costs: _Costs, names: tuple[str, ...], speed: float) -> _Costs:
+    seconds = {name: getattr(costs, name) / speed for name in names}
+    return msgspec.structs.replace(costs, **seconds)
+
+
+def interpolate(points: list[tuple[float, float]], x: float) -> float:
+    """Between points by ascending x, straight over log x; the nearest one's value outside."""
+    at = bisect_left(points, x, key=lambda point: point[0])
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
+
+
+def this_machine(hardware: Hardware, threads: int | None, version: str) -> Machine:
+    """What a calibration of this machine must say, its date aside."""
+    kernels = "torch" if native_reason(hardware) else hardware.native_isa
+    return Machine(hardware.cpu_name, threads or hardware.cores, kernels, version)
+
+
+def calibration_path() -> Path:
+    return cache_folder() / "calibration.json"
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    """Whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError("output", f"cannot write {str(path)!r} ({error.strerror})") from None
+
+
+def load(path: Path) -> Calibration:
+    """Read a saved one.
+
+    Raises:
+        ConfigError: there is none, or it is damaged or of another version; says which.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError("calibration", "there is none yet: run `kvik calibrate`") from None
+    except OSError as error:
+        raise ConfigError("calibration", f"{str(path)!r}: {error.strerror}") from None
+    try:
+        found = msgspec.json.decode(data, type=Calibration)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unusable(path, str(error)) from None
+    wrong = _wrong(found)
+    if wrong:
+        raise _unusable(path, wrong)
+    return found
+
+
+def stale(calibration: Calibration, machine: Machine) -> str | None:
+    """Why it does not speak of this machine; None if it does."""
+    facts: Mapping[str, tuple[object, object]] = {
+        "CPU": (calibration.machine.cpu, machine.cpu),
+        "number of threads": (calibration.machine.threads, machine.threads),
+        "kernels": (calibration.machine.kernels, machine.kernels),
+    }
+    for name, (then, now) in facts.items():
+        if then != now:
+            return f"measured with another {name} ({then}, now {now}): run `kvik calibrate` again"
+    return None
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError("calibration", f"{str(path)!r} cannot be used ({why}): run `kvik calibrate`")
+
+
+def _wrong(found: Calibration) -> str | None:
+    """What no measurement can have brought, in a word."""
+    if found.schema != SCHEMA:
+        return f"schema {found.schema}, not {SCHEMA}"
+    rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]
+    rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
+    paces = [p for table in found.linears.values() for p in table]
+    rates += [p.share for p in paces]
+    times = [t for p in paces for t in (p.call, p.input, p.output)]
+    times += [t for p in paces for t in (p.cached, p.streamed)]
+    times += [t for a in found.attention for t in (a.sequence, a.cached, a.streamed, a.score)]
+    times += [t for a in found.attention for t in (a.rotated, a.stored, a.scattered)]
+    times += [t for h in found.host for t in (h.step, h.row)]
+    times += [found.launch, found.logit, found.host_request, found.host_token]
+    if not all(isfinite(rate) and rate > 0 for rate in rates):
+        return "a rate that is not above 0"
+    if not all(isfinite(seconds) and seconds >= 0 for seconds in times):
+        return "a time below 0"
+    if not all(pace.share <= 1 for pace in paces):
+        return "a share above 1"
+    if not (found.reads and found.peaks and found.attention and all(found.linears.values())):
+        return "nothing measured"
+    rows = [[p.rows for p in paces] for paces in found.linears.values()]
+    ascending = [[r.bytes for r in found.reads], [a.head_dim for a in found.attention], *rows]
+    ascending.append([h.bytes for h in found.host])
+    if any(a >= b for run in ascending for a, b in pairwise(run)):
+        return "out of order"
+    return None

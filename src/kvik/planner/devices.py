@@ -1,0 +1,326 @@
+"""What machines can do at most: data sheets of known devices, files, and this machine as measured.
+
+Figures are of dense matrices (data sheets like to print those of sparse ones, twice as high), with
+sums in fp32 where a chip is slower then. Memory is what the driver reports.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvik.config.errors import ConfigError
+from kvik.config.gpus import find_gpus
+from kvik.config.hardware import Gpu, Hardware, detect
+from kvik.planner.calibration import (
+    Calibration,
+    Machine,
+    calibration_path,
+    load,
+    stale,
+    this_machine,
+)
+
+MIB = 1 << 20
+ARITHMETICS = ("fp32", "bf16", "fp16", "int8", "fp8")
+# What multiplies in place of a unit that a device lacks.
+STAND_INS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("bf16", "fp16", "fp32"),
+    "int8": ("bf16", "fp16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+}
+NOT_CALIBRATED = "its speed is not known yet: run `kvik calibrate`"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A processor with its memory.
+
+    Attributes:
+        kind: "cpu" or "cuda" (any GPU).
+        memory: bytes.
+        bandwidth: bytes a second of memory; None: unknown, and then `rates` is empty too.
+        rates: dense operations a second by arithmetic, of `ARITHMETICS`.
+        link: bytes a second to its siblings in one direction; 0: it has none.
+        price: USD an hour, as the user gives it; None: unknown.
+        source: where the figures come from.
+        calibration: of a measured machine.
+        unknown: why there is no speed, to finish the sentence "this machine: ...".
+    """
+
+    name: str
+    kind: str
+    memory: int
+    bandwidth: float | None
+    rates: Mapping[str, float]
+    link: float = 0.0
+    price: float | None = None
+    source: str = ""
+    calibration: Calibration | None = None
+    unknown: str = ""
+
+    @property
+    def rated(self) -> bool:
+        """Whether its speed is known; without it, rooflines raise ConfigError."""
+        return self.bandwidth is not None
+
+    @property
+    def measured(self) -> bool:
+        """Whether its speed was measured and not read in a data sheet."""
+        return self.calibration is not None
+
+    def rate(self, arithmetic: str) -> float:
+        """Operations a second in an arithmetic, or in what stands in for it here.
+
+        Raises:
+            ConfigError: the device's speed is unknown.
+        """
+        for name in (arithmetic, *STAND_INS.get(arithmetic, ())):
+            if name in self.rates:
+                return self.rates[name]
+        if self.rates:
+            raise ConfigError("hardware", f"{self.name}: its rate of {arithmetic} is not known")
+        raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
+
+    def read_rate(self, working_set: float) -> float:
+        """Bytes a second while `working_set` bytes are read in turn, step after step: caches count
+        on a measured machine.
+
+        Raises:
+            ConfigError: the device's speed is unknown.
+        """
+        if self.bandwidth is None:
+            raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
+        if self.calibration is None:
+            return self.bandwidth
+        return self.calibration.read_rate(working_set)
+
+
+def _gpu(
+    name: str,
+    mebibytes: int,
+    terabytes: float,
+    teras: Mapping[str, float],
+    gigabytes: float,
+    source: str,
+) -> Device:
+    """Args:
+    terabytes: a second, of memory.
+    teras: 10^12 operations a second.
+    gigabytes: a second, to siblings in one direction.
+    """
+    rates = {arithmetic: rate * 1e12 for arithmetic, rate in teras.items()}
+    memory = mebibytes * MIB
+    return Device(name, "cuda", memory, terabytes * 1e12, rates, gigabytes * 1e9, source=source)
+
+
+_HOPPER = {"fp32": 67.0, "bf16": 989.4, "fp16": 989.4, "int8": 1978.9, "fp8": 1978.9}
+_A100 = {"fp32": 19.5, "bf16": 312.0, "fp16": 312.0, "int8": 624.0}
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu(
+            "b200", 183_359, 7.7,
+            {"fp32": 75, "bf16": 2250, "fp16": 2250, "int8": 4500, "fp8": 4500},
+            900, "NVIDIA HGX B200 data sheet, an eighth of the board; sparse figures halved",
+        ),
+        _gpu("h200", 143_771, 4.8, _HOPPER, 450, "NVIDIA H200 data sheet (SXM)"),
+        _gpu("h100", 81_559, 3.35, _HOPPER, 450, "NVIDIA H100 data sheet (SXM5)"),
+        _gpu(
+            "h100-pcie", 81_559, 2.0,
+            {"fp32": 51.2, "bf16": 756, "fp16": 756, "int8": 1513, "fp8": 1513},
+            64, "NVIDIA H100 data sheet (PCIe; link: PCIe 5.0 x16, no bridge)",
+        ),
+        _gpu("a100-80g", 81_920, 2.039, _A100, 300, "NVIDIA A100 data sheet (SXM4, 80 GB)"),
+        _gpu("a100-40g", 40_960, 1.555, _A100, 300, "NVIDIA A100 data sheet (SXM4, 40 GB)"),
+        _gpu(
+            "l40s", 46_068, 0.864,
+            {"fp32": 91.6, "bf16": 362, "fp16": 362, "int8": 733, "fp8": 733},
+            32, "NVIDIA L40S data sheet (link: PCIe 4.0 x16)",
+        ),
+        _gpu(
+            "l4", 23_034, 0.3,
+            {"fp32": 30.3, "bf16": 121, "fp16": 121, "int8": 242.5, "fp8": 242.5},
+            32, "NVIDIA L4 data sheet, sparse figures halved (link: PCIe 4.0 x16)",
+        ),
+        _gpu(
+            "a10g", 23_028, 0.6, {"fp32": 35, "bf16": 70, "fp16": 70, "int8": 140},
+            32, "NVIDIA A10G data sheet (link: PCIe 4.0 x16)",
+        ),
+        _gpu(
+            "t4", 15_360, 0.32, {"fp32": 8.1, "fp16": 65, "int8": 130},
+            16, "NVIDIA T4 product brief (link: PCIe 3.0 x16)",
+        ),
+        _gpu(
+            "rtx5090", 32_607, 1.792,
+            {"fp32": 104.8, "bf16": 209.5, "fp16": 209.5, "int8": 838, "fp8": 419},
+            64, "NVIDIA RTX Blackwell architecture paper (link: PCIe 5.0 x16)",
+        ),
+        _gpu(
+            "rtx4090", 24_564, 1.008,
+            {"fp32": 82.6, "bf16": 165.2, "fp16": 165.2, "int8": 660.6, "fp8": 330.3},
+            32, "NVIDIA Ada architecture paper (link: PCIe 4.0 x16)",
+        ),
+        _gpu(
+            "rtx3090", 24_576, 0.936, {"fp32": 35.6, "bf16": 71, "fp16": 71, "int8": 284},
+            32, "NVIDIA GA102 architecture paper (link: PCIe 4.0 x16)",
+        ),
+        _gpu(
+            "mi300x", 196_592, 5.3,
+            {"fp32": 163.4, "bf16": 1307.4, "fp16": 1307.4, "int8": 2614.9, "fp8": 2614.9},
+            448, "AMD Instinct MI300X data sheet (link: all seven)",
+        ),
+    )
+}  # fmt: skip
+
+# As drivers call them.
+_DRIVER_NAMES: Mapping[str, str] = {
+    "NVIDIA B200": "b200",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10G": "a10g",
+    "Tesla T4": "t4",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+}
+
+
+def find_device(name: str) -> Device:
+    """A known device by name, "this" machine, or one described in a .toml or .json file.
+
+    Raises:
+        ConfigError: no such device or file, or a file that cannot be used.
+    """
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    if name.lower() == "this":
+        return this_device(detect(find_gpus()), calibration_path())
+    if name.endswith((".toml", ".json")):
+        return read_device(Path(name))
+    known = ", ".join((*DEVICES, "this"))
+    raise ConfigError("hardware", f"must be one of {known}, or a .toml or .json file, not {name!r}")
+
+
+def this_device(hardware: Hardware, calibration_file: Path) -> Device:
+    """The machine kvik would run on here: its first GPU, else its CPU."""
+    if hardware.gpus:
+        return _this_gpu(hardware.gpus[0])
+    machine = this_machine(hardware, None, "")
+    memory = hardware.memory_limit
+    try:
+        return cpu_device(load(calibration_file), machine, memory)
+    except ConfigError as error:
+        return Device("this", "cpu", memory, None, {}, unknown=str(error))
+
+
+def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Device:
+    """A measured CPU.
+
+    Raises:
+        ConfigError: it was measured on another machine.
+    """
+    reason = stale(calibration, machine)
+    if reason:
+        raise ConfigError("calibration", reason)
+    source = f"measured by kvik calibrate on {machine.cpu}, {machine.threads} threads"
+    if calibration.disturbed:
+        source += ", disturbed by other processes"
+    return Device(
+        "this",
+        "cpu",
+        memory,
+        calibration.bandwidth,
+        calibration.peaks,
+        source=f"{source}, {calibration.machine.date}",
+        calibration=calibration,
+    )
+
+
+def _this_gpu(gpu: Gpu) -> Device:
+    known = DEVICES.get(_DRIVER_NAMES.get(gpu.name, ""))
+    if known is None:
+        why = f"no figures of {gpu.name} are known; describe it in a .toml file"
+        return Device("this", "cuda", gpu.total_memory, None, {}, unknown=why)
+    rates, source = known.rates, known.source
+    return Device(
+        "this", "cuda", gpu.total_memory, known.bandwidth, rates, known.link, source=source
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a file may say: `Device` without what is measured."""
+
+    kind: str
+    memory: int
+    bandwidth: float
+    rates: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
+    link: float = 0.0
+    price: float | None = None
+    source: str = ""
+
+
+def read_device(path: Path) -> Device:
+    """A device described in a file: `kind`, `memory` (bytes), `bandwidth`, `rates`, and if wanted
+    `name`, `link`, `price` (USD an hour), `source`.
+
+    Raises:
+        ConfigError: the file is missing, no TOML or JSON, or a field is missing, unknown or wrong.
+    """
+    where = f"hardware {path.name}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(where, f"cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(where, f"is not valid {path.suffix[1:].upper()}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(where, "must hold one object")
+    unknown = table.keys() - _File.__dataclass_fields__.keys()
+    if unknown:
+        known = ", ".join(_File.__dataclass_fields__)
+        raise ConfigError(f"{where} {min(unknown)}", f"is no field of a device (known: {known})")
+    try:
+        described = msgspec.convert(table, _File)
+    except msgspec.ValidationError as error:
+        raise ConfigError(where, str(error)) from None
+    if described.kind not in ("cpu", "cuda"):
+        raise ConfigError(f"{where} kind", f"must be cpu or cuda, not {described.kind[:40]!r}")
+    for arithmetic in described.rates:
+        if arithmetic not in ARITHMETICS:
+            allowed = ", ".join(ARITHMETICS)
+            raise ConfigError(f"{where} rates", f"must be of {allowed}, not {arithmetic[:40]!r}")
+    if not described.rates.keys() & {"fp32", "bf16", "fp16"}:
+        raise ConfigError(f"{where} rates", "must have fp32, bf16 or fp16")
+    above_zero = {"memory": described.memory, "bandwidth": described.bandwidth, **described.rates}
+    for key, value in above_zero.items():
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{where} {key}", f"must be a number above 0, not {value}")
+    for key, value in {"link": described.link, "price": described.price or 0.0}.items():
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{where} {key}", f"must be a number of at least 0, not {value}")
+    return Device(
+        described.name or path.stem,
+        described.kind,
+        described.memory,
+        described.bandwidth,
+        described.rates,
+        described.link,
+        described.price,
+        described.source or str(path),
+    )

@@ -1,0 +1,314 @@
+"""How close an engine came to what its machine can do, and what held it back, in words.
+
+The engine counts what its steps had to read and compute, and where its time went. Beside the
+ceilings of the machine this says how long the steps must take at least (the roofline), and so how
+much of the time is explained, by what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvik.config.errors import ConfigError
+from kvik.core.work import Work
+from kvik.engine.stats import EngineStats, LoopTime
+from kvik.planner.devices import Device
+from kvik.planner.formats import arithmetic
+from kvik.planner.shape import ModelShape
+
+MOSTLY = 0.5  # of the time, or of the steps
+
+# What each bottleneck means, and what helps against it.
+WHAT_HELPS: Mapping[str, str] = {
+    "load": "the engine could serve more than it is asked for",
+    "queue": "more requests at a time would share one reading of the weights",
+    "host": "the machine waits while steps are planned and text is made",
+    "overhead": "larger steps, or fewer and larger kernels, would help",
+    "weights bandwidth": "a larger batch or smaller weights would help",
+    "KV bandwidth": "a smaller KV format or shorter contexts would help",
+    "compute": "only a faster machine, a smaller model or a prefix cache would help",
+    "executor": "the machine's limits are not known, so nothing finer can be said",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a machine can do at most: bytes a second read from memory, operations a second."""
+
+    bandwidth: float
+    compute: float
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What an interval brought.
+
+    Attributes:
+        seconds: of the interval.
+        time: where they went, as the engine counted.
+        steps, tokens: computed.
+        weight_bytes, kv_bytes: that had to be read (and, of KV, written).
+        flops: that had to be done.
+        ceiling: None when the machine's speed is not known.
+        floor: seconds these steps take at least; None without a ceiling.
+        bottleneck: a key of `WHAT_HELPS`.
+        reason: the figure that says so.
+        missing: why there is no ceiling.
+    """
+
+    seconds: float
+    time: LoopTime
+    steps: int
+    tokens: int
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+    ceiling: Ceiling | None
+    floor: float | None
+    bottleneck: str
+    reason: str
+    missing: str = ""
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes a second while there was work."""
+        return _ratio(self.weight_bytes + self.kv_bytes, self.time.busy)
+
+    @property
+    def flop_rate(self) -> float:
+        """Operations a second while there was work."""
+        return _ratio(self.flops, self.time.busy)
+
+    @property
+    def bandwidth_share(self) -> float | None:
+        """Achieved / ceiling."""
+        return self.read_rate / self.ceiling.bandwidth if self.ceiling else None
+
+    @property
+    def compute_share(self) -> float | None:
+        """Achieved / ceiling."""
+        return self.flop_rate / self.ceiling.compute if self.ceiling else None
+
+    def as_json(self) -> dict[str, object]:
+        ceiling = self.ceiling
+        return {
+            "seconds": self.seconds,
+            "executor_seconds": self.time.executor,
+            "host_seconds": self.time.host,
+            "idle_seconds": self.time.idle,
+            "floor_seconds": self.floor,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+            "flops": self.flops,
+            "bytes_per_second": self.read_rate,
+            "flops_per_second": self.flop_rate,
+            "bandwidth": ceiling.bandwidth if ceiling else None,
+            "peak_flops": ceiling.compute if ceiling else None,
+            "bandwidth_share": self.bandwidth_share,
+            "compute_share": self.compute_share,
+            "bottleneck": self.bottleneck,
+            "reason": self.reason,
+            "missing": self.missing or None,
+        }
+
+    def lines(self) -> tuple[str, ...]:
+        """For people."""
+        read = f"memory   {self.read_rate / 1e9:,.1f} GB/s read"
+        done = f"compute  {self.flop_rate / 1e9:,.1f} GFLOP/s"
+        if self.ceiling is not None:
+            bandwidth, peak = self.ceiling.bandwidth / 1e9, self.ceiling.compute / 1e9
+            read += f", {self.bandwidth_share:.0%} of {bandwidth:,.1f}"
+            done += f", {self.compute_share:.0%} of {peak:,.1f}"
+        steps = (
+            f"time     {self.time.executor:.2f} s in {self.steps} steps, "
+            f"{self.time.host:.2f} s around them, {self.time.idle:.2f} s idle"
+        )
+        if self.floor is not None:
+            steps += f"; at least {self.floor:.2f} s were needed"
+        found = f"limit    {self.bottleneck}: {self.reason}; {WHAT_HELPS[self.bottleneck]}"
+        missing = (f"         {self.missing}",) if self.missing else ()
+        return (steps, read, done, found, *missing)
+
+
+def efficiency(
+    before: EngineStats,
+    after: EngineStats,
+    seconds: float,
+    shape: ModelShape,
+    weight_format: str,
+    kv_format: str,
+    device: Device,
+) -> Efficiency:
+    """What happened between two readings of an engine's statistics.
+
+    Args:
+        seconds: between them. They all count as work if the statistics carry no times.
+        device: that computes; if its speed is unknown, shares are absent and `missing` says why.
+    """
+    work = after.work.since(before.work)
+    time = after.time.since(before.time)
+    if after.time == LoopTime():
+        time = LoopTime(executor=seconds)
+    kinds = _split(work, shape, weight_format, kv_format)
+    steps = sum(kind.steps for kind in kinds)
+    ceiling, missing = None, ""
+    try:
+        ceiling = _ceiling(kinds, weight_format, device)
+    except ConfigError as error:
+        missing = error.message
+    needs = _needs(kinds, ceiling) if ceiling else None
+    bottleneck, reason = _bottleneck(work, kinds, time, ceiling)
+    return Efficiency(
+        seconds=seconds,
+        time=time,
+        steps=steps,
+        tokens=work.prefill_tokens + work.decode_tokens,
+        weight_bytes=sum(kind.weight_bytes for kind in kinds),
+        kv_bytes=sum(kind.kv_bytes for kind in kinds),
+        flops=sum(kind.flops for kind in kinds),
+        ceiling=ceiling,
+        floor=sum(needs.values()) if needs else None,
+        bottleneck=bottleneck,
+        reason=reason,
+        missing=missing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Steps of one kind, all together."""
+
+    steps: int
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+
+def _split(
+    work: Work, shape: ModelShape, weight_format: str, kv_format: str
+) -> tuple[_Kind, _Kind]:
+    """Pure decoding steps, and steps with a part of a prompt: the former are bound by reading, the
+    latter by arithmetic, so they have floors of their own. Decoding rows of the mixed steps are
+    taken to be as long as the others."""
+    tokens = work.prefill_tokens + work.decode_tokens
+    alone = min(work.decode_step_tokens, tokens)
+    share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
+
+    def kind(steps: int, rows: int, logits: int, read: float, pairs: float) -> _Kind:
+        # Routed experts: as if all steps had equally many rows, at which they read the most.
+        weights = shape.read_bytes(weight_format, max(1, round(rows / steps))) if steps else 0.0
+        return _Kind(
+            steps=steps,
+            weight_bytes=steps * weights,
+            kv_bytes=read + rows * shape.kv_bytes_per_token(kv_format),
+            flops=shape.matmul_flops(rows, logits) + _attention_flops(shape, pairs),
+        )
+
+    logits = min(alone, work.logit_rows)
+    read, pairs = share * work.decode_kv_bytes, share * work.decode_pairs
+    return (
+        kind(work.decode_steps, alone, logits, read, pairs),
+        kind(
+            work.mixed_steps,
+            tokens - alone,
+            work.logit_rows - logits,
+            work.prefill_kv_bytes + work.decode_kv_bytes - read,
+            work.prefill_pairs + work.decode_pairs - pairs,
+        ),
+    )
+
+
+def _attention_flops(shape: ModelShape, pairs: float) -> float:
+    """Of so many (query, key) pairs over all layers; MLA attends in the latent space."""
+    width = shape.head_dim + shape.v_head_dim
+    if shape.latent_dim:
+        width = shape.caches[0].elements + shape.latent_dim
+    return 2.0 * shape.num_heads * width * pairs
+
+
+def _ceiling(kinds: tuple[_Kind, ...], weight_format: str, device: Device) -> Ceiling:
+    """Raises ConfigError if the device's speed is unknown."""
+    steps = sum(kind.steps for kind in kinds)
+    read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
+    return Ceiling(
+        bandwidth=device.read_rate(_ratio(read, steps)),
+        compute=device.rate(arithmetic(weight_format, device.kind)),
+    )
+
+
+def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
+    """Seconds that each resource binds: reading hides behind arithmetic or the other way."""
+    needs = {"weights bandwidth": 0.0, "KV bandwidth": 0.0, "compute": 0.0}
+    for kind in kinds:
+        weights, kv = kind.weight_bytes / ceiling.bandwidth, kind.kv_bytes / ceiling.bandwidth
+        compute = kind.flops / ceiling.compute
+        if compute > weights + kv:
+            needs["compute"] += compute
+        else:
+            needs["weights bandwidth"] += weights
+            needs["KV bandwidth"] += kv
+    return needs
+
+
+def _bottleneck(
+    work: Work, kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling | None
+) -> tuple[str, str]:
+    """What took most of the time, and the figure."""
+    steps = sum(kind.steps for kind in kinds)
+    idle = _ratio(time.idle, time.idle + time.busy)
+    if not steps:
+        return "load", "no step was computed"
+    if idle >= MOSTLY:
+        return "load", f"idle for {idle:.0%} of the time"
+    host = f"{_ratio(time.host, time.busy):.0%} of the time with work passed between the steps"
+    if ceiling is None:
+        if time.host >= time.executor:
+            return "host", host
+        share = _ratio(time.executor, time.busy)
+        return "executor", f"{share:.0%} of the time with work passed in the steps"
+    needs = _needs(kinds, ceiling)
+    floor = sum(needs.values())
+    taken = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
+    most = max(taken, key=taken.__getitem__)
+    if most == "host":
+        return "host", host
+    if most == "overhead":
+        share = _ratio(time.executor - floor, time.busy)
+        return most, f"{share:.0%} of the time with work, the steps took longer than they must"
+    short = _queue(work, steps)
+    if most == "weights bandwidth" and short:
+        return "queue", short
+    least = f"{_ratio(needs[most], floor):.0%} of the least time that these steps can take"
+    if most == "compute":
+        rate = _ratio(sum(kind.flops for kind in kinds), time.busy)
+        peak = ceiling.compute
+        return (
+            most,
+            f"{least} is arithmetic; {rate / peak:.2f} of {peak / 1e12:,.3g} TFLOP/s reached",
+        )
+    rate = _ratio(sum(kind.weight_bytes + kind.kv_bytes for kind in kinds), time.busy)
+    what = "weights" if most == "weights bandwidth" else "the KV cache"
+    reached = f"{rate / ceiling.bandwidth:.2f} of {ceiling.bandwidth / 1e9:,.3g} GB/s reached"
+    return most, f"{least} goes to reading {what}; {reached}"
+
+
+def _queue(work: Work, steps: int) -> str:
+    """Whether requests waited for room in most steps, in words; "" if not."""
+    for short, what in (
+        (work.block_short_steps, "KV blocks"),
+        (work.slot_short_steps, "one of max_num_seqs places"),
+    ):
+        if short >= MOSTLY * steps:
+            rows = (work.prefill_tokens + work.decode_tokens) / steps
+            return (
+                f"in {short / steps:.0%} of the steps requests waited for {what}, with "
+                f"{rows:,.0f} tokens a step"
+            )
+    return ""
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

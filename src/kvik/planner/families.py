@@ -1,0 +1,179 @@
+"""config.json -> the shape of a model: of what this engine runs and of much that it does not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvik.config.architectures import ARCHITECTURES
+from kvik.config.errors import ModelError
+from kvik.config.fields import Fields, read_json, shown
+from kvik.config.model_source import find_config
+from kvik.config.model_spec import ModelSpec
+from kvik.planner.decoder import read_decoder, stored_format
+from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
+from kvik.planner.layers import attention_kind
+from kvik.planner.shape import CacheShape, Matrix, ModelShape
+
+# Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
+FOREIGN_KEYS = (
+    "attention_chunk_size",
+    "attn_layer_period",
+    "attn_type_list",
+    "full_attention_interval",
+    "hybrid_override_pattern",
+    "index_topk",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "mamba_d_state",
+    "num_kv_shared_layers",
+    "ssm_state_size",
+    "state_size",
+)
+# Keys that may stand beside a text_config instead of in it.
+OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
+
+
+def read_shape(model: str) -> ModelShape:
+    """The shape of a model: a folder, a hub id, the path of a config.json, or "": the bundled one.
+
+    Raises:
+        ModelError: nothing is found, or its config.json cannot be read as a decoder.
+    """
+    path = find_config(model)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    if model and not os.path.exists(os.path.expanduser(model)):
+        name = model.rpartition("/")[2]  # the hub's cache calls the folder by its commit
+    return shape_from_config(read_json(path), name)
+
+
+def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
+    """The shape a parsed config.json describes.
+
+    Raises:
+        ModelError: a field that is missing or cannot be; the message names it.
+    """
+    fields = Fields(config)
+    inner = fields.mapping("text_config")
+    if inner is None:
+        return _shape(config, fields, name)
+    merged = dict(inner)
+    for key in OUTER_KEYS:
+        if merged.get(key) is None:
+            merged[key] = config.get(key)
+    shape = _shape(merged, Fields(merged, "config.json text_config"), name)
+    outer = fields.strings("architectures")
+    note = "only text_config is read: encoders of images or sound are not counted"
+    # The engine runs the text model alone, which this checkpoint is not.
+    return replace(
+        shape,
+        architecture=outer[0] if outer else shape.architecture,
+        spec=None,
+        notes=(note, *shape.notes),
+    )
+
+
+def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShape:
+    architecture = _architecture(fields)
+    if architecture in ARCHITECTURES:
+        named = {**config, "architectures": [architecture]}
+        plain = {key: value for key, value in named.items() if key != "quantization_config"}
+        shape = _from_spec(ModelSpec.from_config(plain), fields, name)
+        return replace(shape, spec=_runnable(named))
+    if architecture in FAMILIES:
+        return read_decoder(fields, FAMILIES[architecture], name, architecture)
+    shape = read_decoder(fields, _assumed(fields, architecture), name, architecture)
+    note = f"{shown(architecture)} is not known: read as a decoder like Llama's"
+    return replace(shape, notes=(note, *shape.notes))
+
+
+def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
+    """What the engine runs; None if it cannot read how such a checkpoint is quantised."""
+    try:
+        return ModelSpec.from_config(config)
+    except ModelError:
+        return None
+
+
+def _architecture(fields: Fields) -> str:
+    """The first architecture named that is known; else what model_type says; else the first."""
+    names = fields.strings("architectures")
+    for name in names:
+        if name in ARCHITECTURES or name in FAMILIES:
+            return name
+    model_type = fields.raw("model_type")
+    types = {row.model_type: name for name, row in ARCHITECTURES.items()}
+    types |= {kind: name for name, row in FAMILIES.items() for kind in row.model_types}
+    if not names and isinstance(model_type, str):
+        return types.get(model_type.removesuffix("_text"), types.get(model_type, model_type))
+    if not names:
+        raise fields.error("architectures", "is missing, and so is model_type")
+    return names[0]
+
+
+def _assumed(fields: Fields, architecture: str) -> Family:
+    """Llama's row for a decoder that no row names, with experts if it has them."""
+    if fields.raw("architectures") and not architecture.endswith(DECODER_ENDINGS):
+        raise fields.error("architectures", f"{shown(architecture)} is no decoder of text")
+    if fields.boolean("is_encoder_decoder", False):
+        raise fields.error("is_encoder_decoder", "must be false: only decoders can be planned")
+    for key in FOREIGN_KEYS:
+        if key in fields:
+            raise fields.error(key, "means layers that are not plain attention: cannot be planned")
+    for key in EXPERT_KEYS:
+        if key in fields:
+            width = "moe_intermediate_size"
+            if width not in fields:
+                width = "intermediate_size"
+            return replace(LLAMA_LIKE, experts=Experts(key, width=width, shared="n_shared_experts"))
+    return LLAMA_LIKE
+
+
+def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
+    """The shape of a model this engine runs, from the facts it runs with."""
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    ups, up = (2, "gate_up") if spec.gated_mlp else (1, "up")
+    matrices = [
+        Matrix("qkv", layers, hidden, queries + 2 * keys),
+        Matrix("o", layers, queries, hidden),
+        Matrix(up, layers, hidden, ups * inner),
+        Matrix("down", layers, inner, hidden),
+        Matrix("head", 1, hidden, spec.vocab_size),
+    ]
+    if not spec.tie_word_embeddings:
+        matrices.append(Matrix("embedding", 1, hidden, spec.vocab_size, multiplied=False))
+    if spec.rope is None:
+        rows = spec.max_position_embeddings
+        matrices.append(Matrix("positions", 1, hidden, rows, multiplied=False))
+    dtype, stored, notes = stored_format(fields)
+    return ModelShape(
+        name=name,
+        architecture=spec.architecture,
+        attention=attention_kind(spec.num_heads, spec.num_kv_heads),
+        vocab_size=spec.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.head_dim,
+        max_context=spec.max_context,
+        dtype=dtype,
+        stored=stored,
+        gated_mlp=spec.gated_mlp,
+        tied=spec.tie_word_embeddings,
+        matrices=tuple(matrices),
+        other_parameters=spec.parameters.total - sum(m.parameters for m in matrices),
+        caches=tuple(
+            CacheShape(count, 2 * keys, 2 * spec.num_kv_heads, window)
+            for window, count in Counter(spec.windows).items()
+        ),
+        spec=spec,
+        notes=notes,
+    )

@@ -1,0 +1,425 @@
+"""The decoder families whose shape is known though this engine does not run them.
+
+A row says what a family has beyond the sizes in its config.json, with the defaults transformers
+gives absent keys. `decoder.py` makes the shape of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvik.config.fields import Fields
+
+LARGEST = 1 << 20  # of any width
+# How config.json files call the number of experts in a layer.
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+class QKNorm(Enum):
+    """How queries and keys are normalised."""
+
+    NONE = "none"
+    HEAD = "head"  # weights for one head, shared by all
+    WIDE = "wide"  # weights for all heads
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts. How many layers have them `layers.py` reads from config.json.
+
+    Attributes:
+        total, active, width: keys of experts in a layer, of those a token uses, of their width.
+        shared: key of how many experts every token uses.
+        shared_width: key of the width of one expert that every token uses, behind a gate.
+        bias: router and experts have biases.
+        correction: the router has a bias that only chooses (DeepSeek-V3, arXiv 2412.19437).
+    """
+
+    total: str = "num_experts"
+    active: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared: str = ""
+    shared_width: str = ""
+    bias: bool = False
+    correction: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Attributes:
+    model_types: what config.json calls the family, used when it names no architecture.
+    keys: config.json's own names of keys that usually have another.
+    defaults: values of keys that config.json may leave out.
+    computed: keys whose value follows from others.
+    qkv_bias, o_bias, mlp_bias, head_bias: a fact, or the key that decides.
+    gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
+    norms: of the hidden size in a layer.
+    norm_vectors: weights, and biases, of a norm: 1, 2, or 0 for a norm without any.
+    qk_norm_key: the key that switches `qk_norm` on; "": always on.
+    embedding_norm: a norm behind the embedding.
+    positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
+    sinks: a learned logit for each head.
+    windows: layers have a sliding window where config.json says so.
+    pattern: one layer in so many sees everything, the others a window; 0: all have the window.
+    """
+
+    model_types: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    computed: Mapping[str, Callable[[Fields], int]] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_bias: bool | str = False
+    gated_mlp: bool = True
+    norms: int = 2
+    norm_vectors: int = 1
+    qk_norm: QKNorm = QKNorm.NONE
+    qk_norm_key: str = ""
+    embedding_norm: bool = False
+    positions: int | None = None
+    sinks: bool = False
+    windows: bool = False
+    pattern: int = 0
+    tied: bool = False
+    experts: Experts | None = None
+
+
+def _integer(fields: Fields, key: str, default: int | None = None) -> int:
+    return fields.integer(key, 1, LARGEST, default)
+
+
+def _four_times(key: str, hidden: str) -> Callable[[Fields], int]:
+    """The width of an MLP that is four times the hidden size when config.json leaves it out."""
+    return lambda fields: _integer(fields, key, 4 * _integer(fields, hidden))
+
+
+def _falcon_kv_heads(fields: Fields) -> int:
+    heads = _integer(fields, "num_attention_heads")
+    if fields.boolean("new_decoder_architecture", False):
+        return _integer(fields, "num_kv_heads", heads)
+    return 1 if fields.boolean("multi_query", True) else heads
+
+
+def _falcon_norms(fields: Fields) -> int:
+    if fields.boolean("new_decoder_architecture", False):
+        return _integer(fields, "num_ln_in_parallel_attn", 2)
+    return 1 if fields.boolean("parallel_attn", True) else 2
+
+
+def _bigcode_kv_heads(fields: Fields) -> int:
+    return 1 if fields.boolean("multi_query", True) else _integer(fields, "n_head")
+
+
+def _stablelm_norms(fields: Fields) -> int:
+    return 1 if fields.boolean("use_parallel_residual", False) else 2
+
+
+def _qwen_width(fields: Fields) -> int:
+    return fields.integer("intermediate_size", 2, LARGEST) // 2  # of gate and up together
+
+
+_GPT_KEYS: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+# What a decoder is taken for that no row names.
+LLAMA_LIKE = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", windows=True
+)
+
+FAMILIES: Mapping[str, Family] = {
+    # with routed experts
+    "MixtralForCausalLM": Family(
+        ("mixtral",), windows=True, experts=Experts("num_local_experts", width="intermediate_size")
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        ("qwen2_moe",),
+        qkv_bias=True,
+        windows=True,
+        experts=Experts(shared_width="shared_expert_intermediate_size"),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        ("qwen3_moe",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QKNorm.HEAD,
+        windows=True,
+        experts=Experts(),
+    ),
+    "OlmoeForCausalLM": Family(
+        ("olmoe",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QKNorm.WIDE,
+        experts=Experts(width="intermediate_size"),
+    ),
+    "PhiMoEForCausalLM": Family(
+        ("phimoe",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        head_bias="lm_head_bias",
+        norm_vectors=2,
+        windows=True,
+        experts=Experts("num_local_experts", width="intermediate_size"),
+    ),
+    "GptOssForCausalLM": Family(
+        ("gpt_oss",),
+        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        sinks=True,
+        windows=True,
+        pattern=2,
+        experts=Experts("num_local_experts", width="intermediate_size", bias=True),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        ("glm4_moe",),
+        qkv_bias="attention_bias",
+        qk_norm=QKNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        defaults={"first_k_dense_replace": 1},
+        experts=Experts("n_routed_experts", shared="n_shared_experts", correction=True),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        ("minimax_m2",),
+        qk_norm=QKNorm.WIDE,
+        experts=Experts("num_local_experts", width="intermediate_size", correction=True),
+    ),
+    # MLA: `decoder.py` knows it by its kv_lora_rank
+    "DeepseekV2ForCausalLM": Family(
+        ("deepseek_v2",),
+        experts=Experts("n_routed_experts", shared="n_shared_experts"),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        ("deepseek_v3", "kimi_k2"),
+        defaults={"first_k_dense_replace": 3},
+        experts=Experts("n_routed_experts", shared="n_shared_experts", correction=True),
+    ),
+    # dense, as Llama with small differences
+    "InternLMForCausalLM": Family(
+        ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
+    ),
+    "InternLM2ForCausalLM": Family(("internlm2",), qkv_bias="bias", o_bias="bias"),
+    "QWenLMHeadModel": Family(
+        ("qwen",),
+        keys={"max_position_embeddings": "seq_length"},
+        computed={"intermediate_size": _qwen_width},
+        qkv_bias=True,
+    ),
+    "BaichuanForCausalLM": Family(("baichuan",), defaults={"max_position_embeddings": 4096}),
+    "Phi3ForCausalLM": Family(("phi3",), windows=True),
+    "GraniteForCausalLM": Family(
+        ("granite",), qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "SmolLM3ForCausalLM": Family(
+        ("smollm3",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows=True,
+        tied=True,
+    ),
+    "SeedOssForCausalLM": Family(
+        ("seed_oss",),
+        defaults={"attention_bias": True, "head_dim": 128},
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "GlmForCausalLM": Family(
+        ("glm",), defaults={"attention_bias": True, "head_dim": 128}, qkv_bias="attention_bias"
+    ),
+    "Glm4ForCausalLM": Family(
+        ("glm4",),
+        defaults={"attention_bias": True, "head_dim": 128},
+        qkv_bias="attention_bias",
+        norms=4,
+    ),
+    "OlmoForCausalLM": Family(
+        ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
+    ),
+    "Olmo2ForCausalLM": Family(
+        ("olmo2",), qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=QKNorm.WIDE
+    ),
+    "Olmo3ForCausalLM": Family(
+        ("olmo3",),
+        defaults={"sliding_window": 4096},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=QKNorm.WIDE,
+        windows=True,
+        pattern=4,
+    ),
+    "StableLmForCausalLM": Family(
+        ("stablelm",),
+        computed={"norms": _stablelm_norms},
+        qkv_bias="use_qkv_bias",
+        norm_vectors=2,
+        qk_norm=QKNorm.WIDE,
+        qk_norm_key="qk_layernorm",
+    ),
+    "CohereForCausalLM": Family(
+        ("cohere",),
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=1,
+        qk_norm=QKNorm.WIDE,
+        qk_norm_key="use_qk_norm",
+        tied=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        ("cohere2",),
+        defaults={"sliding_window": 4096},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=1,
+        windows=True,
+        pattern=4,
+        tied=True,
+    ),
+    "GemmaForCausalLM": Family(
+        ("gemma",),
+        defaults={"head_dim": 256},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        tied=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        ("gemma2",),
+        defaults={"head_dim": 256, "sliding_window": 4096},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=4,
+        windows=True,
+        pattern=2,
+        tied=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        ("gemma3_text",),
+        defaults={
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=4,
+        qk_norm=QKNorm.HEAD,
+        windows=True,
+        pattern=6,
+        tied=True,
+    ),
+    # dense, of GPT's kind: LayerNorm, two matrices in the MLP
+    "OPTForCausalLM": Family(
+        ("opt",),
+        keys={"intermediate_size": "ffn_dim"},
+        defaults={"enable_bias": True},
+        qkv_bias="enable_bias",
+        o_bias="enable_bias",
+        mlp_bias="enable_bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        positions=2,
+        tied=True,
+    ),
+    "PhiForCausalLM": Family(
+        ("phi",),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        gated_mlp=False,
+        norms=1,
+        norm_vectors=2,
+    ),
+    "FalconForCausalLM": Family(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        keys={"num_key_value_heads": "num_kv_heads"},
+        defaults={"max_position_embeddings": 2048},
+        computed={
+            "num_key_value_heads": _falcon_kv_heads,
+            "intermediate_size": _four_times("ffn_hidden_size", "hidden_size"),
+            "norms": _falcon_norms,
+        },
+        qkv_bias="bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        tied=True,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        ("gpt_neox",),
+        defaults={"attention_bias": True},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_vectors=2,
+    ),
+    "GPTJForCausalLM": Family(
+        ("gptj",),
+        keys=_GPT_KEYS,
+        computed={"intermediate_size": _four_times("n_inner", "n_embd")},
+        mlp_bias=True,
+        head_bias=True,
+        gated_mlp=False,
+        norms=1,
+        norm_vectors=2,
+    ),
+    "GPTBigCodeForCausalLM": Family(
+        ("gpt_bigcode",),
+        keys=_GPT_KEYS,
+        computed={
+            "num_key_value_heads": _bigcode_kv_heads,
+            "intermediate_size": _four_times("n_inner", "n_embd"),
+        },
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_vectors=2,
+        positions=0,
+        tied=True,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        ("starcoder2",),
+        defaults={"use_bias": True},
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        gated_mlp=False,
+        norm_vectors=2,
+        windows=True,
+        tied=True,
+    ),
+    "BloomForCausalLM": Family(
+        ("bloom",),
+        keys={
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "seq_length",
+        },
+        computed={"intermediate_size": lambda fields: 4 * _integer(fields, "hidden_size")},
+        defaults={"seq_length": 2048},
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        norm_vectors=2,
+        embedding_norm=True,
+        tied=True,
+    ),
+}

@@ -1,0 +1,85 @@
+"""What weights and the KV cache can be stored in, what that takes, and which unit multiplies it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvik.config.errors import ConfigError
+from kvik.config.kv_formats import KV_FORMATS, KVFacts
+from kvik.config.model_spec import DTYPE_BYTES
+from kvik.config.quantization import INT4_GROUPS, SCALE_BYTES, layer_scheme
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """A format of weights.
+
+    Attributes:
+        bits: of a weight, with the scales of its group where groups are of a fixed size; scales
+            of whole rows come on top of it (`matrix_bytes` counts them all).
+        units: by kind of device, the unit that multiplies: a key of `Device.rates`.
+        quantization: as `EngineConfig.quantization` calls it; "": not made by this engine.
+        dtype: of a format that is a plain dtype, which the whole model then has; else "".
+        head: whether the head is stored in it too.
+    """
+
+    name: str
+    bits: float
+    units: Mapping[str, str]
+    quantization: str = ""
+    dtype: str = ""
+    head: bool = True
+
+    def matrix_bytes(self, inputs: int, outputs: int, *, head: bool = False) -> int:
+        """Of a linear layer's matrix stored in this format, scales and zero points included."""
+        if self.dtype:
+            return inputs * outputs * DTYPE_BYTES[self.dtype]
+        scheme = layer_scheme(self.quantization, inputs, head=head) if self.quantization else None
+        if scheme is not None:
+            return scheme.weight_bytes(inputs, outputs)
+        return -(-inputs * outputs * round(self.bits) // 8) + outputs * SCALE_BYTES
+
+
+_INT4_BITS = 4 + 8 * (SCALE_BYTES + 1) / INT4_GROUPS[0]
+
+WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
+    facts.name: facts
+    for facts in (
+        WeightFacts("fp32", 32, {"cpu": "fp32", "cuda": "fp32"}, dtype="float32"),
+        WeightFacts("bf16", 16, {"cpu": "bf16", "cuda": "bf16"}, dtype="bfloat16"),
+        WeightFacts("fp16", 16, {"cpu": "fp16", "cuda": "fp16"}, dtype="float16"),
+        # Published fp8 checkpoints leave the head alone.
+        WeightFacts("fp8", 8, {"cpu": "bf16", "cuda": "fp8"}, head=False),
+        WeightFacts("int8", 8, {"cpu": "int8", "cuda": "int8"}, "int8"),
+        WeightFacts("int8-weight-only", 8, {"cpu": "bf16", "cuda": "bf16"}, "int8-weight-only"),
+        # On a CPU activations are rounded to 8 bits for it; on a GPU weights are widened.
+        WeightFacts("int4", _INT4_BITS, {"cpu": "int8", "cuda": "bf16"}, "int4"),
+    )
+}
+
+_SHORT: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def weight_facts(name: str) -> WeightFacts:
+    """Raises ConfigError, which names the formats there are."""
+    if name not in WEIGHT_FORMATS:
+        raise ConfigError("dtype", f"must be one of {', '.join(WEIGHT_FORMATS)}, not {name!r}")
+    return WEIGHT_FORMATS[name]
+
+
+def kv_facts(name: str) -> KVFacts:
+    """Raises ConfigError, which names the formats there are."""
+    if name not in KV_FORMATS:
+        raise ConfigError("kv_dtype", f"must be one of {', '.join(KV_FORMATS)}, not {name!r}")
+    return KV_FORMATS[name]
+
+
+def weight_format(dtype: str, quantization: str = "none") -> str:
+    """The format's name for a resolved dtype ("bfloat16", ...) and `EngineConfig.quantization`."""
+    return _SHORT[dtype] if quantization == "none" else quantization
+
+
+def arithmetic(weight_format: str, device_kind: str) -> str:
+    """Which unit multiplies weights of a format on a "cpu" or "cuda" device."""
+    return weight_facts(weight_format).units[device_kind]

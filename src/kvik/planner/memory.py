@@ -1,0 +1,220 @@
+"""Memory of the fullest device by part, and what fits.
+
+The bytes come from `config.memory.Footprint`, the formula that the engine itself plans with, so a
+plan for this machine is what an engine here decides for the same wishes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvik.config.capacity import Limit
+from kvik.config.config import EngineConfig, MemoryPlan
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.kv_spec import KVCacheSpec, KVKind
+from kvik.config.memory import StepSize
+from kvik.config.model_spec import LinearLayers
+from kvik.config.resolve import Notes, choose_footprint, memory_plan, step_size
+from kvik.planner.devices import Device
+from kvik.planner.formats import kv_facts, weight_facts
+from kvik.planner.parallel import share
+from kvik.planner.setting import Setting
+from kvik.planner.shape import ModelShape
+
+MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
+_ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest device.
+
+    Attributes:
+        limit: what the engine may use.
+        activations: peak of one step of `step_tokens` tokens.
+        kv_cache: for all requests at the full context, in whole blocks.
+        runtime: libraries, tables, graphs, what loading takes.
+        kv_per_token: of one request without the rounding to blocks, windows not yet full.
+        kv_per_request: of one at the full context, in whole blocks.
+        kv_padding: of `kv_cache`, what no token fills when all requests are at their end.
+        largest_batch: requests of the full context that fit; 0: not one.
+        longest_context: of this many requests that fits, at most the model's; 0: none.
+    """
+
+    limit: int
+    weights: int
+    kv_cache: int
+    activations: int
+    runtime: int
+    kv_per_token: int
+    kv_per_request: int
+    kv_padding: int
+    step_tokens: int
+    largest_batch: int
+    longest_context: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.runtime
+
+    @property
+    def missing(self) -> int:
+        """Bytes beyond the limit; 0 if it fits."""
+        return max(0, self.total - self.limit)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing == 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model in given formats, as `Footprint` reads it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    gated_mlp: bool
+    rope: object | None
+    shape: ModelShape
+    weight_format: str
+    kv: tuple[KVCacheSpec, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
+        learned = any(matrix.role == "positions" for matrix in shape.matrices)
+        # MLA gathers its latent in place of K and V.
+        widest = max(cache.elements for cache in shape.caches)
+        return cls(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=-(-widest // (2 * shape.head_dim)),
+            head_dim=shape.head_dim,
+            max_context=shape.max_context,
+            gated_mlp=shape.gated_mlp,
+            rope=None if learned else "rotary",
+            shape=shape,
+            weight_format=weight_format,
+            kv=_kv_specs(shape, kv_format),
+        )
+
+    def weight_bytes(self, dtype: str) -> int:
+        """In the format that this model is stored in, whatever is left of it in `dtype`."""
+        return self.shape.weight_bytes(self.weight_format, dtype)
+
+    def linear_layers(self) -> tuple[LinearLayers, ...]:
+        """None: `weight_bytes` has them already as they are quantised."""
+        return ()
+
+    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
+        return list(self.kv)
+
+
+def memory_of(shape: ModelShape, at: Setting) -> Memory:
+    """What a setting's requests take at their full context, and how many or how long would fit.
+
+    Raises:
+        ConfigError: the model cannot be shared by so many devices, or an unknown format.
+    """
+    part = share(shape, at.tp, at.pp)
+    facts = weight_facts(at.weight_format)
+    config = EngineConfig(
+        dtype=working_dtype(shape, at.weight_format),
+        # fp8 is multiplied like int8: a rounded copy of the inputs, results in fp32.
+        quantization="none" if facts.dtype else facts.quantization or "int8",
+    )
+    notes = Notes()
+    _, footprint = choose_footprint(
+        config,
+        StoredModel.of(part, at.weight_format, at.kv_format),
+        at.hardware or hardware_of(at.device),
+        "cpu" if at.device.kind == "cpu" else "cuda:0",
+        config.dtype,
+        notes,
+    )
+    limit = Limit(int(at.device.memory * at.utilization), "")
+
+    def blocks_each(size: StepSize) -> int:
+        return footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+
+    def sized(context: int, batch: int) -> StepSize:
+        wishes = replace(config, max_model_len=context, max_num_seqs=batch)
+        return step_size(wishes, footprint, limit, notes)
+
+    def planned(size: StepSize) -> MemoryPlan:
+        blocks = 1 + size.max_num_seqs * blocks_each(size)  # the first is never handed out
+        return memory_plan(footprint, size, blocks, limit)
+
+    def fits(context: int, batch: int) -> bool:
+        return planned(sized(context, batch)).total <= limit.size
+
+    size = sized(at.context, at.batch)
+    parts = planned(size)
+    return Memory(
+        limit=limit.size,
+        weights=parts.weights,
+        kv_cache=parts.kv_cache,
+        activations=parts.activations,
+        runtime=parts.overhead,
+        kv_per_token=part.kv_bytes_per_token(at.kv_format),
+        kv_per_request=blocks_each(size) * footprint.block_bytes,
+        kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
+        step_tokens=size.max_num_batched_tokens,
+        largest_batch=_largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
+        longest_context=_largest(lambda context: fits(context, at.batch), shape.max_context),
+    )
+
+
+def working_dtype(shape: ModelShape, weight_format: str) -> str:
+    """What a model with such weights computes in: "float32", "bfloat16" or "float16"."""
+    asked = weight_facts(weight_format).dtype
+    if asked:
+        return asked
+    return "float16" if shape.dtype == "float16" else "bfloat16"
+
+
+def hardware_of(device: Device) -> Hardware:
+    """A machine of which only the device is known: kvik is installed there with all it has."""
+    memory = int(device.memory)
+    gpus = (Gpu(0, device.name, memory, memory, (9, 0)),) if device.kind == "cuda" else ()
+    return Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus, native=True)
+
+
+def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
+    """Layers that cache alike, several merged into one: the blocks are the same ones, and a plan
+    that is made hundreds of times is made sooner."""
+    facts = kv_facts(kv_format)
+    merged = math.gcd(*(cache.layers for cache in shape.caches))
+    specs: list[KVCacheSpec] = []
+    for cache in shape.caches:
+        token = -(-cache.elements * facts.bits // 8) + cache.scales * facts.scale_bytes
+        spec = KVCacheSpec(
+            kind=KVKind.FULL if cache.window is None else KVKind.SLIDING_WINDOW,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            bytes_per_token=merged * token,
+            window=cache.window,
+        )
+        specs += [spec] * (cache.layers // merged)
+    return tuple(specs)
+
+
+def _largest(good: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that is good, where smaller ones are good too; else 0."""
+    if good(most):
+        return most
+    low, high = 0, 1
+    while high < most and good(high):
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low

@@ -1,0 +1,301 @@
+"""Seconds of one step: at least, by what must be read and computed, and as this machine does it.
+
+The roofline (Williams et al. 2009): a part of a step takes no less than its bytes take to be read
+and no less than its operations take to be done. A calibration adds what calls cost, and how near
+kvik's kernels come to either limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvik.config.errors import ConfigError
+from kvik.planner.devices import Device
+from kvik.planner.formats import arithmetic, kv_facts
+from kvik.planner.kernel_costs import LinearCost, Reading, attention_pace, small_seconds
+from kvik.planner.parallel import share
+from kvik.planner.setting import Setting
+from kvik.planner.shape import Matrix, ModelShape
+
+MOST_ROWS = 1 << 20  # where the search for a compute-bound batch ends
+LOGIT_BYTES = 4
+ACTIVATION_BYTES = 2  # of what devices that share a layer send each other
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a step, on one of the devices that share it.
+
+    Attributes:
+        bytes, flops: read and computed.
+        floor: seconds at peak figures.
+        expected: seconds by the calibration; the floor without one.
+        bound: "bandwidth", "compute", "host" or "links".
+    """
+
+    name: str
+    bytes: float
+    flops: float
+    floor: float
+    expected: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Attributes:
+    parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "small kernels",
+        "sampling", "host", "links"; those that take any time.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def floor(self) -> float:
+        return sum(part.floor for part in self.parts)
+
+    @property
+    def expected(self) -> float:
+        return sum(part.expected for part in self.parts)
+
+    @property
+    def bound(self) -> str:
+        """What binds most of the expected time: "bandwidth", "compute", "host" or "links"."""
+        seconds: dict[str, float] = {}
+        for part in self.parts:
+            seconds[part.bound] = seconds.get(part.bound, 0.0) + part.expected
+        return max(seconds, key=lambda bound: seconds[bound])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step computes.
+
+    Attributes:
+        runs: equal sequences, each (how many, new tokens, tokens cached before them).
+        drafted: guesses among the new tokens; their logits are wanted too, to check them.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    drafted: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(count * new for count, new, _ in self.runs)
+
+    @property
+    def sequences(self) -> int:
+        return sum(count for count, _, _ in self.runs)
+
+    @property
+    def sampled(self) -> int:
+        """Rows that logits are computed for."""
+        return self.sequences + self.drafted
+
+
+def decode(batch: int, context: int) -> Step:
+    """One token for each of `batch` sequences that then are `context` tokens long."""
+    return Step(((batch, 1, context - 1),))
+
+
+def verify(batch: int, context: int, drafts: int) -> Step:
+    """`decode` with so many guesses behind the token of each sequence."""
+    return Step(((batch, 1 + drafts, context - 1),), drafted=batch * drafts)
+
+
+def prefill(tokens: int, cached: int = 0) -> Step:
+    """The prompt of one sequence, behind what the cache has of it."""
+    return Step(((1, tokens, cached),))
+
+
+def step_time(shape: ModelShape, at: Setting, step: Step) -> StepTime:
+    """The latency of one step: the stages of a pipeline come one after the other.
+
+    Raises:
+        ConfigError: the device's speed is unknown (`Device.rated`), it has no link, or `at.tp`
+            devices cannot share a layer.
+    """
+    work = _Work.of(share(shape, at.tp, 1), at, step)
+    parts = [*work.parts(), *_links(shape, at, step)]
+    return StepTime(tuple(part for part in parts if part.expected > 0))
+
+
+def decode_rate(shape: ModelShape, at: Setting) -> tuple[float, float]:
+    """Tokens a second of all requests together: ceiling, expected."""
+    time = step_time(shape, at, decode(at.group, at.context))
+    return at.batch / time.floor, at.batch / time.expected
+
+
+def prefill_rate(shape: ModelShape, at: Setting, prompt: int) -> tuple[float, float]:
+    """Prompt tokens a second while all requests are at prompts of this length: ceiling,
+    expected."""
+    time = step_time(shape, at, Step(((at.group, prompt, 0),)))
+    return at.batch * prompt / time.floor, at.batch * prompt / time.expected
+
+
+def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
+    """The smallest batch whose decoding has more to compute than to read; None: there is none,
+    because the KV cache grows with the batch too."""
+    device = at.device
+
+    def compute_bound(batch: int) -> bool:
+        step = decode(replace(at, batch=batch).group, at.context)
+        parts = [p for p in step_time(shape, at, step).parts if p.bound != "links"]
+        unit = device.rate(arithmetic(at.weight_format, device.kind))
+        reading = sum(part.bytes for part in parts) / device.read_rate(float("inf"))
+        return sum(part.flops for part in parts) / unit >= reading
+
+    if not compute_bound(MOST_ROWS):
+        return None
+    low, high = 0, MOST_ROWS  # not bound at low, bound at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if compute_bound(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A step on one device.
+
+    Attributes:
+        working_set: bytes that are read in turn, step after step: all of it stays in the cache
+            or none.
+        read_rate: bytes a second at which they come.
+    """
+
+    shape: ModelShape
+    device: Device
+    weight_format: str
+    kv_format: str
+    step: Step
+    working_set: float
+    read_rate: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, at: Setting, step: Step) -> _Work:
+        read = shape.read_bytes(at.weight_format, step.rows)
+        for count, new, cached in step.runs:
+            read += count * shape.kv_bytes(new + cached, at.kv_format)
+        rate = at.device.read_rate(read)
+        return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate)
+
+    def parts(self) -> list[Part]:
+        inner = [m for m in self.shape.matrices if m.multiplied and m.role != "head"]
+        head = [m for m in self.shape.matrices if m.multiplied and m.role == "head"]
+        rows, sampled = self.step.rows, self.step.sampled
+        logits = sampled * sum(m.outputs for m in head)
+        parts = [
+            self._products("weights", inner, rows, 0),
+            self._products("head", head, sampled, LOGIT_BYTES),
+            self._decoding(),
+            self._prompts(),
+        ]
+        measured = self.device.calibration
+        pace = attention_pace(self.device, self.shape.head_dim)
+        if measured is not None and pace is not None:
+            prompts = self._runs(decoding=False)
+            prompted = sum(count * new for count, new, _ in prompts)
+            small = small_seconds(self.shape, measured, pace, prompted, rows - prompted)
+            parts.append(Part("small kernels", 0.0, 0.0, 0.0, small, "host"))
+            reading = logits * LOGIT_BYTES / self.read_rate
+            choosing = max(reading, logits * measured.logit)
+            parts.append(Part("sampling", logits * LOGIT_BYTES, 0.0, reading, choosing, "host"))
+            host = measured.host_seconds(self.working_set, self.step.sequences)
+            for count, new, _ in prompts:
+                host += count * (measured.host_request + new * measured.host_token)
+            parts.append(Part("host", 0.0, 0.0, 0.0, host, "host"))
+        return parts
+
+    def _runs(self, *, decoding: bool) -> list[tuple[int, int, int]]:
+        """Sequences with one new token, and its guesses; or those with a prompt."""
+        drafts = self.step.drafted > 0
+        return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
+
+    def _products(self, name: str, matrices: list[Matrix], rows: int, item: int) -> Part:
+        """Args:
+        item: bytes of an output that go to memory; 0: outputs stay in the cache.
+        """
+        rate = self.read_rate
+        reading = Reading(self.working_set, rate)
+        num_bytes = flops = expected = 0.0
+        for matrix in matrices:
+            moved = self.shape.read_of(matrix, self.weight_format, rows)
+            moved += item * rows * matrix.outputs
+            num_bytes += moved
+            flops += 2.0 * matrix.active_parameters * rows
+            copies = matrix.touched(rows)
+            if copies:
+                cost = LinearCost.of(self.device, self.weight_format, matrix)
+                # of routed experts each gets its share of the rows
+                part = rows * matrix.active / matrix.experts if matrix.experts else rows
+                expected += copies * cost.seconds(max(1.0, part), matrix, moved / copies, reading)
+        unit = self.device.rate(arithmetic(self.weight_format, self.device.kind))
+        return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
+
+    def _decoding(self) -> Part:
+        """Attention of sequences with one new token, and its guesses."""
+        shape, rate = self.shape, self.read_rate
+        num_bytes = flops = expected = 0.0
+        pace = attention_pace(self.device, shape.head_dim)
+        for count, new, cached in self._runs(decoding=True):
+            context = new + cached
+            read = float(count * shape.kv_bytes(context, self.kv_format))
+            num_bytes += read
+            flops += count * shape.attention_flops(new, context)
+            if pace is None:
+                continue
+            working = 0.0
+            for cache in shape.caches:
+                seen = count * min(context, cache.window or context)
+                keys = cache.elements if shape.latent_dim else cache.elements / 2
+                width = cache.elements if shape.latent_dim else shape.head_dim
+                score = new * shape.num_heads * width * pace.score
+                working += cache.layers * seen * (keys * pace.key(self.working_set) + score)
+            expected += shape.num_layers * count * pace.sequence
+            expected += max(read / rate, working)
+        return self._attention("kv cache", num_bytes, flops, expected)
+
+    def _prompts(self) -> Part:
+        """Attention of sequences with several new tokens."""
+        shape, rate = self.shape, self.read_rate
+        num_bytes = flops = expected = 0.0
+        pace = attention_pace(self.device, shape.head_dim)
+        for count, new, cached in self._runs(decoding=False):
+            read = float(count * shape.kv_bytes(new + cached, self.kv_format))
+            computed = count * shape.attention_flops(new, new + cached)
+            num_bytes += read
+            flops += computed
+            if pace is not None:
+                expected += max(read / rate, computed / pace.prefill)
+        return self._attention("attention", num_bytes, flops, expected)
+
+    def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> Part:
+        unit = "bf16" if kv_facts(self.kv_format).bits <= 16 else "fp32"
+        computing = flops / self.device.rate(unit)
+        return _part(name, num_bytes, flops, num_bytes / self.read_rate, computing, expected)
+
+
+def _part(
+    name: str, num_bytes: float, flops: float, reading: float, computing: float, expected: float
+) -> Part:
+    floor = max(reading, computing)
+    bound = "bandwidth" if reading >= computing else "compute"
+    return Part(name, num_bytes, flops, floor, max(floor, expected), bound)
+
+
+def _links(shape: ModelShape, at: Setting, step: Step) -> list[Part]:
+    """Two sums over the devices in each layer, in a ring; one message between stages.
+
+    Raises:
+        ConfigError: the device has no link.
+    """
+    tp, pp, device = at.tp, at.pp, at.device
+    if tp == pp == 1:
+        return []
+    if not device.link:
+        raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to a sibling")
+    message = step.rows * shape.hidden_size * ACTIVATION_BYTES
+    sent = 2 * shape.num_layers * message * 2 * (tp - 1) / tp + (pp - 1) * message
+    seconds = sent / device.link
+    return [Part("links", float(sent), 0.0, seconds, seconds, "links")]

@@ -1,0 +1,228 @@
+"""The shape of a decoder: its matrices and what it caches, and what follows from them alone.
+
+Everything here is counted, nothing measured. Formulae are of the dense transformer; MLA follows
+DeepSeek-V2 (arXiv 2405.04434), routed experts are taken as drawn evenly and independently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+from kvik.planner.formats import WeightFacts, kv_facts, weight_facts
+
+# What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
+# which are small and decide much.
+UNQUANTIZED_ROLES = frozenset({"embedding", "positions", "router", "shared_gate"})
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Equal weight matrices of one kind. Of a table, `inputs` is its width, `outputs` its rows.
+
+    Attributes:
+        role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
+            "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
+            their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; "up" where the MLP
+            has no gate; "embedding_up", "head_down" where the embedding is narrower than a layer.
+        count: how many in the whole model: layers, times experts where routed.
+        experts: of a layer, of which `active` serve a token; 0: every token uses the matrix.
+        multiplied: False: a table that is looked up.
+    """
+
+    role: str
+    count: int
+    inputs: int
+    outputs: int
+    experts: int = 0
+    active: int = 0
+    multiplied: bool = True
+
+    @property
+    def parameters(self) -> int:
+        return self.count * self.inputs * self.outputs
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token is multiplied with."""
+        if not self.multiplied:
+            return 0
+        share = self.count // self.experts * self.active if self.experts else self.count
+        return share * self.inputs * self.outputs
+
+    def touched(self, rows: int) -> float:
+        """How many of them a step with `rows` tokens reads: all, or the experts that are hit."""
+        if not self.experts:
+            return float(self.count)
+        missed = (1 - self.active / self.experts) ** rows
+        return self.count * (1 - missed)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What equal layers cache of a token.
+
+    Attributes:
+        layers: how many layers cache this.
+        elements: numbers per token and layer: K and V of all KV heads, or MLA's latent and its
+            rotary key, which all heads share.
+        scales: scales per token and layer where the format has them: one for each K and each V of
+            a head; one for MLA.
+        window: keys that stay visible, the query's own included; None: all.
+    """
+
+    layers: int
+    elements: int
+    scales: int
+    window: int | None = None
+
+    def token_bytes(self, kv_format: str) -> int:
+        """Bytes of one token in one of the layers, scales included."""
+        facts = kv_facts(kv_format)
+        return -(-self.elements * facts.bits // 8) + self.scales * facts.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder, as far as its cost depends on it.
+
+    Attributes:
+        name: what the user called it, shortened to a word.
+        attention: "MHA", "GQA", "MQA" or "MLA".
+        intermediate_size: width of the MLP a token goes through; with experts, of the active and
+            shared ones together.
+        head_dim: of queries and keys; `v_head_dim` of values.
+        latent_dim: MLA: the width of the compressed K and V; else 0.
+        dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
+        stored: the weight format of the checkpoint: "bf16", "fp8", ...
+        tied: the head is the embedding; it then counts once, as the head.
+        other_parameters: norms and biases, which stay in the dtype.
+        spec: set when this engine runs the model.
+        notes: what was assumed while the config was read.
+    """
+
+    name: str
+    architecture: str
+    attention: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    max_context: int
+    dtype: str
+    stored: str
+    gated_mlp: bool
+    tied: bool
+    matrices: tuple[Matrix, ...]
+    other_parameters: int
+    caches: tuple[CacheShape, ...]
+    latent_dim: int = 0
+    spec: ModelSpec | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        return self.other_parameters + sum(m.parameters for m in self.matrices)
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token is computed with; embedding lookups are not counted."""
+        return self.other_parameters + sum(m.active_parameters for m in self.matrices)
+
+    def weight_bytes(self, weight_format: str, dtype: str | None = None) -> int:
+        """Bytes of all weights.
+
+        Args:
+            weight_format: of the linear layers, as `formats` names it.
+            dtype: of what a quantised model leaves in it; the checkpoint's when not given.
+        """
+        facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
+        matrices = sum(m.count * _matrix_bytes(m, facts, item) for m in self.matrices)
+        return matrices + self.other_parameters * item
+
+    def read_bytes(self, weight_format: str, rows: int, dtype: str | None = None) -> float:
+        """Bytes of weights that one step with `rows` tokens reads.
+
+        Each matrix once, of routed experts those that at least one token is expected to choose,
+        of tables the rows looked up.
+        """
+        total = float(self.other_parameters * self._item(weight_format, dtype))
+        return total + sum(self.read_of(m, weight_format, rows, dtype) for m in self.matrices)
+
+    def read_of(
+        self, matrix: Matrix, weight_format: str, rows: int, dtype: str | None = None
+    ) -> float:
+        """What `read_bytes` counts for the matrices of one kind."""
+        facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
+        if matrix.multiplied:
+            return matrix.touched(rows) * _matrix_bytes(matrix, facts, item)
+        return float(min(rows, matrix.outputs) * matrix.inputs * item)
+
+    def kv_bytes_per_token(self, kv_format: str) -> int:
+        """Bytes one token adds to the cache, all layers together, windows not yet full."""
+        return self.kv_bytes(1, kv_format)
+
+    def kv_bytes(self, context: int, kv_format: str) -> int:
+        """Bytes the cache of one sequence holds; a window keeps its last tokens only."""
+        return sum(
+            cache.layers * cache.token_bytes(kv_format) * min(context, cache.window or context)
+            for cache in self.caches
+        )
+
+    def matmul_flops(self, rows: int, sampled: int) -> float:
+        """Operations of the matrix products of a step: 2 for each parameter and row.
+
+        Args:
+            rows: tokens of the step.
+            sampled: rows the head is computed for.
+        """
+        total = 0
+        for matrix in self.matrices:
+            total += matrix.active_parameters * (sampled if matrix.role == "head" else rows)
+        return 2.0 * total
+
+    def attention_flops(self, new_tokens: int, context: int) -> float:
+        """Operations of attention over the cache for one sequence.
+
+        Args:
+            new_tokens: computed in this step.
+            context: keys the last of them sees, its own included.
+        """
+        width = self.head_dim + self.v_head_dim
+        cached = context - new_tokens
+        total = 0.0
+        for cache in self.caches:
+            pairs = visible_pairs(new_tokens, context, cache.window)
+            layer = 2.0 * self.num_heads * width * pairs
+            if self.latent_dim:
+                # K and V of what is cached made again from the latent, or attention in the latent
+                # space ("absorbed"), whichever is less work.
+                per_key = self.latent_dim * (width - (cache.elements - self.latent_dim))
+                expanded = layer + 2.0 * self.num_heads * per_key * cached
+                absorbed = 2.0 * self.num_heads * (cache.elements + self.latent_dim) * pairs
+                layer = min(expanded, absorbed)
+            total += cache.layers * layer
+        return total
+
+    def _item(self, weight_format: str, dtype: str | None) -> int:
+        return DTYPE_BYTES[weight_facts(weight_format).dtype or dtype or self.dtype]
+
+
+def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:
+    """(query, key) pairs that causal attention computes: each of the last `new_tokens` tokens of
+    a `context` sees itself and what comes before it, at most `window` keys."""
+    first = context - new_tokens  # keys before the first of them
+    free = new_tokens if window is None else min(max(window - first, 0), new_tokens)
+    pairs = free * first + free * (free + 1) // 2
+    return pairs + (new_tokens - free) * (window or 0)
+
+
+def _matrix_bytes(matrix: Matrix, facts: WeightFacts, item: int) -> int:
+    head = matrix.role == "head"
+    if matrix.role in UNQUANTIZED_ROLES or (head and not facts.head):
+        return matrix.inputs * matrix.outputs * item
+    return facts.matrix_bytes(matrix.inputs, matrix.outputs, head=head)

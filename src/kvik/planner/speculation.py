@@ -1,0 +1,102 @@
+"""What speculative decoding gains: a draft guesses K tokens, one step of the target checks them.
+
+Leviathan et al. 2023 (2211.17192): with acceptance rate a the target emits (1 - a^(K+1)) / (1 - a)
+tokens a step on average. Their speed-up (theorem 3.8) takes the check of K + 1 rows to cost what
+one row does, which holds while reading the weights takes longest; here the roofline says what it
+costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvik.planner.roofline import step_time, verify
+from kvik.planner.setting import Setting
+from kvik.planner.shape import ModelShape
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRow:
+    """One acceptance rate.
+
+    Attributes:
+        tokens: expected tokens of a step, for each number of drafts of the curve.
+        speed_ups: tokens/s with it over tokens/s without, likewise.
+        best_drafts: the number of drafts with the largest speed-up; 0: none gains anything.
+        best: that speed-up; 1 if none gains.
+    """
+
+    acceptance: float
+    tokens: tuple[float, ...]
+    speed_ups: tuple[float, ...]
+    best_drafts: int
+    best: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCurve:
+    """Attributes:
+    batch: requests that decode together.
+    drafts: the numbers of drafts (K) that the columns stand for.
+    draft_cost: time of one step of the draft over that of one of the target.
+    verify_costs: time of a step over K + 1 rows a request, over that of one row.
+    """
+
+    batch: int
+    drafts: tuple[int, ...]
+    draft_cost: float
+    verify_costs: tuple[float, ...]
+    rows: tuple[SpeculationRow, ...]
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens one step of the target emits: the drafts accepted in a row, and one of its own."""
+    if acceptance == 1.0:
+        return drafts + 1.0
+    return (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
+
+
+def speed_up(acceptance: float, drafts: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """Of decoding, over one token a step. Costs are in steps of one row of the target."""
+    return expected_tokens(acceptance, drafts) / (verify_cost + drafts * draft_cost)
+
+
+def verify_cost(shape: ModelShape, at: Setting, drafts: int) -> float:
+    """Time of a step with `drafts` + 1 rows of each request, over that of one row of each."""
+
+    def seconds(count: int) -> float:
+        return step_time(shape, at, verify(at.group, at.context, count)).expected
+
+    return seconds(drafts) / seconds(0)
+
+
+def speculation_curve(
+    batch: int,
+    draft_cost: float,
+    check: Callable[[int], float],
+    acceptances: tuple[float, ...] = ACCEPTANCES,
+    drafts: tuple[int, ...] = DRAFTS,
+) -> SpeculationCurve:
+    """The table of speed-ups; `check(K)` is what checking K drafts costs."""
+    costs = tuple(check(count) for count in drafts)
+    rows = []
+    for acceptance in acceptances:
+        gains = tuple(
+            speed_up(acceptance, count, draft_cost, cost)
+            for count, cost in zip(drafts, costs, strict=True)
+        )
+        best = max(gains)
+        rows.append(
+            SpeculationRow(
+                acceptance=acceptance,
+                tokens=tuple(expected_tokens(acceptance, count) for count in drafts),
+                speed_ups=gains,
+                best_drafts=drafts[gains.index(best)] if best > 1.0 else 0,
+                best=max(best, 1.0),
+            )
+        )
+    return SpeculationCurve(batch, drafts, draft_cost, costs, tuple(rows))

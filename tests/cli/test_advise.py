@@ -1,0 +1,128 @@
+"""`kvik advise`: flags to wishes, advice to text and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.configs import PUBLIC
+from helpers.public_configs import FOLDER
+
+from kvik.cli.main import main
+
+MACHINE = """
+kind = "cpu"
+memory = 34359738368
+bandwidth = 5.0e10
+[rates]
+fp32 = 4.0e11
+bf16 = 8.0e11
+int8 = 1.6e12
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    path = tmp_path / "box.toml"
+    path.write_text(MACHINE)
+    return str(path)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    path = tmp_path / "Llama-3-8B.json"
+    path.write_text(json.dumps(PUBLIC["Llama-3-8B"]))
+    return str(path)
+
+
+def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--hardware", machine]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "model                   stories on box",
+        "assumed                 --prompt 512 --output 128 --concurrency 8",
+        "1. precision",
+        "2. attention",
+        ". batching",
+        ". prefix cache",
+        ". quantisation",
+    ):
+        assert line in text
+    assert text.splitlines()[-1].startswith("kvik generate")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_promise(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms"])
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "promise                 the largest load that keeps them is" in text
+    assert "--max-num-seqs" in text.splitlines()[-1]
+    assert main(["advise", llama, "--hardware", machine, "--slo", "tpot=1ms"]) == 0
+    assert "times over (TPOT" in capsys.readouterr().out
+
+
+def test_what_fits_nowhere_has_no_command(
+    llama: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    big = tmp_path / "Llama-3-70B.json"
+    big.write_text(json.dumps(PUBLIC["Llama-3-70B"]))
+    assert main(["advise", str(big), "--hardware", "rtx4090"]) == 0
+    text = capsys.readouterr().out
+    assert "Llama-3-70B does not fit one rtx4090" in " ".join(text.split())
+    assert "kvik generate" not in text
+
+
+def test_a_load_that_is_too_much(
+    machine: str, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", llama, "--hardware", machine, "--rate", "1000"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "comes faster than it can be served, " in text
+    assert " requests/s at most -> " in text
+
+
+def test_what_the_engine_does_not_run_has_no_command(
+    machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(FOLDER / "configs" / "olmoe-1b-7b.json")
+    assert main(["advise", model, "--hardware", machine]) == 0
+    text = capsys.readouterr().out
+    assert "this version does not run OlmoeForCausalLM" in text
+    assert "kvik generate" not in text
+
+
+def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--rate", "0.05", "--prompt", "100", "--output", "20", "--shared", "50"]
+    assert main(["advise", llama, "--hardware", machine, "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["traffic"] == {"prompt": 100, "output": 20, "shared": 50}
+    assert found["slo"] is None and found["assumed"] == []
+    assert found["end"]["load"]["rate"] == 0.05
+    verdicts = {advice["topic"]: advice["verdict"] for advice in found["advice"]}
+    assert verdicts["attention"] == "keep"
+    assert {advice["verdict"] for advice in found["later"]} <= {"not in this version", "no use"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--slo", "foo"], "slo"),
+        (["--slo", "ttft=-1"], "slo"),
+        (["--slo", "ttft=0ms"], "slo"),
+        (["--prompt", "many"], "prompt"),
+        (["--prompt", "0"], "prompt"),
+        (["--rate", "-1"], "rate"),
+        (["--rate", "1", "--concurrency", "1"], "rate"),
+        (["--hardware", "abacus"], "hardware"),
+        (["--acceptance", "2"], "acceptance"),
+        (["--shared", "1000"], "shared"),
+    ],
+)
+def test_bad_wishes_are_one_line(
+    arguments: list[str], field: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", "--hardware", machine, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvik: error: {field}: ") and error.count("\n") == 1

@@ -1,0 +1,183 @@
+"""`kvik plan`: what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.public_configs import FOLDER, NAMES
+
+from kvik.cli.main import main
+from kvik.cli.plan_text import as_text
+from kvik.planner.plan import plan
+from kvik.planner.question import Question
+
+CONFIGS = FOLDER / "configs"
+LLAMA = str(CONFIGS / "llama-3-70b.json")
+DEEPSEEK = str(CONFIGS / "deepseek-v3.json")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--hardware", "h200")
+    for fact in ("4.95 million parameters", "batch 1 at context 1,024", "3,072 bytes per token"):
+        assert fact in out
+    assert "cost: give --price" in out
+
+
+def test_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [LLAMA, "--hardware", "h200", "--tp", "4", "--batch", "32", "--price", "3.5"]
+    lines = printed(capsys, *words, "--load", "5/s").splitlines()
+    text = "\n".join(lines)
+    assert "4 x h200: 140.4 GiB, 4,800 GB/s, 989 TFLOP/s (bf16) each" in text
+    assert "327,680 bytes per token in all, 81,920 here; 640.0 MiB for each request" in text
+    assert "131.4 GiB in all, 16 bits a parameter" in text
+    assert "fits, " in text
+    assert "cost at $14.00 an hour" in text
+    assert "432,000 requests of 6,144 + 2,048" in text
+    (decode,) = (line.split() for line in lines if line.split()[:1] == ["32"])
+    # 32 requests read 141 GB less the embedding, and 32 * 8192 * 327,680 bytes, at 19.2 TB/s
+    assert float(decode[1].replace(",", "")) == pytest.approx(
+        32 * 19.2e12 / (139.0e9 + 85.9e9), rel=0.03
+    )
+
+
+def test_deepseek_v3_does_not_fit_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--context", "16384", "--batch", "64"]
+    out = printed(capsys, *words)
+    assert "671 billion parameters, 36.6 billion active" in out
+    assert "weights fp8" in out and "70,272 bytes per token" in out
+    assert "DOES NOT FIT: " in out and " GiB too much" in out
+    assert "--kv-dtype int8" in out and "--pp 2" in out
+    assert "MLA *" in out and "each device holds the whole latent" in out
+    assert "note: " in out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_is_wider_than_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / f"{name}.json")
+    words = ["--hardware", "h100", "--batch", "512", "--context", "1000", "--price", "2.5"]
+    out = printed(capsys, path, *words, "--load", "5G")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "nan" not in out and "inf" not in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [LLAMA, "--hardware", "h100", "--dtype", "bfloat16", "--json"]
+    facts = json.loads(printed(capsys, *words))
+    assert facts["model"]["parameters"] == 70_553_706_496
+    assert facts["model"]["kv_bytes_per_token"] == 327_680
+    memory = facts["memory"]
+    parts = ("weights", "kv_cache", "activations", "runtime")
+    assert memory["total"] == sum(memory[part] for part in parts)
+    assert memory["missing"] == memory["total"] - memory["limit"] > 0
+    assert memory["fits"] is False
+    fitting = [row["format"] for row in facts["weight_formats"] if row["fits"]]
+    assert fitting == ["fp8", "int8", "int8-weight-only", "int4"]
+    assert [remedy["flags"] for remedy in facts["remedies"]] == ["--dtype fp8", "--tp 2"]
+    (row,) = facts["speed"]["decode"]
+    assert row["ceiling"] == pytest.approx(3.35e12 / (139.0e9 + 2.7e9), rel=0.01)
+    assert row["fits"] is False
+
+
+def test_a_measured_machine_tells_what_to_expect() -> None:
+    answer = plan(Question(hardware="h200", context=512, price=1.0))
+    assert "expected" not in as_text(answer)
+    measured = as_text(replace(answer, device=replace(answer.device, measured=True)))
+    assert "expected tokens/s" in measured
+    slow = replace(answer.device, measured=True, rate=2.71e10, arithmetic="int8")
+    assert "27.1 GOP/s (int8)" in as_text(replace(answer, device=slow))
+    assert "as expected here" in measured
+
+
+def test_without_speeds_it_says_why() -> None:
+    answer = plan(Question(hardware="h200", context=512))
+    blind = replace(answer, speed=None, device=replace(answer.device, unknown="run it first"))
+    text = as_text(blind)
+    assert "no speeds are known (run it first)" in text
+    assert "tokens/s" not in text
+    assert "attention variants" in text and "weight formats" in text
+
+
+def test_what_stays_empty_of_the_cache_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    gemma = str(CONFIGS / "gemma-3-4b.json")
+    assert "of the KV cache stay empty" in printed(capsys, gemma, "--hardware", "h100")
+    assert "stay empty" not in printed(capsys, LLAMA, "--hardware", "h100")
+
+
+def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "abacus.toml"
+    path.write_text(
+        'kind = "cuda"\nmemory = 68719476736\nbandwidth = 1e12\nprice = 0.5\n'
+        'source = "made of wood"\n[rates]\nbf16 = 1e14\n'
+    )
+    out = printed(capsys, "--hardware", str(path))
+    assert "abacus: 64.0 GiB, 1,000 GB/s, 100 TFLOP/s (bf16)" in out
+    assert "made of wood" in out and "cost at $0.50 an hour" in out
+    weights, _ = (line.split() for line in out.splitlines() if line.startswith("  fp32 "))
+    assert weights[4] == "-"  # it has no such unit
+
+
+def test_this_machine_without_a_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
+    monkeypatch.setattr("kvik.planner.plan.calibration_path", lambda: tmp_path / "none.json")
+    out = printed(capsys)
+    assert "no speeds are known" in out and "kvik calibrate" in out
+    assert "fits, " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["/no/such"], "model: there is no folder '/no/such'"),
+        (["--context", "0"], "context: must be an integer of at least 1, not 0"),
+        (["--context", "2048"], "context: must be at most the model's 1024 tokens, not 2048"),
+        (["--context", "many"], "context: must be an integer, not 'many'"),
+        (["--batch", "-1"], "batch: must be an integer in [1, 65536], not -1"),
+        (["--hardware", "h2000"], "hardware: must be one of b200, h200, "),
+        (["--tp", "3"], "tp: must divide the 8 query heads, not 3"),
+        (["--pp", "9"], "pp: must be at most the 6 layers, not 9"),
+        (["--dtype", "int3"], "dtype: must be one of "),
+        (["--kv-dtype", "int3"], "kv_dtype: must be one of "),
+        (["--price", "free"], "price: must be a number, not 'free'"),
+        (["--price", "-1"], "price: must be a number in [0, 1e+06], not -1"),
+        (["--load", "lots"], "load: must be tokens per day (50M) or requests per second (5/s)"),
+        (["--output-tokens", "1024"], "output_tokens: must be in [1, 1023]"),
+        (["--draft-cost", "-1"], "draft_cost: must be a number in [0, 1000], not -1"),
+        (["--draft", "/no/such", "--hardware", "t4"], "model: there is no folder '/no/such'"),
+        (["--memory-utilization", "2"], "memory_utilization: must be a number in [0.01, 1]"),
+        (["--price"], "price: expected one argument"),
+        (["--bogus"], "arguments: unrecognized arguments: --bogus"),
+    ],
+)
+def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvik: error: {line}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_neither_torch_nor_numpy_is_imported() -> None:
+    script = f"""
+import sys
+from kvik.cli.main import main
+assert main(["plan", {LLAMA!r}, "--hardware", "h200"]) == 0
+assert not {{"torch", "numpy", "rich", "huggingface_hub"}} & set(sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

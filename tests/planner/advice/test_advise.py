@@ -1,0 +1,310 @@
+"""Advice: nothing that makes it worse, nothing this version cannot do, and the reasons."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from helpers.configs import PUBLIC
+
+from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.config.config import EngineConfig
+from kvik.config.errors import CapacityError, ConfigError
+from kvik.config.options import options_of
+from kvik.config.resolve import resolve
+from kvik.planner.advice import levers
+from kvik.planner.advice.advise import ORDER, Advice, Report, advise_shape
+from kvik.planner.advice.figures import improvement
+from kvik.planner.advice.wish import Wish
+from kvik.planner.devices import DEVICES, Device
+from kvik.planner.families import shape_from_config
+from kvik.planner.formats import weight_format
+from kvik.planner.memory import hardware_of, working_dtype
+from kvik.planner.roofline import decode, step_time
+from kvik.planner.rounded import seconds
+from kvik.planner.setting import Setting
+from kvik.planner.slo import Slo
+
+SHAPES = {name: shape_from_config(config, name) for name, config in PUBLIC.items()}
+H100 = DEVICES["h100"]
+CPU = Device("cpu", "cpu", 64 << 30, 50e9, {"fp32": 0.4e12, "bf16": 0.8e12, "int8": 1.6e12})
+PROMISE = Slo(ttft=0.3, tpot=0.05)
+
+
+def report(model: str, device: Device, wish: Wish) -> Report:
+    return advise_shape(SHAPES[model], device, wish)
+
+
+def advice(found: Report, topic: str) -> Advice:
+    return next(a for a in (*found.advice, *found.later) if a.topic == topic)
+
+
+def parsed(flags: tuple[str, ...]) -> EngineConfig:
+    """As `kvik generate` reads them."""
+    parser = Parser("generate", "", "")
+    add_engine_flags(parser)
+    return EngineConfig(**engine_options(parser.parse_args(" ".join(flags).split()), ""))
+
+
+CASES = [
+    (model, device, wish)
+    for model in ("Llama-2-7B", "Llama-3-8B", "Mistral-7B-v0.1")
+    for device in (H100, CPU)
+    for wish in (
+        Wish(),
+        Wish(concurrency=64, prompt=1000, output=200),
+        Wish(slo=PROMISE),
+        Wish(slo=PROMISE, rate=2.0, shared=100),
+    )
+]
+
+
+@pytest.mark.parametrize(("model", "device", "wish"), CASES)
+def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
+    model: str, device: Device, wish: Wish
+) -> None:
+    found = report(model, device, wish)
+    for step in (*found.advice, *found.later):
+        if step.verdict != "keep" and step.before and step.after:
+            assert improvement(step.before, step.after, wish) >= 0.0, step.topic
+        assert (step.verdict == "no use") == (not step.change) or step.verdict == "keep"
+    if found.start is not None:
+        assert improvement(found.start, found.end, wish) >= 0.0
+    assert found.end.memory <= found.end.memory_limit
+
+    for step in found.advice:
+        parsed(step.flags)
+    config, advised = parsed(found.flags), found.advised
+    assert config.max_num_seqs in (None, advised.seqs)
+    assert config.max_num_batched_tokens in (None, advised.budget)
+    formats = {"none": found.usual.at.weight_format}
+    assert formats.get(config.quantization, config.quantization) == advised.at.weight_format
+    kept = {"auto": weight_format(working_dtype(advised.shape, advised.at.weight_format))}
+    assert kept.get(config.kv_cache_dtype, config.kv_cache_dtype) == advised.at.kv_format
+    assert (advised.at.tp, advised.drafting) == (1, None)
+
+
+@pytest.mark.parametrize("wish", [Wish(), Wish(slo=PROMISE)])
+@pytest.mark.parametrize("device", [H100, DEVICES["rtx4090"], DEVICES["l4"], CPU])
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B"])
+def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish) -> None:
+    """On a machine with that device, and decides as foretold."""
+    found = report(model, device, wish)
+    if found.obstacle:
+        return
+    shape, at = found.advised.shape, found.advised.at
+    assert shape.spec is not None
+    config = replace(parsed(found.flags), max_model_len=found.traffic.context)
+    resolved = resolve(config, shape.spec, hardware_of(at.device), "")
+    assert weight_format(resolved.runner.dtype, resolved.runner.quantization) == at.weight_format
+    if config.max_num_seqs is not None:
+        assert resolved.scheduler.max_num_seqs == found.advised.seqs
+    assert resolved.scheduler.max_num_batched_tokens >= found.advised.budget / 2
+
+
+def test_what_this_version_lacks_stands_apart() -> None:
+    found = report("Llama-3-8B", H100, Wish())
+    lacking = [topic for topic in ORDER if not levers.available(topic)]
+    assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
+    assert not any(a.flags for a in found.later)
+    assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
+
+
+def test_every_such_option_of_the_engine_is_a_lever() -> None:
+    """Whoever adds one gives it its name in `OPTIONS`."""
+    pulled = {name for names in levers.OPTIONS.values() for name in names}
+    words = re.compile("dtype$|parallel|spec|draft|quant|max_num_|prefix_cach")
+    options = {option.name for option in options_of(EngineConfig)}
+    assert {name for name in options if words.search(name)} <= pulled
+
+
+def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
+    reading = advice(report("Llama-3-8B", H100, Wish(concurrency=4)), "quantisation")
+    assert reading.verdict == "do" and reading.flags[0].startswith("--quantization")
+    narrow = replace(H100, bandwidth=1e15, rates=dict.fromkeys(H100.rates, 1e14))
+    computing = advice(report("Llama-3-8B", narrow, Wish(concurrency=64)), "quantisation")
+    assert computing.verdict == "no use" and "bound by arithmetic" in computing.reason
+
+
+def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
+    short = Wish(prompt=16, output=16, concurrency=1)
+    found = advice(report("Llama-3-8B", H100, short), "KV format")
+    assert found.verdict == "no use" and "0% to the KV cache" in found.reason
+    long = Wish(prompt=3500, output=500, concurrency=40)
+    found = advice(report("Llama-2-7B", H100, long), "KV format")
+    assert found.verdict == "do" and found.flags[0].startswith("--kv-cache-dtype")
+    assert found.before and found.after
+    assert found.before.load and found.after.load
+    assert found.after.load.output_rate > 1.5 * found.before.load.output_rate
+
+
+def test_speculation_does_not_help_a_machine_that_computes() -> None:
+    narrow = replace(H100, bandwidth=1e15)
+    found = advice(report("Llama-3-8B", narrow, Wish(concurrency=64)), "speculation")
+    assert found.verdict == "no use" and "checking 1 draft " in found.reason
+    found = advice(report("Llama-3-8B", H100, Wish(concurrency=1)), "speculation")
+    assert found.verdict == "not in this version"
+    useless = advice(report("Llama-3-8B", H100, Wish(acceptance=0.0)), "speculation")
+    assert useless.verdict == "no use"
+
+
+def test_a_draft_model_takes_its_time() -> None:
+    free = report("Llama-3-8B", H100, Wish(concurrency=1))
+    draft = SHAPES["Qwen2.5-0.5B"]
+    paid = advise_shape(SHAPES["Llama-3-8B"], H100, Wish(concurrency=1), draft=draft)
+    pair = [advice(found, "speculation").after for found in (free, paid)]
+    assert pair[0] and pair[1] and pair[0].load and pair[1].load
+    assert pair[1].load.tpot > pair[0].load.tpot
+
+
+def test_parallelism_needs_a_link() -> None:
+    found = advice(report("Llama-3-8B", CPU, Wish()), "parallelism")
+    assert found.verdict == "no use" and "no link" in found.reason
+
+
+def test_half_the_dtype_is_the_first_advice() -> None:
+    shape = replace(SHAPES["Qwen2.5-0.5B"], dtype="float32", stored="fp32", spec=None)
+    found = advise_shape(shape, H100, Wish())
+    first = found.advice[0]
+    assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
+    halved = levers.with_weights(found.usual, found.traffic, "bf16")
+    assert (found.usual.at.kv_format, halved.at.kv_format) == ("fp32", "bf16")
+
+
+def test_what_is_stored_so_needs_no_flag() -> None:
+    shape = replace(SHAPES["Llama-3-8B"], stored="int4")
+    found = advise_shape(shape, H100, Wish(slo=PROMISE))
+    assert not any("--quantization" in flag for flag in found.flags)
+
+
+def test_the_engine_s_own_step_size_needs_no_flag() -> None:
+    """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
+    found = report("Llama-3-70B", H100, Wish(concurrency=1, prompt=512))
+    assert found.usual.budget < 256 and not found.usual.room
+    assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
+    assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
+    # all 512 tokens in one step: 2 * 69.5e9 * 512 operations, in int8 and, for int4, in bf16
+    room = found.advice[0]
+    assert (room.topic, room.change) == ("room", "int8")
+    for figures, rate in ((room.after, 1978.9e12), (found.end, 989.4e12)):
+        assert figures is not None and figures.single is not None
+        assert figures.single.ttft == pytest.approx(2 * 69.5e9 * 512 / rate, rel=0.05)
+
+
+def test_reasons_quote_the_roofline() -> None:
+    found = report("Llama-3-8B", H100, Wish(concurrency=4, prompt=512, output=128))
+    time = step_time(SHAPES["Llama-3-8B"], Setting(H100, "bf16", "bf16"), decode(4, 512 + 64 + 1))
+    share = sum(p.expected for p in time.parts if p.name in ("weights", "head")) / time.expected
+    assert f"{share:.0%} goes to the weights" in advice(found, "quantisation").reason
+
+
+def test_it_starts_with_what_fits() -> None:
+    found = report("Llama-3-8B", replace(H100, memory=12 << 30), Wish(concurrency=1))
+    first = found.advice[0]
+    assert found.start is None and not found.obstacle
+    assert (first.topic, first.flags) == ("room", ("--quantization int8",))
+    assert "bf16 needs" in first.reason
+    assert found.flags and found.flags[0].startswith("--quantization int")
+
+
+def test_what_fits_no_single_device_is_told_for_several() -> None:
+    found = report("Llama-3-70B", DEVICES["rtx4090"], Wish())
+    assert found.obstacle.startswith("does not fit one rtx4090")
+    assert parsed(found.flags).quantization == "int4"  # and nothing of the devices
+    assert found.advised.at.tp == 2 and found.advised.at.weight_format == "int4"
+    with pytest.raises(CapacityError, match="does not fit cpu"):
+        report("Llama-3-70B", replace(CPU, memory=16 << 30), Wish())
+
+
+def test_a_promise_that_nothing_keeps() -> None:
+    found = report("Llama-3-8B", CPU, Wish(slo=Slo(tpot=1e-3)))
+    assert found.end.largest is None and found.end.single is not None
+    excess = found.end.single.tpot / 1e-3
+    assert f"missed {excess:.2f} times over (TPOT {seconds(found.end.single.tpot)} of 1.00 ms)" in (
+        found.promise
+    )
+    assert "with all that is not in this version they would be missed" in found.promise
+
+
+def test_a_promise_that_only_later_versions_keep() -> None:
+    found = report("Llama-2-70B", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3)))
+    assert found.end.largest is None
+    assert "with all that is not in this version they would be kept" in found.promise
+
+
+def test_a_promise_at_the_load_asked_for() -> None:
+    kept = report("Llama-3-8B", H100, Wish(slo=PROMISE, concurrency=16))
+    assert "at the load asked for the limits are kept" in kept.promise
+    assert kept.end.largest is not None and kept.end.largest.concurrency > 16
+    missed = report("Llama-3-8B", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt=16))
+    assert "at the load asked for the limits are missed" in missed.promise
+    assert missed.end.largest is not None
+    flag = f"--max-num-seqs {missed.end.largest.concurrency}"
+    assert flag in missed.flags  # who keeps the promise must not be dragged along
+    fast = report("Llama-3-8B", CPU, Wish(slo=PROMISE, rate=1e6))
+    assert "comes faster than it can be served" in fast.promise
+
+
+def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
+    found = report("Llama-3-8B", DEVICES["rtx4090"], Wish(rate=100.0, prompt=2000, output=300))
+    assert found.start is not None and found.start.full is not None and found.end.full is not None
+    assert found.start.load is None and found.end.load is None
+    assert found.end.full.rate > 3 * found.start.full.rate
+    assert any(flag.startswith("--quantization") for flag in found.flags)
+
+
+@pytest.mark.parametrize("device", [H100, CPU])
+def test_a_tighter_promise_never_bears_more(device: Device) -> None:
+    loads = []
+    for scale in (4.0, 1.0, 0.25, 0.02):
+        limits = Slo(ttft=0.4 * scale, tpot=0.04 * scale)
+        end = report("Qwen2.5-0.5B", device, Wish(slo=limits, prompt=64)).end
+        loads.append(end.largest.rate if end.largest else 0.0)
+    assert all(tight <= 1.02 * wide for wide, tight in pairwise(loads)), loads
+    assert loads[0] > loads[-1]
+
+
+def test_a_faster_memory_never_lowers_the_rate() -> None:
+    rates = []
+    for bandwidth in (0.5e12, 1e12, 2e12, 4e12):
+        end = report("Llama-3-8B", replace(H100, bandwidth=bandwidth), Wish(concurrency=16)).end
+        assert end.load is not None
+        rates.append(end.load.output_rate)
+    assert rates == sorted(rates)
+
+
+def test_a_known_prefix_is_told_with_its_effect() -> None:
+    found = advice(report("Llama-3-8B", H100, Wish(shared=400)), "prefix cache")
+    assert found.before and found.after and found.before.single and found.after.single
+    assert found.after.single.ttft < 0.6 * found.before.single.ttft
+    unknown = advice(report("Llama-3-8B", H100, Wish()), "prefix cache")
+    assert unknown.before is None and "--shared" in unknown.reason
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        (Wish(prompt=0), "prompt"),
+        (Wish(output=-1), "output"),
+        (Wish(concurrency=0), "concurrency"),
+        (Wish(rate=0.0), "rate"),
+        (Wish(rate=float("nan")), "rate"),
+        (Wish(rate=1.0, concurrency=1), "rate"),
+        (Wish(acceptance=1.5), "acceptance"),
+        (Wish(shared=600), "shared"),
+        (Wish(prompt=4000, output=200), "prompt"),
+    ],
+)
+def test_wishes_that_make_no_sense(wish: Wish, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        report("Llama-2-7B", H100, wish)
+    assert raised.value.field == field
+
+
+def test_the_usual_request_is_cut_to_the_context() -> None:
+    tiny = replace(SHAPES["Llama-3-8B"], max_context=20)
+    found = advise_shape(tiny, H100, Wish())
+    assert found.traffic.context <= 20 and found.traffic.prompt >= 1
+    assert found.assumed[0].startswith("--prompt")

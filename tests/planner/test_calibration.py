@@ -1,0 +1,136 @@
+"""A calibration is saved whole, read back equal, and refused with its reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace as with_fields
+from pathlib import Path
+
+import pytest
+from helpers.calibrations import MACHINE, calibration
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvik.config.errors import ConfigError
+from kvik.config.hardware import Hardware
+from kvik.planner.calibration import interpolate, load, save, stale, this_machine
+
+HARDWARE = Hardware(
+    "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
+)
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "calibration.json"
+    save(calibration(), path)
+    assert load(path) == calibration()
+    assert [entry.name for entry in path.parent.iterdir()] == ["calibration.json"]
+
+
+def test_saving_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text("old")
+    save(calibration(), path)
+    assert load(path) == calibration()
+
+
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^output: cannot write .*calibration\.json"):
+        save(calibration(), tmp_path / "file" / "calibration.json")
+
+
+def test_without_a_file_it_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is none yet: run `kvik calibrate`"):
+        load(tmp_path / "calibration.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"schema": 99}, "schema 99"),
+        ({"launch": -1.0}, "a time below 0"),
+        ({"activation": 0.0}, "a rate that is not above 0"),
+        ({"reads": []}, "nothing measured"),
+        ({"linears": {"bf16": []}}, "nothing measured"),
+        ({"peaks": {"bf16": "fast"}}, "Expected `float`"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, object], why: str) -> None:
+    path = tmp_path / "calibration.json"
+    save(calibration(), path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=f"cannot be used .*{why}.*run `kvik calibrate`"):
+        load(path)
+
+
+def test_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_bytes(b"\xff{")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        load(path)
+
+
+def test_paces_out_of_order_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    paces = calibration().linears["bf16"]
+    save(replace(calibration(), linears={"bf16": paces[::-1]}), path)
+    with pytest.raises(ConfigError, match="out of order"):
+        load(path)
+
+
+def test_it_speaks_of_this_machine_alone() -> None:
+    machine = this_machine(HARDWARE, None, "9")
+    assert machine == replace(MACHINE, kvik="9", date="")
+    assert stale(calibration(), machine) is None
+
+
+@pytest.mark.parametrize(
+    ("hardware", "threads", "reason"),
+    [
+        (with_fields(HARDWARE, cpu_name="Another"), None, "another CPU (Some CPU, now Another)"),
+        (HARDWARE, 4, "another number of threads (2, now 4)"),
+        (with_fields(HARDWARE, native=False), None, "another kernels (avx2, now torch)"),
+    ],
+)
+def test_another_machine_is_a_reason(hardware: Hardware, threads: int | None, reason: str) -> None:
+    found = stale(calibration(), this_machine(hardware, threads, "9"))
+    assert found == f"measured with {reason}: run `kvik calibrate` again"
+
+
+def test_read_rates_by_working_set() -> None:
+    found = calibration()
+    assert found.bandwidth == 10e9
+    assert found.read_rate(1) == found.read_rate(8 << 20) == 40e9
+    assert found.read_rate(1 << 40) == 10e9
+    assert found.read_rate(128 << 20) == pytest.approx(25e9)  # the geometric middle of 32 and 512
+
+
+def test_the_engine_is_slower_with_cold_caches() -> None:
+    found = calibration()
+    assert found.host_seconds(0, 1) == pytest.approx(1.02e-4)
+    assert found.host_seconds(1 << 30, 10) == pytest.approx(4.6e-4)
+    assert replace(found, host=()).host_seconds(1, 1) == 0
+
+
+@given(st.floats(1, 1e12), st.floats(1, 1e12))
+def test_interpolation_stays_between_and_keeps_order(a: float, b: float) -> None:
+    points = [(1e3, 1.0), (1e6, 5.0), (1e9, 7.0)]
+    low, high = interpolate(points, min(a, b)), interpolate(points, max(a, b))
+    assert 1.0 <= low <= high <= 7.0
+    assert interpolate(points, 1e6) == 5.0
+
+
+def test_slower_cores_and_another_memory() -> None:
+    found = calibration()
+    reads = tuple(replace(read, rate=read.rate / 4) for read in found.reads)
+    slow = found.at(reads, 0.5)
+    assert slow.bandwidth == 2.5e9
+    assert slow.peaks["bf16"] == found.peaks["bf16"] / 2
+    before, after = found.linears["bf16"][1], slow.linears["bf16"][1]
+    assert (after.call, after.cached, after.share) == (2e-6, 2 * before.cached, before.share)
+    assert slow.attention[0].prefill == found.attention[0].prefill / 2
+    assert slow.attention[0].score == 2 * found.attention[0].score
+    assert slow.host_seconds(0, 1) == pytest.approx(2 * found.host_seconds(0, 1))
+    assert found.at(found.reads, 1.0) == found

@@ -1,0 +1,208 @@
+"""Achieved over possible, and the bottleneck in words, for intervals in which it is evident."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from helpers.configs import PUBLIC
+from helpers.public_configs import config
+
+from kvik import LLM, SamplingParams
+from kvik.core.work import Work
+from kvik.engine.stats import EngineStats, LoopTime
+from kvik.planner.devices import Device
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency
+from kvik.planner.families import read_shape, shape_from_config
+
+SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
+DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 500e12})
+START = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
+LAYERS, KV = 32, 131_072  # of the model; bytes of a token in bf16
+
+
+def decoding(steps: int, rows: int, context: int) -> Work:
+    """Steps in which `rows` requests of `context` tokens decode."""
+    tokens = steps * rows
+    return Work(
+        decode_steps=steps,
+        decode_step_tokens=tokens,
+        decode_tokens=tokens,
+        logit_rows=tokens,
+        decode_pairs=tokens * context * LAYERS,
+        decode_kv_bytes=tokens * context * KV,
+    )
+
+
+def prefilling(prompts: int, tokens: int) -> Work:
+    """Steps of one whole prompt each."""
+    return Work(
+        mixed_steps=prompts,
+        prefill_tokens=prompts * tokens,
+        logit_rows=prompts,
+        prefill_pairs=prompts * tokens * (tokens + 1) // 2 * LAYERS,
+        prefill_kv_bytes=prompts * tokens * KV,
+    )
+
+
+def both(a: Work, b: Work) -> Work:
+    return Work(**{name: value + getattr(b, name) for name, value in asdict(a).items()})
+
+
+def judge(work: Work, time: LoopTime, device: Device = DEVICE) -> Efficiency:
+    seconds = time.executor + time.host + time.idle
+    after = replace(START, work=work, time=time)
+    return efficiency(START, after, seconds, SHAPE, "bf16", "bf16", device)
+
+
+def floor_of(work: Work) -> float:
+    floor = judge(work, LoopTime(executor=1.0)).floor
+    assert floor is not None
+    return floor
+
+
+def test_bytes_and_operations_of_decoding() -> None:
+    found = judge(decoding(10, 4, 1000), LoopTime(executor=2.0, host=0.5))
+    weights = SHAPE.weight_bytes("bf16") - 128256 * 4096 * 2 + 4 * 4096 * 2  # rows looked up
+    assert found.weight_bytes == 10 * weights
+    assert found.kv_bytes == 40 * 1001 * KV  # read, and written
+    per_token = 2 * (SHAPE.parameters - 128256 * 4096 - SHAPE.other_parameters)
+    assert found.flops == 40 * (per_token + 4 * LAYERS * 32 * 128 * 1000)
+    assert found.read_rate == (found.weight_bytes + found.kv_bytes) / 2.5
+    assert found.bandwidth_share == found.read_rate / 2e12
+    assert found.compute_share == found.flops / 2.5 / 500e12
+    assert found.floor == pytest.approx((found.weight_bytes + found.kv_bytes) / 2e12)
+
+
+def test_mla_attends_in_the_latent_space() -> None:
+    """DeepSeek-V3: 128 heads score 576 numbers of a key and add up 512 of them."""
+    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    work = Work(decode_steps=1, decode_step_tokens=1, decode_tokens=1, decode_pairs=61 * 1000)
+    after = replace(START, work=work, time=LoopTime(executor=1.0))
+    device = replace(DEVICE, rates={"bf16": 500e12, "fp8": 1e15})
+    found = efficiency(START, after, 1.0, shape, "fp8", "bf16", device)
+    pairs = 2 * 128 * (576 + 512) * 61 * 1000
+    assert found.flops == shape.matmul_flops(1, 0) + pairs
+
+
+def test_a_prompt_needs_its_arithmetic() -> None:
+    found = judge(prefilling(1, 4096), LoopTime(executor=1.0))
+    head = 2 * 128256 * 4096
+    matrices = 2 * (SHAPE.parameters - 2 * 128256 * 4096 - SHAPE.other_parameters)
+    pairs = 4096 * 4097 // 2
+    assert found.flops == 4096 * matrices + head + 4 * LAYERS * 32 * 128 * pairs
+    assert found.floor == pytest.approx(found.flops / 500e12)
+
+
+# More to compute than weights to read, but less than both.
+MANY = decoding(10, 256, 4000)
+FEW, LONG, PROMPTS = decoding(100, 2, 500), decoding(100, 64, 8000), prefilling(20, 4096)
+
+
+@pytest.mark.parametrize(
+    ("work", "time", "bottleneck", "words"),
+    [
+        (FEW, LoopTime(executor=1.1 * floor_of(FEW)), "weights bandwidth", "weights; 0.91"),
+        (LONG, LoopTime(executor=1.2 * floor_of(LONG)), "KV bandwidth", "the KV cache; 0.8"),
+        (MANY, LoopTime(executor=1.1 * floor_of(MANY)), "KV bandwidth", "the KV cache; 0.91"),
+        (PROMPTS, LoopTime(executor=1.3 * floor_of(PROMPTS)), "compute", "is arithmetic; 0.77"),
+        (FEW, LoopTime(floor_of(FEW), 2 * floor_of(FEW)), "host", "67% of the time with work"),
+        (FEW, LoopTime(executor=4 * floor_of(FEW)), "overhead", "75% of the time with work"),
+        (FEW, LoopTime(floor_of(FEW), 0.0, 3 * floor_of(FEW)), "load", "idle for 75%"),
+        (Work(), LoopTime(idle=3.0), "load", "no step"),
+        (
+            replace(FEW, queued_steps=90, block_short_steps=80),
+            LoopTime(executor=floor_of(FEW)),
+            "queue",
+            "in 80% of the steps requests waited for KV blocks, with 2 tokens a step",
+        ),
+        (
+            replace(FEW, queued_steps=90, slot_short_steps=60),
+            LoopTime(executor=floor_of(FEW)),
+            "queue",
+            "60% of the steps requests waited for one of max_num_seqs places",
+        ),
+    ],
+)  # fmt: skip
+def test_the_bottleneck_follows(work: Work, time: LoopTime, bottleneck: str, words: str) -> None:
+    found = judge(work, time)
+    assert found.bottleneck == bottleneck
+    assert words in found.reason
+    assert bottleneck in WHAT_HELPS
+
+
+def test_a_full_queue_is_not_the_limit_of_a_busy_machine() -> None:
+    """More requests at a time would not help where prompts or the cache take the time."""
+    for work in (LONG, PROMPTS):
+        waiting = replace(work, queued_steps=100, block_short_steps=100)
+        assert judge(waiting, LoopTime(executor=floor_of(work))).bottleneck != "queue"
+
+
+@pytest.mark.parametrize("work", [FEW, LONG, PROMPTS, both(FEW, PROMPTS), both(LONG, PROMPTS)])
+def test_at_the_floor_nothing_exceeds_its_ceiling(work: Work) -> None:
+    found = judge(work, LoopTime(executor=floor_of(work)))
+    assert found.bandwidth_share is not None and found.compute_share is not None
+    assert found.bandwidth_share <= 1 + 1e-9 and found.compute_share <= 1 + 1e-9
+    assert max(found.bandwidth_share, found.compute_share) > 0.5
+
+
+def test_decodes_that_ride_with_prompts_are_not_read_twice() -> None:
+    """Half the decoding rows were in mixed steps: bytes and operations add up all the same."""
+    work = both(decoding(100, 8, 1000), prefilling(100, 512))
+    work = replace(work, decode_tokens=1600, logit_rows=1700, decode_kv_bytes=1600 * 1000 * KV)
+    found = judge(work, LoopTime(executor=10.0))
+    assert found.kv_bytes == (1600 * 1001 + 100 * 512 * 2) * KV
+    assert found.steps == 200 and found.tokens == 1600 + 51_200
+    assert found.weight_bytes == pytest.approx(200 * SHAPE.read_bytes("bf16", 8), rel=0.001)
+    # Half of the decodes are bound by reading; the rest hides behind the prompts' arithmetic.
+    alone = 100 * SHAPE.read_bytes("bf16", 8) + 800 * 1001 * KV
+    one_row = SHAPE.matmul_flops(1, 1) + 4 * 32 * 128 * LAYERS * 1000
+    mixed = found.flops - 800 * one_row
+    assert found.floor == pytest.approx(alone / 2e12 + mixed / 500e12, rel=0.01)
+
+
+def test_without_ceilings_it_says_how_to_get_them() -> None:
+    blind = Device("this", "cpu", 1 << 30, None, {}, unknown="run `kvik calibrate`")
+    found = judge(FEW, LoopTime(executor=1.0, host=0.2), blind)
+    assert found.bandwidth_share is None and found.compute_share is None and found.floor is None
+    assert found.bottleneck == "executor" and "83%" in found.reason
+    assert "kvik calibrate" in found.lines()[-1]
+    assert found.as_json()["bandwidth_share"] is None
+    assert judge(FEW, LoopTime(executor=1.0, host=2.0), blind).bottleneck == "host"
+
+
+def test_statistics_without_times_count_as_work() -> None:
+    after = replace(START, work=FEW)
+    found = efficiency(START, after, 2.0, SHAPE, "bf16", "bf16", DEVICE)
+    assert found.time == LoopTime(executor=2.0)
+
+
+def test_lines_name_what_was_reached() -> None:
+    lines = judge(FEW, LoopTime(executor=1.1 * floor_of(FEW))).lines()
+    assert "91% of 2,000.0" in lines[1]
+    assert lines[3].startswith("limit    weights bandwidth: 99% of the least time")
+
+
+def test_a_real_engine_counts_what_its_requests_took() -> None:
+    shape = read_shape("")
+    with LLM("", max_model_len=256, dtype="float32") as llm:
+        before = llm.stats()
+        prompt, output = list(range(300, 337)), 9
+        greedy = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        llm.generate([prompt], greedy)
+        after = llm.stats()
+    work = after.work.since(before.work)
+    assert (work.prefill_tokens, work.decode_tokens) == (37, output - 1)
+    assert (work.mixed_steps, work.decode_steps, work.logit_rows) == (1, output - 1, output)
+    token = shape.kv_bytes_per_token("fp32")
+    assert work.prefill_kv_bytes == 37 * token
+    # the first token fed back sees the prompt and itself: 38 keys, the last 45
+    assert work.decode_kv_bytes == sum(range(38, 37 + output)) * token
+    assert work.prefill_pairs == shape.num_layers * 37 * 38 // 2
+    time = after.time.since(before.time)
+    assert time.executor > 0 and time.host > 0
+    found = efficiency(
+        before, after, 1.0, shape, "fp32", "fp32", replace(DEVICE, kind="cpu", rates={"fp32": 1e12})
+    )
+    assert found.tokens == 37 + output - 1
+    assert found.weight_bytes == pytest.approx(output * shape.read_bytes("fp32", 1), rel=0.05)

@@ -1,0 +1,485 @@
+"""config.json files of public models -> their real sizes; what cannot be is one clear error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from helpers.public_configs import NAMES, config, facts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvik.config.architectures import ARCHITECTURES
+from kvik.config.errors import ModelError
+from kvik.config.model_source import BUNDLED
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+from kvik.config.quantization import SCHEMES, weight_bytes
+from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
+from kvik.planner.formats import weight_format
+from kvik.planner.shape import CacheShape, ModelShape
+
+PUBLISHED = facts("published.json")
+KV = facts("kv_reference.json")
+RUN_HERE = [name for name in NAMES if config(name)["architectures"][0] in ARCHITECTURES]
+
+
+def shape(name: str) -> ModelShape:
+    return shape_from_config(config(name), name)
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    """A public config with changes; a value of `...` takes the key away."""
+    return {k: v for k, v in {**config(name), **changes}.items() if v is not ...}
+
+
+# Real sizes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_are_those_published(name: str) -> None:
+    # A model card that rounds or counts buffers is not met to the last one, yet far within 0.5 %.
+    assert shape(name).parameters == pytest.approx(PUBLISHED[name]["parameters"], rel=5e-4)
+
+
+def test_most_published_sizes_are_met_exactly() -> None:
+    wrong = {n for n in PUBLISHED if shape(n).parameters != PUBLISHED[n]["parameters"]}
+    assert wrong == {"llama-2-70b", "gpt-j-6b"}  # which count buffers
+    assert len(PUBLISHED) - len(wrong) >= 20
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "active" in PUBLISHED[name]])
+def test_active_parameters_are_those_published(name: str) -> None:
+    model, known = shape(name), PUBLISHED[name]
+    active = model.active_parameters
+    if known["active_counts_embedding"]:
+        active += model.vocab_size * model.hidden_size
+    assert active == pytest.approx(known["active"], rel=0.025)  # published to two or three digits
+
+
+@pytest.mark.parametrize("name", KV)
+def test_cache_bytes_are_those_of_the_reference(name: str) -> None:
+    known = KV[name]
+    if known["config"]:
+        values = config(known["config"])
+    else:  # known by these figures alone
+        values = changed(
+            "llama-2-7b",
+            hidden_size=known["q_heads"] * known["head_dim"],
+            num_hidden_layers=known["layers"],
+            num_attention_heads=known["q_heads"],
+            num_key_value_heads=known["kv_heads"],
+        )
+    model = shape_from_config(values, name)
+    assert model.num_layers == known["layers"]
+    if "cached_dims" in known:
+        assert model.attention == "MLA"
+        assert model.caches == (CacheShape(known["layers"], known["cached_dims"], 1),)
+    else:
+        found = (model.num_heads, model.num_kv_heads, model.head_dim)
+        assert found == (known["q_heads"], known["kv_heads"], known["head_dim"])
+    for kv_format in ("fp16", "bf16"):
+        assert model.kv_bytes_per_token(kv_format) == known["fp16_bytes_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama-2-7b", 524_288),
+        ("llama-2-70b", 327_680),
+        ("llama-3-70b", 327_680),
+        ("llama-3-8b", 131_072),
+        ("mistral-7b-v0.1", 131_072),
+        ("qwen2.5-7b", 57_344),
+        ("deepseek-v3", 70_272),
+    ],
+)
+def test_cache_bytes_every_text_should_know(name: str, size: int) -> None:
+    assert shape(name).kv_bytes_per_token("fp16") == size
+
+
+# What this engine runs
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
+    spec, model = ModelSpec.from_config(config(name)), shape(name)
+    assert model.spec == spec
+    assert model.parameters == spec.parameters.total
+    assert model.max_context == spec.max_context
+    for dtype, item in DTYPE_BYTES.items():
+        for scheme in SCHEMES:
+            found = model.weight_bytes(weight_format(dtype, scheme), dtype)
+            assert found == weight_bytes(spec, dtype, scheme)
+        assert model.kv_bytes_per_token(weight_format(dtype)) == spec.kv_bytes_per_token(item)
+    windows = {cache.window: cache.layers for cache in model.caches}
+    assert windows == {w: spec.windows.count(w) for w in spec.windows}
+
+
+def test_models_of_all_architectures_the_engine_runs_are_among_them() -> None:
+    assert {config(name)["architectures"][0] for name in RUN_HERE} == set(ARCHITECTURES)
+
+
+def test_a_model_the_engine_does_not_run_has_no_spec() -> None:
+    assert shape("mixtral-8x7b-v0.1").spec is None
+
+
+# Families
+
+
+def test_kinds_of_attention() -> None:
+    names = ("llama-2-7b", "llama-3-8b", "falcon-7b", "deepseek-v2-lite")
+    assert [shape(name).attention for name in names] == ["MHA", "GQA", "MQA", "MLA"]
+
+
+def test_first_layers_without_experts() -> None:
+    v3 = shape("deepseek-v3")
+    counts = {m.role: m.count for m in v3.matrices}
+    assert counts["gate_up"] == 3
+    assert counts["router"] == 58
+    assert counts["expert_down"] == 58 * 256
+    assert counts["shared_down"] == 58
+    assert v3.intermediate_size == 9 * 2048  # eight routed experts and the shared one
+    assert v3.notes == ("layers for multi-token prediction are not counted: 1",)
+
+
+def test_queries_need_not_be_compressed() -> None:
+    roles = {m.role: (m.inputs, m.outputs) for m in shape("deepseek-v2-lite").matrices}
+    assert "q_down" not in roles
+    assert roles["q_up"] == (2048, 16 * 192)
+    assert {"q_down", "q_up"} <= {m.role for m in shape("deepseek-v2").matrices}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({"decoder_sparse_step": 2}, 12),
+        ({"mlp_only_layers": [0, 5, 23]}, 21),
+        ({"mlp_only_layers": [1, 3, 4], "decoder_sparse_step": 2}, 10),
+        ({"mlp_only_layers": None}, 24),
+    ],
+)
+def test_which_layers_have_experts(changes: dict[str, Any], sparse: int) -> None:
+    model = shape_from_config(changed("qwen1.5-moe-a2.7b", **changes), "m")
+    counts = {m.role: m.count for m in model.matrices}
+    assert counts["router"] == sparse
+    assert counts.get("gate_up", 0) == 24 - sparse
+
+
+def test_newer_files_call_the_experts_otherwise() -> None:
+    values = changed("qwen3-30b-a3b", num_experts=..., num_local_experts=128)
+    assert shape_from_config(values, "m").parameters == 30_532_122_624
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, {2047: 32}),
+        ({"sliding_window": None}, {None: 32}),
+        ({"sliding_window": ...}, {None: 32}),
+        ({"use_sliding_window": False}, {None: 32}),
+        ({"layer_types": ["full_attention"] * 8 + ["sliding_attention"] * 24}, {None: 8, 2047: 24}),
+    ],
+)
+def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> None:
+    model = shape_from_config(changed("phi-3-mini-4k", **changes), "m")
+    assert {cache.window: cache.layers for cache in model.caches} == windows
+
+
+def test_a_pattern_of_windows() -> None:
+    text = config("gemma-3-4b")["text_config"]
+    found = {c.window: c.layers for c in shape("gemma-3-4b").caches}
+    assert found == {1024: 29, None: 5}  # every sixth of 34 layers sees everything
+    text["sliding_window_pattern"] = 2
+    found = {c.window: c.layers for c in shape_from_config({"text_config": text}, "m").caches}
+    assert found == {1024: 17, None: 17}
+
+
+def test_a_window_that_is_null_is_none_though_the_family_has_one() -> None:
+    model = shape_from_config(changed("gemma-2-9b", sliding_window=None), "m")
+    assert {cache.window: cache.layers for cache in model.caches} == {None: 42}
+
+
+def test_a_nested_text_model_is_read_and_said() -> None:
+    gemma = shape("gemma-3-4b")
+    assert gemma.architecture == "Gemma3ForConditionalGeneration"
+    assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
+    assert gemma.dtype == "bfloat16"  # which stands outside
+    assert gemma.tied
+    assert "only text_config is read" in gemma.notes[0]
+
+
+def test_a_nested_model_of_this_engine_is_not_one_it_runs() -> None:
+    nested = {"architectures": ["VoxtralForConditionalGeneration"], "text_config": config("gpt2")}
+    model = shape_from_config(nested, "m")
+    assert model.parameters == 124_439_808
+    assert model.spec is None
+
+
+def test_an_unknown_decoder_is_read_like_llama_and_says_so() -> None:
+    values = changed("llama-3-8b", architectures=["NovelForCausalLM"], model_type="novel")
+    model = shape_from_config(values, "novel")
+    assert model.parameters == 8_030_261_248
+    assert model.spec is None
+    assert model.notes == ("'NovelForCausalLM' is not known: read as a decoder like Llama's",)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_an_unknown_decoder_may_have_experts(key: str) -> None:
+    values = changed("qwen3-30b-a3b", architectures=["NovelForCausalLM"], num_experts=...)
+    model = shape_from_config({**values, key: 128}, "novel")
+    per_head_norms = 48 * 2 * 128
+    assert model.parameters == 30_532_122_624 - per_head_norms
+
+
+def test_a_family_is_known_by_its_model_type_too() -> None:
+    assert shape_from_config(changed("phi-2", architectures=...), "m").parameters == 2_779_683_840
+    assert shape_from_config(changed("gpt2", architectures=None), "m").parameters == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "note"),
+    [
+        (None, "bf16", ""),
+        ({"quant_method": "fp8"}, "fp8", ""),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8", ""),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8", "int8"),
+        ({"quant_method": "gptq", "bits": 4}, "int4", "quantised by 'gptq': counted as int4"),
+        ({"quant_method": "awq", "bits": 8}, "int8-weight-only", "int8-weight-only"),
+        ({"quant_method": "mxfp4"}, "int4", "counted as int4"),
+        ({"quant_method": "new", "bits": 3}, "bf16", "not known: bf16 taken"),
+        ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b-v0.1"])
+def test_what_a_checkpoint_is_stored_in(
+    name: str, quantization: dict[str, Any] | None, stored: str, note: str
+) -> None:
+    model = shape_from_config(changed(name, quantization_config=quantization), "m")
+    assert (model.dtype, model.stored) == ("bfloat16", stored)
+    assert note in "".join(model.notes)
+    assert bool(note) == bool(model.notes)
+
+
+def test_a_checkpoint_that_the_engine_cannot_load_is_planned_all_the_same() -> None:
+    for quantization, runs in ((None, True), ({"quant_method": "new"}, False)):
+        model = shape_from_config(changed("llama-3-8b", quantization_config=quantization), "m")
+        assert model.parameters == 8_030_261_248
+        assert (model.spec is not None) == runs
+
+
+def test_a_missing_dtype_is_said() -> None:
+    model = shape_from_config(changed("mixtral-8x7b-v0.1", torch_dtype=...), "m")
+    assert (model.dtype, model.stored) == ("float32", "fp32")
+    assert model.notes == ("no dtype is given: float32 taken",)
+
+
+# Where a model is found
+
+
+def test_nothing_named_is_the_bundled_model() -> None:
+    model = read_shape("")
+    assert model.name == "stories"
+    assert model.parameters == ModelSpec.from_config(model_config(BUNDLED)).parameters.total
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
+
+
+def test_a_folder_with_a_config_alone_and_a_plain_file(tmp_path: Path) -> None:
+    folder = tmp_path / "My-Mixtral"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config("mixtral-8x7b-v0.1")))
+    other = tmp_path / "shape-of-phi.json"
+    other.write_text(json.dumps(config("phi-2")))
+    for model in (folder, folder / "config.json"):
+        found = read_shape(str(model))
+        assert (found.name, found.parameters) == ("My-Mixtral", 46_702_792_704)
+    found = read_shape(str(other))
+    assert (found.name, found.parameters) == ("shape-of-phi", 2_779_683_840)
+
+
+def test_of_a_hub_id_only_config_json_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[dict[str, Any]] = []
+    (tmp_path / "config.json").write_text(json.dumps(config("deepseek-v3")))
+
+    def download(repo_id: str, **options: Any) -> str:
+        calls.append({"repo_id": repo_id, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = read_shape("deepseek-ai/DeepSeek-V3")
+    assert (found.name, found.parameters) == ("DeepSeek-V3", 671_026_419_200)
+    (call,) = calls
+    assert call["repo_id"] == "deepseek-ai/DeepSeek-V3"
+    assert call["allow_patterns"] == ["config.json"]
+
+
+def test_a_hub_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = huggingface_hub.errors.GatedRepoError.__new__(huggingface_hub.errors.GatedRepoError)
+    error.response = SimpleNamespace(status_code=403)
+
+    def download(repo_id: str, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match=r"^model: 'owner/model' is gated"):
+        read_shape("owner/model")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/folder", "there is no folder"),
+        ("configs/missing.json", "there is no file 'configs/missing.json'"),
+        ("a b", "there is no folder"),
+        ("\0", "there is no folder"),
+    ],
+)
+def test_a_path_that_is_not_there(model: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_shape(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[1]", "must hold a JSON object"), (b"{", "is not valid JSON"), (b"\xff", "valid JSON")],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"^weights\.bin: .*{message}"):
+        read_shape(str(path))
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^config\.json: is missing in"):
+        read_shape(str(tmp_path))
+
+
+# Configs that cannot be
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral-8x7b-v0.1", {"hidden_size": ...}, "hidden_size: is missing"),
+    ("mixtral-8x7b-v0.1", {"hidden_size": -4}, "hidden_size: must be an integer"),
+    ("mixtral-8x7b-v0.1", {"hidden_size": 10**30}, "hidden_size: must be an integer"),
+    ("mixtral-8x7b-v0.1", {"hidden_size": 4100}, "num_attention_heads: must divide"),
+    ("mixtral-8x7b-v0.1", {"num_hidden_layers": 10**9}, "num_hidden_layers: must be"),
+    ("mixtral-8x7b-v0.1", {"num_key_value_heads": 5}, "num_key_value_heads: must divide"),
+    ("mixtral-8x7b-v0.1", {"num_key_value_heads": 64}, "num_key_value_heads: must divide"),
+    ("mixtral-8x7b-v0.1", {"num_local_experts": ...}, "num_local_experts: is missing"),
+    ("mixtral-8x7b-v0.1", {"num_local_experts": 10**6}, "num_local_experts: must be"),
+    ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 9}, "num_experts_per_tok: must be"),
+    ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 0}, "num_experts_per_tok: must be"),
+    ("mixtral-8x7b-v0.1", {"vocab_size": 2.5}, "vocab_size: must be an integer"),
+    ("mixtral-8x7b-v0.1", {"torch_dtype": "int3"}, "torch_dtype: must be one of"),
+    ("mixtral-8x7b-v0.1", {"sliding_window": 0}, "sliding_window: must be"),
+    ("mixtral-8x7b-v0.1", {"tie_word_embeddings": 1}, "tie_word_embeddings: must be true or"),
+    ("mixtral-8x7b-v0.1", {"quantization_config": 4}, "quantization_config: must be an object"),
+    ("mixtral-8x7b-v0.1", {"text_config": 4}, "text_config: must be an object"),
+    ("mixtral-8x7b-v0.1", {"layer_types": ["full_attention"]}, "layer_types: must have 32"),
+    ("mixtral-8x7b-v0.1", {"layer_types": ["mamba"] * 32}, "layer_types: must hold full_attention"),
+    ("qwen1.5-moe-a2.7b", {"mlp_only_layers": 3}, "mlp_only_layers: must be a list"),
+    ("qwen1.5-moe-a2.7b", {"mlp_only_layers": ["x"]}, "mlp_only_layers: must be a list"),
+    ("qwen1.5-moe-a2.7b", {"decoder_sparse_step": 0}, "decoder_sparse_step: must be"),
+    ("deepseek-v3", {"kv_lora_rank": -1}, "kv_lora_rank: must be"),
+    ("deepseek-v3", {"qk_rope_head_dim": None}, "qk_rope_head_dim: is missing"),
+    ("deepseek-v3", {"first_k_dense_replace": "3"}, "first_k_dense_replace: must be"),
+    ("deepseek-v3", {"n_shared_experts": 10**9}, "n_shared_experts: must be"),
+    ("falcon-40b", {"num_kv_heads": 7}, "num_kv_heads: must divide"),
+    ("falcon-7b", {"multi_query": "yes"}, "multi_query: must be true or false"),
+    ("gpt-j-6b", {"n_embd": None}, "n_embd: is missing"),
+    ("opt-13b", {"ffn_dim": ...}, "ffn_dim: is missing"),
+    ("gemma-2-9b", {"sliding_window_pattern": 0}, "sliding_window_pattern: must be"),
+    ("llama-3-8b", {"num_key_value_heads": 5}, "num_key_value_heads: must divide"),
+    ("llama-3-8b", {"rope_scaling": {"rope_type": "magic"}}, "rope_type"),
+    ("llama-3-8b", {"architectures": 3}, "architectures: must be a list of strings"),
+    ("llama-3-8b", {"architectures": [], "model_type": ...}, "architectures: is missing"),
+    ("llama-3-8b", {"architectures": None, "model_type": 7}, "architectures: is missing"),
+    (
+        "llama-3-8b",
+        {"architectures": ["BertForMaskedLM"]},
+        "architectures: 'BertForMaskedLM' is no",
+    ),
+    ("llama-3-8b", {"architectures": ["T5ForConditionalGeneration"]}, "is no decoder of text"),
+    (
+        "llama-3-8b",
+        {"architectures": ["BartForCausalLM"], "is_encoder_decoder": True},
+        "is_encoder_decoder: must be false",
+    ),
+    *(
+        ("llama-3-8b", {"architectures": ["NewForCausalLM"], key: 2}, f"{key}: means layers")
+        for key in FOREIGN_KEYS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), BAD)
+def test_a_config_that_cannot_be_is_one_clear_error(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        shape_from_config(changed(name, **changes), "m")
+    assert str(caught.value).startswith("config.json ")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_bad_field_of_a_nested_model_is_named_where_it_stands() -> None:
+    values = config("gemma-3-4b")
+    values["text_config"]["hidden_size"] = "large"
+    with pytest.raises(ModelError, match=r"^config\.json text_config hidden_size: must be an"):
+        shape_from_config(values, "m")
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) -> None:
+    scalars = st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text()
+    values = config(data.draw(st.sampled_from(NAMES)))
+    target = values.get("text_config", values)
+    key = data.draw(st.sampled_from(sorted(target)))
+    target[key] = data.draw(scalars | st.lists(scalars, max_size=3))
+    start = time.perf_counter()
+    try:
+        model = shape_from_config(values, "m")
+        assert model.parameters > 0
+        assert model.kv_bytes_per_token("bf16") > 0
+        assert 0 < model.read_bytes("int4", 1) <= model.weight_bytes("int4")
+        assert model.attention_flops(1, 2) > 0
+    except ModelError as error:
+        assert "\n" not in str(error)
+    assert time.perf_counter() - start < 1
+
+
+# Cost of asking
+
+
+def test_reading_takes_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from kvik.planner.families import read_shape; read_shape('');"
+        "print(sorted({'torch', 'numpy', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_reading_is_quick(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config("deepseek-v3")))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        read_shape(str(path))
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.020

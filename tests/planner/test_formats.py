@@ -1,0 +1,91 @@
+"""What formats take, and which unit multiplies them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.config.errors import ConfigError
+from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.model_spec import DTYPE_BYTES
+from kvik.config.quantization import SCHEMES
+from kvik.planner.formats import (
+    WEIGHT_FORMATS,
+    arithmetic,
+    kv_facts,
+    weight_facts,
+    weight_format,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "size"),
+    [
+        ("fp32", 256, 10, 256 * 10 * 4),
+        ("bf16", 256, 10, 256 * 10 * 2),
+        ("fp16", 256, 10, 256 * 10 * 2),
+        ("fp8", 256, 10, 256 * 10 + 10 * 4),  # a scale of fp32 for each output
+        ("int8", 256, 10, 256 * 10 + 10 * 4),
+        ("int8-weight-only", 256, 10, 256 * 10 + 10 * 4),
+        ("int4", 256, 10, 256 * 10 // 2 + 2 * 10 * 5),  # two groups of 128, scale and zero point
+        ("int4", 96, 10, 96 * 10 // 2 + 3 * 10 * 5),  # three groups of 32
+        ("int4", 40, 10, 40 * 10 + 10 * 4),  # no group divides it: 8 bits
+    ],
+)
+def test_bytes_of_a_matrix(name: str, inputs: int, outputs: int, size: int) -> None:
+    assert WEIGHT_FORMATS[name].matrix_bytes(inputs, outputs) == size
+
+
+def test_the_head_keeps_eight_bits_under_int4() -> None:
+    facts = WEIGHT_FORMATS["int4"]
+    assert facts.matrix_bytes(256, 10, head=True) == 256 * 10 + 10 * 4
+    assert facts.matrix_bytes(256, 10) < 256 * 10
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_bits_are_those_of_a_large_matrix(name: str) -> None:
+    """Scales of rows are spread thin by long rows; scales of groups are not."""
+    size = WEIGHT_FORMATS[name].matrix_bytes(1 << 17, 8)
+    assert 8 * size / (8 << 17) == pytest.approx(WEIGHT_FORMATS[name].bits, abs=0.001)
+
+
+def test_every_scheme_and_dtype_of_the_engine_is_a_format() -> None:
+    for dtype in DTYPE_BYTES:
+        assert WEIGHT_FORMATS[weight_format(dtype)].dtype == dtype
+        for scheme in set(SCHEMES) - {"none"}:
+            assert WEIGHT_FORMATS[weight_format(dtype, scheme)].quantization == scheme
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "cuda"),
+    [
+        ("bf16", "bf16", "bf16"),
+        ("fp16", "fp16", "fp16"),
+        ("fp32", "fp32", "fp32"),
+        ("int8", "int8", "int8"),
+        ("int8-weight-only", "bf16", "bf16"),
+        ("int4", "int8", "bf16"),
+        ("fp8", "bf16", "fp8"),
+    ],
+)
+def test_which_unit_multiplies(name: str, cpu: str, cuda: str) -> None:
+    assert arithmetic(name, "cpu") == cpu
+    assert arithmetic(name, "cuda") == cuda
+
+
+def test_bits_and_scales_of_the_cache() -> None:
+    found = {name: (facts.bits, facts.scale_bytes) for name, facts in KV_FORMATS.items()}
+    assert found == {
+        "fp32": (32, 0),
+        "bf16": (16, 0),
+        "fp16": (16, 0),
+        "fp8": (8, 2),
+        "int8": (8, 2),
+        "int4": (4, 2),
+    }
+
+
+def test_an_unknown_format_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"^dtype: must be one of fp32, bf16, .*, not 'int3'$"):
+        weight_facts("int3")
+    with pytest.raises(ConfigError, match=r"^kv_dtype: must be one of fp32, .*, not 'int3'$"):
+        kv_facts("int3")

@@ -1,0 +1,169 @@
+"""Memory by part: the engine's own decisions, formulae by hand, and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.public_configs import config
+
+from kvik.config.config import EngineConfig
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.kv_spec import KVCacheSpec, KVKind, block_bytes, group_layers
+from kvik.config.memory import GIB
+from kvik.config.resolve import resolve
+from kvik.planner.devices import Device, find_device
+from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.memory import Memory, StoredModel, memory_of
+from kvik.planner.setting import Setting
+from kvik.planner.shape import ModelShape
+
+GPU = Gpu(0, "some GPU", 24 * GIB, 20 * GIB, (9, 0))
+CPU_ONLY = Hardware("some CPU", 4, 20 * GIB, "RAM", frozenset({"avx2", "fma"}), native=True)
+MACHINES = {
+    "cpu": CPU_ONLY,
+    "cpu, torch alone": replace(CPU_ONLY, native=False, cuda_build=True),
+    "gpu": replace(CPU_ONLY, gpus=(GPU,), cuda_build=True),
+}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+H200 = find_device("h200")
+
+
+def shape(name: str) -> ModelShape:
+    return read_shape("") if name == "bundled" else shape_from_config(config(name), name)
+
+
+def device_of(hardware: Hardware) -> Device:
+    if hardware.gpus:
+        return Device("this", "cuda", hardware.gpus[0].free_memory, None, {})
+    return Device("this", "cpu", hardware.memory_limit, None, {})
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp16", "int8", "int8-weight-only", "int4"])
+@pytest.mark.parametrize("name", ["bundled", "qwen2.5-0.5b", "llama-3.2-1b", "gpt2"])
+def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str) -> None:
+    model, hardware = shape(name), MACHINES[machine]
+    assert model.spec is not None
+    device, context, batch = device_of(hardware), 500, 3
+    dtype = DTYPES.get(weights, "float16" if model.dtype == "float16" else "bfloat16")
+    kv = {v: k for k, v in DTYPES.items()}[dtype]
+    wishes = EngineConfig(
+        dtype=dtype,
+        quantization="none" if weights in DTYPES else weights,
+        max_model_len=context,
+        max_num_seqs=batch,
+        num_blocks=1 + batch * 32,  # 500 tokens are 31.25 blocks of 16
+    )
+    decided = resolve(wishes, model.spec, hardware, "").memory
+    at = Setting(device, weights, kv, context, batch, hardware=hardware)
+    planned = memory_of(model, at)
+    assert planned.limit == decided.limit
+    assert planned.weights == decided.weights
+    assert planned.kv_cache == decided.kv_cache
+    assert planned.activations == decided.activations
+    assert planned.runtime == decided.overhead
+    assert planned.total == decided.total
+    assert planned.fits
+
+
+def test_llama_3_70b_by_hand() -> None:
+    memory = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 8192, 10, tp=8))
+    assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
+    assert memory.kv_per_request == 8192 * 40_960
+    assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never handed out
+    assert memory.weights == pytest.approx(70.55e9 * 2 / 8, rel=1e-3)
+    assert memory.limit == int(0.9 * H200.memory)
+    parts = memory.weights + memory.kv_cache + memory.activations + memory.runtime
+    assert memory.total == parts
+    assert memory.fits == (parts <= memory.limit)
+
+
+def test_the_latent_is_cached_once_and_on_each_device() -> None:
+    memory = memory_of(shape("deepseek-v3"), Setting(H200, "fp8", "bf16", 4096, 2, tp=8))
+    assert memory.kv_per_token == 61 * (512 + 64) * 2 == 70_272
+    assert memory.kv_per_request == 4096 * 70_272
+
+
+def test_stages_divide_the_cache() -> None:
+    whole = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4))
+    half = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, pp=2))
+    assert half.kv_cache * 2 == whole.kv_cache
+    assert half.weights < 0.52 * whole.weights
+
+
+def fits(at: Setting, model: ModelShape) -> bool:
+    return memory_of(model, at).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "kv", "context", "batch"),
+    [
+        ("llama-3-8b", "bf16", "bf16", 8192, 4),
+        ("llama-3-8b", "int4", "int8", 2048, 100),
+        ("mistral-7b-v0.1", "fp8", "fp8", 32_768, 2),
+        ("gemma-2-9b", "int8", "int4", 4096, 8),
+        ("deepseek-v2-lite", "bf16", "bf16", 32_768, 500),
+    ],
+)
+def test_what_fits_is_the_most_that_does(
+    name: str, weights: str, kv: str, context: int, batch: int
+) -> None:
+    model = shape(name)
+    at = Setting(find_device("a100-40g"), weights, kv, context, batch)
+    memory = memory_of(model, at)
+    most = memory.largest_batch
+    assert most > 0
+    assert fits(replace(at, batch=most), model)
+    assert not fits(replace(at, batch=most + 1), model)
+    longest = memory.longest_context
+    assert fits(replace(at, context=longest), model)
+    if longest < model.max_context:
+        assert not fits(replace(at, context=longest + 1), model)
+    assert memory.fits == (batch <= most) == (context <= longest)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    memory = memory_of(shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1))
+    assert not memory.fits
+    assert memory.missing == memory.total - memory.limit > 100 * GIB
+    assert (memory.largest_batch, memory.longest_context) == (0, 0)
+
+
+def test_less_utilization_is_less_room() -> None:
+    half = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 512, 1, utilization=0.5))
+    assert half.limit == H200.memory // 2
+
+
+def test_merged_layers_take_the_same_blocks() -> None:
+    gemma = shape("gemma-3-4b")  # 29 layers with a window, 5 without
+    merged = StoredModel.of(gemma, "bf16", "bf16").kv_specs(2)
+    each = [
+        KVCacheSpec(
+            KVKind.FULL if cache.window is None else KVKind.SLIDING_WINDOW,
+            gemma.num_kv_heads,
+            gemma.head_dim,
+            cache.elements * 2,
+            cache.window,
+        )
+        for cache in gemma.caches
+        for _ in range(cache.layers)
+    ]
+    assert len(each) == 34
+    assert len(group_layers(merged)) == len(group_layers(each))
+    assert block_bytes(group_layers(merged), 16) == block_bytes(group_layers(each), 16)
+    equal = StoredModel.of(shape("gemma-2-9b"), "bf16", "bf16").kv_specs(2)  # 21 and 21
+    assert [spec.bytes_per_token for spec in equal] == [21 * 2 * 8 * 256 * 2] * 2
+
+
+def test_what_no_token_fills_is_told() -> None:
+    plain = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2))
+    # 1000 tokens take 63 blocks of 16; one block more is never handed out
+    assert plain.kv_padding == (2 * (63 * 16 - 1000) + 16) * 131_072
+
+
+def test_a_plan_knows_its_sum() -> None:
+    memory = Memory(10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 1)
+    assert (memory.total, memory.missing, memory.fits) == (10, 0, True)
+    over = replace(memory, limit=7)
+    assert (over.missing, over.fits) == (3, False)

@@ -1,0 +1,235 @@
+"""Whole plans, against formulae worked by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from helpers.public_configs import FOLDER, config
+
+from kvik.config.hardware import Gpu, Hardware
+from kvik.planner.devices import Device, find_device
+from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.plan import Plan, plan, plan_shape
+from kvik.planner.question import Question
+
+TOY = Device("toy", "cuda", 1 << 37, 1e12, {"bf16": 1e14, "fp32": 1e13, "int8": 2e14}, 1e11)
+
+
+def answer(name: str, device: Device, question: Question) -> Plan:
+    return plan_shape(shape_from_config(config(name), name), device, question)
+
+
+def test_llama_2_7b_on_an_a100() -> None:
+    # 13.48 GB at 2039 GB/s: 151 tokens/s, a little more without the embedding, which is looked up
+    found = answer("llama-2-7b", find_device("a100-80g"), Question(weight_format="fp16", context=1))
+    assert found.speed is not None
+    (row,) = (row for row in found.speed.decode if row.batch == 1)
+    assert row.ceiling == pytest.approx(2.039e12 / (13.476e9 - 32_000 * 4096 * 2), rel=1e-3)
+    assert row.ceiling == pytest.approx(151, rel=0.03)
+    assert row.bound == "bandwidth"
+    assert row.floor == pytest.approx(1 / row.ceiling)
+
+
+def test_llama_3_70b_on_four_h100() -> None:
+    """80 layers of 855,638,016 weights and a head of 128,256 x 8,192, a quarter on each device:
+    10.4 ms at 3.35 TB/s. Each device sends 2 sums x 80 layers x 3/2 x 8,192 numbers."""
+    found = answer("llama-3-70b", find_device("h100"), Question(context=1, tp=4))
+    assert found.speed is not None
+    (row,) = (row for row in found.speed.decode if row.batch == 1)
+    weights = 80 * 855_638_016 + 128_256 * 8192
+    links = 2 * 80 * 1.5 * 8192 * 2 / 450e9
+    assert row.floor == pytest.approx(weights * 2 / 4 / 3.35e12 + links, rel=1e-4)
+    assert row.ceiling == pytest.approx(96.3, rel=1e-3)
+    assert 295 < (found.speed.compute_bound_batch or 0) < 330  # 989.4 / 3.35, KV and logits on top
+
+
+def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
+    """61 layers: three dense, 58 with 256 experts of 3 x 7168 x 2048, of which 8 and a shared one
+    serve a token. In fp8, router and head in bf16."""
+    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    expert, dense = 3 * 7168 * 2048, 3 * 7168 * 18432
+    always = 61 * attention + 3 * dense + 58 * expert
+    wide = 2 * (58 * 7168 * 256 + 129_280 * 7168)
+    for rows, awake in ((1, 8.0), (64, 256 * (1 - (248 / 256) ** 64))):
+        by_hand = always + 58 * awake * expert + wide
+        assert shape.read_bytes("fp8", rows) == pytest.approx(by_hand, rel=2e-3)  # scales
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8-weight-only", "int4"])
+def test_decode_never_beats_what_must_be_read(weights: str) -> None:
+    found = answer("llama-3-8b", TOY, Question(weight_format=weights, context=4096, batch=24))
+    assert found.speed is not None
+    shape = shape_from_config(config("llama-3-8b"), "llama-3-8b")
+    read = shape.weight_bytes(weights) - 128_256 * 4096 * 2
+    batches = [row.batch for row in found.speed.decode]
+    assert batches == sorted(set(batches)) and {1, 2, 4, 8, 16, 24} <= set(batches)
+    for row in found.speed.decode:
+        ceiling = row.batch * 1e12 / (read + row.batch * 4096 * 131_072)
+        assert row.ceiling <= 1.0001 * ceiling
+        computing = row.batch * 1e14 / (row.batch * found.model.flops_per_token)
+        assert row.ceiling <= 1.0001 * computing
+
+
+def test_operations_are_of_parameters_not_of_bytes() -> None:
+    shape = shape_from_config(config("llama-3-8b"), "llama-3-8b")
+    multiplied = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without embedding and norms
+    by_hand = 2 * multiplied + 4 * 32 * 32 * 128 * 5000
+    for weights in ("fp32", "bf16", "int4"):
+        found = answer("llama-3-8b", TOY, Question(weight_format=weights, context=5000))
+        assert found.model.flops_per_token == pytest.approx(by_hand, rel=1e-3)
+        assert found.model.parameters == shape.parameters == 8_030_261_248
+
+
+def test_a_long_prompt_takes_its_arithmetic() -> None:
+    found = answer("llama-3-8b", TOY, Question(context=8192))
+    assert found.speed is not None
+    tokens = [row.tokens for row in found.speed.prefill]
+    assert tokens == [128, 512, 2048, 8192]
+    last = found.speed.prefill[-1]
+    multiplied = 8_030_261_248 - 2 * 128_256 * 4096
+    pairs = 8192 * 8193 // 2
+    floor = (2 * multiplied * 8192 + 4 * 32 * 32 * 128 * pairs) / 1e14
+    assert last.floor == pytest.approx(floor, rel=0.01)
+    assert last.bound == "compute"
+
+
+def test_decode_turns_compute_bound_where_the_table_says() -> None:
+    found = answer("llama-3-8b", TOY, Question(context=1, batch=256))
+    assert found.speed is not None
+    turn = found.speed.compute_bound_batch
+    # 2 bytes and 2 operations for each weight and row: the ridge, at 100 operations a byte
+    assert turn is not None and 95 <= turn <= 110
+    bounds = {row.batch: row.bound for row in found.speed.decode}
+    assert bounds[64] == "bandwidth" and bounds[128] == bounds[256] == "compute"
+
+
+def test_a_pipeline_is_as_fast_as_its_stages_together() -> None:
+    alone = answer("llama-3-8b", TOY, Question(context=4096, batch=1))
+    staged = answer("llama-3-8b", TOY, Question(context=4096, batch=4, pp=4))
+    assert alone.speed is not None and staged.speed is not None
+    one = alone.speed.decode[0]
+    four = next(row for row in staged.speed.decode if row.batch == 4)
+    assert four.ceiling == pytest.approx(4 * one.ceiling, rel=0.01)
+    assert four.floor == pytest.approx(one.floor, rel=0.01)
+
+
+def test_costs_are_those_of_the_rates() -> None:
+    """Llama-3-8B (7,504,924,672 weights behind the embedding, 131,072 bytes of KV a token) for
+    8 requests of 2000 + 2096 tokens; outputs are at 3048 tokens on average."""
+    question = Question(context=4096, batch=8, price=3.6, load="2/s", output=2096)
+    device = replace(TOY, memory=80 << 30, bandwidth=1e12, rates={"bf16": 1e14})
+    found = answer("llama-3-8b", device, question)
+    assert found.speed is not None and found.speed.cost is not None
+    paid = found.speed.cost
+    read = 2 * 7_504_924_672 + 8 * 3048 * 131_072
+    assert paid.output == pytest.approx(3.6 / 3600 * read / 1e12 / 8 * 1e6, rel=0.01)
+    layers = 7_504_924_672 - 128_256 * 4096
+    flops = 2 * layers * 2000 + 4 * 32 * 4096 * 2000 * 2001 / 2  # of one prompt, its head aside
+    assert paid.input == pytest.approx(3.6 / 3600 * flops / 1e14 / 2000 * 1e6, rel=0.01)
+    assert paid.load is not None and (paid.load.prompt, paid.load.output) == (2000, 2096)
+    assert paid.busy is not None and paid.copies is not None
+    seconds = 2 * (2000 * paid.input + 2096 * paid.output) / 1e6 / 3.6 * 3600
+    assert paid.busy * paid.copies == pytest.approx(seconds)
+    assert paid.per_day == pytest.approx(paid.copies * 86.4)
+
+
+def test_stages_that_are_all_busy_cost_no_more_per_token() -> None:
+    linked = replace(TOY, price=1.0, link=1e15)
+    one = answer("llama-3-8b", linked, Question(context=512, batch=8))
+    four = answer("llama-3-8b", linked, Question(context=512, batch=32, pp=4))
+    assert one.speed is not None and four.speed is not None
+    assert one.speed.cost is not None and four.speed.cost is not None
+    assert four.speed.cost.input == pytest.approx(one.speed.cost.input, rel=0.01)
+    assert four.speed.cost.output == pytest.approx(one.speed.cost.output, rel=0.01)
+
+
+def test_the_price_may_be_the_devices_own() -> None:
+    own = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128))
+    given = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128, price=3.0))
+    none = answer("llama-3-8b", TOY, Question(context=128))
+    assert own.speed is not None and own.speed.cost is not None
+    assert given.speed is not None and given.speed.cost is not None
+    assert none.speed is not None and none.speed.cost is None
+    assert (own.speed.cost.price, given.speed.cost.price) == (2.0, 3.0)
+
+
+def test_what_is_too_large_is_still_planned() -> None:
+    found = answer("llama-3-70b", TOY, Question(context=8192, batch=2, price=1.0))
+    assert not found.memory.fits and found.remedies
+    assert found.speed is not None and found.speed.cost is None
+    assert {row.batch: row.fits for row in found.speed.decode} == {1: False, 2: False}
+
+
+def test_a_smaller_batch_is_paid_where_the_asked_one_is_too_large() -> None:
+    found = answer("llama-3-8b", TOY, Question(context=8192, batch=512, price=3.6))
+    assert found.speed is not None and found.speed.cost is not None
+    most = found.memory.largest_batch
+    assert 0 < most < 512
+    fits = {row.batch: row.fits for row in found.speed.decode}
+    assert not fits[512] and fits[64]
+    alone = answer("llama-3-8b", TOY, Question(context=8192, batch=most, price=3.6))
+    assert alone.speed is not None and alone.speed.cost is not None
+    assert alone.speed.cost.output == found.speed.cost.output
+
+
+def test_a_draft_model_costs_what_its_roofline_says(tmp_path: Path) -> None:
+    small = FOLDER / "configs" / "llama-3.2-1b.json"
+    question = Question(context=1024, batch=4, draft=str(small))
+    found = answer("llama-3-8b", TOY, question)
+    assert found.speed is not None
+    draft = plan_shape(read_shape(str(small)), TOY, Question(context=1024, batch=4)).speed
+    assert draft is not None
+    for curve in found.speed.speculation:
+        (own,) = (row for row in found.speed.decode if row.batch == curve.batch)
+        (its,) = (row for row in draft.decode if row.batch == curve.batch)
+        assert curve.draft_cost == pytest.approx(its.floor / own.floor)
+    assert [curve.batch for curve in found.speed.speculation] == [1, 4]
+    told = answer("llama-3-8b", TOY, replace(question, draft_cost=0.25))
+    assert told.speed is not None and told.speed.speculation[0].draft_cost == 0.25
+
+
+def test_formats_that_are_not_asked_for() -> None:
+    assert answer("deepseek-v3", TOY, Question()).weight_format == "fp8"
+    llama = answer("llama-3-8b", TOY, Question())
+    assert (llama.weight_format, llama.kv_format) == ("bf16", "bf16")
+    assert answer("llama-3-8b", TOY, Question(weight_format="fp32")).kv_format == "fp32"
+    assert answer("llama-3-8b", TOY, Question(weight_format="int4")).kv_format == "bf16"
+    assert answer("llama-2-7b", TOY, Question(weight_format="int8")).kv_format == "fp16"
+
+
+def test_on_this_machine_the_engine_decides_the_format() -> None:
+    gpu = Gpu(0, "old", 1 << 34, 1 << 34, (7, 5))  # without bfloat16
+    old = Hardware("some CPU", 4, 1 << 34, "RAM", gpus=(gpu,))
+    device = Device("this", "cuda", 1 << 34, None, {}, unknown="it is old")
+    found = plan_shape(read_shape(""), device, Question(), old)
+    assert (found.weight_format, found.kv_format) == ("fp16", "fp16")
+    assert found.speed is None and found.device.unknown == "it is old"
+    assert found.device.source == "old"
+
+
+def test_a_quantised_checkpoint_stays_so_on_this_machine() -> None:
+    here = Hardware("some CPU", 4, 1 << 36, "RAM")
+    device = Device("this", "cpu", 1 << 36, None, {}, unknown="not measured")
+    stored = {**config("llama-3-8b"), "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    shape = shape_from_config(stored, "llama")
+    assert plan_shape(shape, device, Question(), here).weight_format == "int4"
+
+
+def test_this_machine_by_name() -> None:
+    found = plan(Question(context=64))
+    assert found.device.name == "this" and found.model.runs
+    assert found.memory.fits
+
+
+def test_json_is_exact_and_complete() -> None:
+    found = answer("deepseek-v3", replace(TOY, price=1.0), Question(tp=8, load="5M"))
+    facts = json.loads(json.dumps(asdict(found)))
+    assert facts["model"]["kv_bytes_per_token"] == 70_272
+    assert facts["model"]["runs"] is False
+    assert facts["memory"]["weights"] == found.memory.weights
+    assert len(facts["attention_variants"]) == 4
+    assert facts["speed"]["speculation"][0]["rows"][0]["acceptance"] == 0.5

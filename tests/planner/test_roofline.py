@@ -1,0 +1,309 @@
+"""Rooflines worked by hand, and what must hold for every model, machine and step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.calibrations import calibration, measured_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvik.config.errors import ConfigError
+from kvik.planner.devices import DEVICES, Device, find_device
+from kvik.planner.families import shape_from_config
+from kvik.planner.kernel_costs import LinearCost, linear_kind, pace_at
+from kvik.planner.roofline import (
+    Step,
+    StepTime,
+    compute_bound_batch,
+    decode,
+    decode_rate,
+    prefill,
+    prefill_rate,
+    step_time,
+    verify,
+)
+from kvik.planner.setting import Setting
+from kvik.planner.shape import Matrix, ModelShape
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float16",
+}
+SMALL = {
+    **LLAMA_2_7B,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+# Exactly 1 TB/s and 100 T operations a second.
+ROUND = Device("round", "cuda", 80 << 30, 1e12, {"bf16": 1e14, "fp16": 1e14, "int8": 2e14}, 1e11)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelShape:
+    return shape_from_config(LLAMA_2_7B, "llama-2-7b")
+
+
+@pytest.fixture(scope="module")
+def small() -> ModelShape:
+    return shape_from_config(SMALL, "small")
+
+
+def part(time: StepTime, name: str):
+    return next(part for part in time.parts if part.name == name)
+
+
+def test_decoding_by_hand(llama: ModelShape) -> None:
+    """Llama-2-7B: 202,375,168 weights a layer, 131,072,000 in the head, 524,288 bytes of KV."""
+    weights, head = 32 * 202_375_168, 131_072_000
+    time = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(8, 1000))
+    assert part(time, "weights").bytes == 2 * weights
+    assert part(time, "weights").floor == pytest.approx(2 * weights / 1e12)
+    assert part(time, "weights").flops == 2 * 8 * weights
+    logits = 8 * 32000 * 4  # written, and worth as much as the weights of 64 outputs
+    assert part(time, "head").floor == pytest.approx((2 * head + logits) / 1e12)
+    assert part(time, "kv cache").bytes == 8 * 1000 * 524_288
+    assert part(time, "kv cache").flops == 8 * 4 * 32 * 32 * 128 * 1000
+    assert {p.bound for p in time.parts} == {"bandwidth"}
+    total = 2 * weights + 2 * head + logits + 8 * 1000 * 524_288
+    assert time.floor == time.expected == pytest.approx(total / 1e12)
+    assert time.bound == "bandwidth"
+    ceiling, expected = decode_rate(llama, Setting(ROUND, "fp16", "fp16", 1000, 8))
+    assert ceiling == expected == pytest.approx(8 / (total / 1e12))
+
+
+def test_a_prompt_by_hand(llama: ModelShape) -> None:
+    weights, head = 32 * 202_375_168, 131_072_000
+    time = step_time(llama, Setting(ROUND, "fp16", "fp16"), prefill(2000, cached=48))
+    assert part(time, "weights").floor == pytest.approx(2 * 2000 * weights / 1e14)
+    assert part(time, "weights").bound == "compute"
+    assert part(time, "head").flops == 2 * head  # of the last token alone
+    pairs = 2000 * 48 + 2000 * 2001 / 2
+    assert part(time, "attention").flops == 4 * 32 * 32 * 128 * pairs
+    assert time.bound == "compute"
+
+
+def test_prompts_of_a_batch_share_the_weights(llama: ModelShape) -> None:
+    at = Setting(ROUND, "fp16", "fp16", batch=8)
+    together = step_time(llama, at, Step(((8, 10, 0),)))
+    assert part(together, "weights").floor == pytest.approx(2 * 32 * 202_375_168 / 1e12)
+    ceiling, _ = prefill_rate(llama, at, 10)
+    assert ceiling == pytest.approx(8 * 10 / together.floor)
+    # a pipeline of two stages is at two groups of four at a time
+    halves = replace(at, pp=2)
+    four = step_time(llama, halves, Step(((4, 10, 0),)))
+    assert prefill_rate(llama, halves, 10)[0] == pytest.approx(2 * 4 * 10 / four.floor)
+
+
+def test_guesses_are_read_for_once_and_scored_all(llama: ModelShape) -> None:
+    one = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(4, 100))
+    more = step_time(llama, Setting(ROUND, "fp16", "fp16"), verify(4, 100, 3))
+    assert part(more, "weights").bytes == part(one, "weights").bytes
+    assert part(more, "weights").flops == 4 * part(one, "weights").flops
+    assert part(more, "head").flops == 4 * part(one, "head").flops
+    assert "attention" not in {p.name for p in more.parts}
+
+
+def test_each_guess_is_scored_against_all_keys() -> None:
+    """Where scoring is what takes long: four rows four times as long as one."""
+    small, device = shape_from_config(SMALL, "small"), measured_device()
+    assert device.calibration is not None
+    slow = tuple(structs.replace(pace, score=1e-6) for pace in device.calibration.attention)
+    device = replace(device, calibration=structs.replace(device.calibration, attention=slow))
+    one, four = (
+        part(step_time(small, Setting(device, "bf16", "bf16"), step), "kv cache").expected
+        for step in (decode(4, 1000), verify(4, 997, 3))
+    )
+    assert four == pytest.approx(4 * one, rel=0.02)
+
+
+def test_tensor_parallelism_by_hand(llama: ModelShape) -> None:
+    one = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(16, 500))
+    four = step_time(llama, Setting(ROUND, "fp16", "fp16", tp=4), decode(16, 500))
+    for name in ("weights", "kv cache"):
+        assert part(four, name).floor == pytest.approx(part(one, name).floor / 4)
+    # two ring sums a layer: each device sends 2 * 3/4 of a message of 16 x 4096 numbers
+    sent = 32 * 2 * 1.5 * 16 * 4096 * 2
+    assert part(four, "links").bytes == sent
+    assert part(four, "links").expected == pytest.approx(sent / 1e11)
+
+
+def test_kv_heads_are_copied_where_devices_are_more(small: ModelShape) -> None:
+    two, eight = (
+        step_time(small, Setting(ROUND, "bf16", "bf16", tp=tp), decode(4, 500)) for tp in (2, 8)
+    )
+    assert part(two, "kv cache").bytes == part(eight, "kv cache").bytes
+
+
+def test_a_pipeline_has_the_latency_of_one_and_the_rate_of_many(llama: ModelShape) -> None:
+    one = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(4, 500))
+    two = step_time(llama, Setting(ROUND, "fp16", "fp16", pp=2), decode(4, 500))
+    message = 4 * 4096 * 2 / 1e11
+    assert two.floor == pytest.approx(one.floor + message)
+    rate, _ = decode_rate(llama, Setting(ROUND, "fp16", "fp16", 500, 8, pp=2))
+    assert rate == pytest.approx(8 / two.floor)
+
+
+def test_without_a_link_nothing_is_shared(llama: ModelShape) -> None:
+    lonely = replace(ROUND, link=0.0)
+    for tp, pp, field in ((2, 1, "tp"), (1, 2, "pp")):
+        with pytest.raises(ConfigError, match=f"{field}: round has no link"):
+            step_time(llama, Setting(lonely, "fp16", "fp16", tp=tp, pp=pp), decode(1, 10))
+
+
+def test_an_unknown_speed_is_one_error(llama: ModelShape) -> None:
+    unknown = Device("this", "cpu", 1 << 30, None, {})
+    with pytest.raises(ConfigError, match="run `kvik calibrate`"):
+        step_time(llama, Setting(unknown, "bf16", "bf16"), decode(1, 10))
+
+
+def test_the_batch_that_turns_compute_bound(llama: ModelShape) -> None:
+    """Context 1: 2 * weights * B / 1e14 >= 2 * weights / 1e12 from B = 100 on, the little that KV
+    and logits add aside."""
+    batch = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1))
+    assert batch is not None and 100 < batch < 106
+    assert compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 4000)) is None
+    # what devices send each other is not read from memory, and stages share a batch
+    shared = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, tp=4))
+    assert shared is not None and abs(shared - batch) <= 1
+    staged = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, pp=2))
+    assert staged in (2 * batch - 1, 2 * batch)
+
+
+def test_expected_by_hand(small: ModelShape) -> None:
+    """Weights from memory: 0.9 of 10 GB/s, a microsecond a call; the machine of helpers."""
+    device = measured_device()
+    time = step_time(small, Setting(device, "bf16", "bf16"), decode(1, 100))
+    rate = device.read_rate(small.read_bytes("bf16", 1) + small.kv_bytes(100, "bf16"))
+    layer = [512 * (512 + 256), 512 * 512, 512 * 2048, 1024 * 512]
+    reading = 2 * sum(2 * weights for weights in layer) / rate
+    assert part(time, "weights").floor == pytest.approx(reading)
+    assert part(time, "weights").expected == pytest.approx(reading / 0.9 + 8 * 1e-6)
+    assert part(time, "small kernels").bound == "host"
+    assert part(time, "host").expected == pytest.approx(
+        calibration().host_seconds(small.read_bytes("bf16", 1) + small.kv_bytes(100, "bf16"), 1)
+    )
+
+
+def test_a_prompt_costs_the_host_more(small: ModelShape) -> None:
+    device = measured_device()
+    one, prompt = (
+        step_time(small, Setting(device, "bf16", "bf16"), step)
+        for step in (decode(1, 100), prefill(100))
+    )
+    more = part(prompt, "host").expected - part(one, "host").expected
+    assert more == pytest.approx(3e-4 + 100 * 1e-6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "role", "inputs", "kind"),
+    [
+        ("bf16", "qkv", 100, "bf16"),
+        ("fp32", "head", 100, "fp32"),
+        ("int8", "down", 100, "int8"),
+        ("int8-weight-only", "down", 100, "int8-weight-only"),
+        ("int4", "down", 896, "int4-g128"),
+        ("int4", "down", 320, "int4-g64"),
+        ("int4", "down", 288, "int4-g32"),
+        ("int4", "down", 100, "int8"),
+        ("int4", "head", 896, "int8"),
+        ("int4", "router", 896, "bf16"),
+    ],
+)
+def test_what_becomes_of_a_matrix(weight_format: str, role: str, inputs: int, kind: str) -> None:
+    assert linear_kind(weight_format, Matrix(role, 1, inputs, 64)) == kind
+
+
+def test_a_kind_that_was_not_measured_has_a_stand_in_or_none() -> None:
+    device, matrix = measured_device(), Matrix("down", 1, 320, 64)
+    linears = calibration().linears
+    assert LinearCost.of(device, "int4", matrix).paces == linears["int4-g128"]
+    assert LinearCost.of(device, "bf16", matrix).paces == linears["bf16"]
+    assert LinearCost.of(device, "int8-weight-only", matrix).paces == ()
+    assert LinearCost.of(ROUND, "bf16", matrix).paces == ()
+
+
+def test_paces_between_rows_follow_the_rows() -> None:
+    paces = calibration().linears["bf16"]
+    assert pace_at(paces, 8).cached == pytest.approx(paces[1].cached)
+    assert pace_at(paces, 20).cached == pytest.approx(20 * paces[0].cached)
+    assert pace_at(paces, 4096).cached == pytest.approx(8 * paces[-1].cached)
+    assert pace_at(paces, 1) == paces[0]
+
+
+rows = st.integers(1, 512)
+contexts = st.integers(1, 4096)
+formats = st.sampled_from(["bf16", "int8", "int4"])
+devices = st.sampled_from([*DEVICES, "measured"])
+
+
+def device_named(name: str) -> Device:
+    return measured_device() if name == "measured" else find_device(name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, contexts, formats, devices)
+def test_nothing_is_faster_than_its_floor(
+    batch: int, context: int, weight_format: str, name: str
+) -> None:
+    shape, device = shape_from_config(SMALL, "small"), device_named(name)
+    for step in (decode(batch, context), prefill(context), prefill(batch, context)):
+        time = step_time(shape, Setting(device, weight_format, "bf16"), step)
+        assert 0 < time.floor <= time.expected
+        assert all(p.floor <= p.expected for p in time.parts)
+        if name != "measured":
+            assert time.floor == time.expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, rows, contexts, formats, devices)
+def test_more_sequences_take_longer_and_give_more(
+    a: int, b: int, context: int, weight_format: str, name: str
+) -> None:
+    few, many = sorted((a, b))
+    shape, device = shape_from_config(LLAMA_2_7B, "llama"), device_named(name)
+
+    def floor(batch: int) -> float:
+        return step_time(
+            shape, Setting(device, weight_format, "bf16"), decode(batch, context)
+        ).floor
+
+    assert floor(few) <= floor(many) * (1 + 1e-9)
+    assert few / floor(few) <= many / floor(many) * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(contexts, contexts, devices)
+def test_a_longer_context_takes_longer(a: int, b: int, name: str) -> None:
+    shape, device = shape_from_config(LLAMA_2_7B, "llama"), device_named(name)
+    short, long = (
+        step_time(shape, Setting(device, "bf16", "bf16"), decode(4, context))
+        for context in sorted((a, b))
+    )
+    assert short.floor <= long.floor and short.expected <= long.expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, contexts, st.floats(1.0, 10.0))
+def test_a_faster_machine_is_not_slower(batch: int, context: int, times: float) -> None:
+    shape = shape_from_config(SMALL, "small")
+    better = replace(
+        ROUND, bandwidth=times * 1e12, rates={name: times * r for name, r in ROUND.rates.items()}
+    )
+    slow, fast = (
+        step_time(shape, Setting(device, "bf16", "bf16"), decode(batch, context))
+        for device in (ROUND, better)
+    )
+    assert fast.expected <= slow.expected

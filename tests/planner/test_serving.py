@@ -1,0 +1,333 @@
+"""Times of requests under load: by hand, against the real scheduler, and in their order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+import pytest
+from helpers.configs import PUBLIC
+
+from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.config.errors import ConfigError
+from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
+from kvik.core.plan import ModelRunnerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import Request
+from kvik.planner.devices import Device
+from kvik.planner.families import shape_from_config
+from kvik.planner.roofline import Step, decode, prefill, step_time
+from kvik.planner.serving import (
+    Drafting,
+    Prediction,
+    Serving,
+    Traffic,
+    budgets,
+    largest,
+    largest_load,
+    predict,
+    predict_rate,
+    set_up,
+)
+from kvik.planner.setting import Setting
+from kvik.planner.slo import Slo
+
+SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
+DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 400e12, "int8": 800e12}, link=300e9)
+TRAFFIC = Traffic(512, 128)
+
+
+def serving(traffic: Traffic = TRAFFIC, device: Device = DEVICE, budget: int = 2048) -> Serving:
+    return set_up(SHAPE, Setting(device, "bf16", "bf16"), traffic, 256, budget)
+
+
+def told(found: Prediction | None) -> Prediction:
+    assert found is not None
+    return found
+
+
+def seconds(step: Step) -> float:
+    return step_time(SHAPE, Setting(DEVICE, "bf16", "bf16"), step).expected
+
+
+def test_one_request_alone() -> None:
+    found = told(predict(serving(), TRAFFIC, 1))
+    assert found.ttft == pytest.approx(seconds(prefill(512)))
+    assert found.tpot == pytest.approx(seconds(decode(1, 512 + 64 + 1)))
+    assert found.e2e == pytest.approx(found.ttft + 127 * found.tpot)
+
+
+def test_a_long_prompt_comes_in_chunks() -> None:
+    found = told(predict(serving(budget=256), TRAFFIC, 1))
+    halves = seconds(prefill(256)) + seconds(prefill(256, 256))
+    assert found.ttft == pytest.approx(halves, rel=0.01)
+
+
+def test_an_output_of_one_token_has_no_tpot() -> None:
+    found = told(predict(serving(Traffic(512, 1)), Traffic(512, 1), 1))
+    assert (found.tpot, found.e2e) == (0.0, pytest.approx(seconds(prefill(512))))
+
+
+@pytest.mark.parametrize("concurrency", [1, 7, 64, 200, 2000])
+@pytest.mark.parametrize("output", [1, 2, 20, 128])
+def test_little_s_law_and_the_sum_of_times(concurrency: int, output: int) -> None:
+    traffic = Traffic(512, output)
+    found = told(predict(serving(traffic), traffic, concurrency))
+    assert found.rate * found.e2e == pytest.approx(concurrency)
+    assert found.e2e == pytest.approx(found.ttft + (output - 1) * found.tpot)
+    assert found.output_rate == pytest.approx(found.rate * output)
+
+
+def test_who_finds_no_place_waits_for_the_first_token() -> None:
+    full = replace(serving(), room=10)
+    ten, thirty = told(predict(full, TRAFFIC, 10)), told(predict(full, TRAFFIC, 30))
+    assert thirty.rate == pytest.approx(ten.rate)
+    assert thirty.tpot == ten.tpot
+    assert thirty.e2e == pytest.approx(3 * ten.e2e)
+    assert predict(replace(full, room=0), TRAFFIC, 1) is None
+
+
+@dataclass
+class Simulation:
+    """The real scheduler, its steps taking what the roofline says.
+
+    Attributes:
+        done: (TTFT, seconds of decoding, tokens decoded, time of the end) of each request.
+    """
+
+    served: Serving
+    traffic: Traffic
+    now: float = 0.0
+    asked: int = 0
+    done: list[tuple[float, float, int, float]] = field(default_factory=list)
+    alive: dict[str, Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(0)
+        tokens = self.traffic.prompt + 2 * self.traffic.output
+        groups = group_layers([KVCacheSpec(KVKind.FULL, 1, 16, 64)])
+        blocks = 256 * (tokens // 16 + 2) + 1
+        self.scheduler = Scheduler(
+            SchedulerConfig(self.served.seqs, self.served.budget, tokens),
+            CacheConfig(16, blocks, groups, enable_prefix_caching=False),
+        )
+
+    def ask(self, at: float) -> None:
+        # Outputs of equal length would keep those together that began together.
+        spread = self.rng.uniform(0.5, 1.5) if self.traffic.output > 1 else 1.0
+        name, prompt = str(self.asked), self.traffic.prompt
+        request = Request(
+            name, 0, SamplingParams(), [self.asked % 50] * prompt, prompt,
+            prompt + round(self.traffic.output * spread), frozenset(), 0, at,
+        )  # fmt: skip
+        self.alive[name] = request
+        self.scheduler.add(request, self.now)
+        self.asked += 1
+
+    def step(self) -> int:
+        """Returns how many requests ended."""
+        plan = self.scheduler.schedule(self.now)
+        assert plan is not None
+        by_slot = {r.slot: r for r in self.scheduler.running}
+        rows = [
+            (n, by_slot[slot].num_computed_tokens)
+            for slot, n in zip(plan.slots, plan.num_scheduled_tokens, strict=True)
+        ]
+        singles = [end for n, end in rows if n == 1]
+        runs = [(1, n, end - n) for n, end in rows if n > 1]
+        if singles:
+            runs.append((len(singles), 1, round(fmean(singles)) - 1))
+        self.now += seconds(Step(tuple(runs)))
+        output = ModelRunnerOutput(plan.step, [[1] if s else [] for s in plan.samples])
+        before = len(self.done)
+        for delta in self.scheduler.update(output, self.now):
+            if delta.report is not None:
+                request = self.alive.pop(delta.request_id)
+                first, count = request.first_token or self.now, request.num_output_tokens
+                times = first - request.arrival, self.now - first
+                self.done.append((*times, count - 1, self.now))
+        return len(self.done) - before
+
+    def figures(self, warmup: int) -> tuple[float, float, float]:
+        """TTFT, TPOT and requests a second, in the steady state."""
+        rest = self.done[warmup:]
+        ttft = fmean(first for first, _, _, _ in rest)
+        tpot = sum(decoding for _, decoding, _, _ in rest) / max(1, sum(n for _, _, n, _ in rest))
+        return ttft, tpot, (len(rest) - 1) / (rest[-1][3] - rest[0][3])
+
+
+def simulate(served: Serving, traffic: Traffic, concurrency: int) -> tuple[float, float, float]:
+    """A closed loop."""
+    found = Simulation(served, traffic)
+    for _ in range(concurrency):
+        found.ask(0.0)
+    while len(found.done) < 8 * concurrency + 20:
+        for _ in range(found.step()):
+            found.ask(found.now)
+    return found.figures(2 * concurrency)
+
+
+def simulate_at_random(served: Serving, traffic: Traffic, rate: float, count: int) -> float:
+    """TTFT of requests that come whether others have ended or not."""
+    found = Simulation(served, traffic)
+    gaps = random.Random(1)
+    due = list(accumulate(gaps.expovariate(rate) for _ in range(count)))
+    while len(found.done) < count:
+        if not found.alive:
+            found.now = max(found.now, due[found.asked])
+        while found.asked < count and due[found.asked] <= found.now:
+            found.ask(due[found.asked])
+        found.step()
+    return found.figures(count // 5)[0]
+
+
+@pytest.mark.parametrize(
+    ("traffic", "concurrency", "budget"),
+    [
+        (Traffic(512, 64), 1, 2048),
+        (Traffic(512, 64), 8, 2048),
+        (Traffic(512, 64), 8, 256),  # half of the steps carry a piece of a prompt
+        (Traffic(100, 64), 24, 2048),
+        (Traffic(512, 128), 64, 2048),
+        (Traffic(512, 16), 32, 2048),  # several prompts in every step
+        (Traffic(1500, 20), 12, 1024),  # prompts in pieces, queueing
+        (Traffic(64, 256), 200, 2048),
+        (Traffic(512, 32), 64, 512),  # more prompts than the budget lets through
+        (Traffic(512, 128), 100, 256),
+        (Traffic(64, 4), 48, 2048),
+    ],
+)
+def test_the_real_scheduler_behaves_so(traffic: Traffic, concurrency: int, budget: int) -> None:
+    served = replace(serving(traffic), budget=budget)
+    found = told(predict(served, traffic, concurrency))
+    ttft, tpot, rate = simulate(served, traffic, concurrency)
+    assert found.rate == pytest.approx(rate, rel=0.12)
+    assert found.tpot == pytest.approx(tpot, rel=0.12)
+    assert found.ttft == pytest.approx(ttft, rel=0.25)
+
+
+def test_a_tighter_promise_never_bears_more() -> None:
+    rng = random.Random(0)
+    served = serving()
+    for _ in range(40):
+        ttft, tpot = rng.uniform(0.005, 0.5), rng.uniform(0.004, 0.05)
+        loads = [
+            found.concurrency if found else 0
+            for scale in (1.0, 0.9, 0.5, 0.2)
+            if (found := largest_load(served, TRAFFIC, Slo(ttft * scale, tpot * scale))) or True
+        ]
+        assert loads == sorted(loads, reverse=True)
+
+
+def test_the_largest_load_keeps_the_limits_and_the_next_does_not() -> None:
+    limits = Slo(ttft=0.2, tpot=0.02)
+    found = told(largest_load(serving(), TRAFFIC, limits))
+    assert found.excess(limits) <= 1.0 and 1 < found.concurrency < 256
+    more = told(predict(serving(), TRAFFIC, found.concurrency + 1))
+    assert more.excess(limits) > 1.0
+    assert largest_load(serving(), TRAFFIC, Slo(tpot=1e-6)) is None
+    assert told(largest_load(serving(), TRAFFIC, Slo())).concurrency == 256
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 60, 256])
+def test_a_faster_machine_is_never_slower(concurrency: int) -> None:
+    before = told(predict(serving(), TRAFFIC, concurrency))
+    for faster in (
+        replace(DEVICE, bandwidth=4e12),
+        replace(DEVICE, rates={"bf16": 900e12, "int8": 1800e12}),
+    ):
+        served = serving(device=faster)
+        after = told(predict(served, TRAFFIC, concurrency))
+        assert after.ttft <= before.ttft and after.tpot <= before.tpot
+        assert after.rate >= before.rate
+        limits = Slo(0.1, 0.02)
+        was, now = largest_load(serving(), TRAFFIC, limits), largest_load(served, TRAFFIC, limits)
+        assert told(now).concurrency >= told(was).concurrency
+
+
+def test_more_requests_are_served_faster_but_each_slower() -> None:
+    found = [told(predict(serving(), TRAFFIC, n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    rates, tpots = [f.rate for f in found], [f.tpot for f in found]
+    assert rates == sorted(rates) and tpots == sorted(tpots)
+
+
+def test_requests_at_random() -> None:
+    slow, fast = (
+        told(predict_rate(serving(), TRAFFIC, 2.0)),
+        told(predict_rate(serving(), TRAFFIC, 20.0)),
+    )
+    assert (slow.rate, slow.output_rate) == (2.0, 256.0)
+    assert slow.concurrency < fast.concurrency and slow.ttft < fast.ttft
+    assert slow.ttft > told(predict(serving(), TRAFFIC, 1)).ttft  # some come together
+    most = told(predict(serving(), TRAFFIC, 256)).rate
+    assert predict_rate(serving(), TRAFFIC, 1.1 * most) is None
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+@pytest.mark.parametrize("traffic", [Traffic(512, 64), Traffic(2000, 40), Traffic(128, 16)])
+def test_the_wait_of_requests_at_random(traffic: Traffic, share: float) -> None:
+    served = serving(traffic)
+    rate = share * told(predict(served, traffic, served.most)).rate
+    found = told(predict_rate(served, traffic, rate))
+    assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, 300), rel=0.25)
+
+
+@pytest.mark.parametrize("traffic", [Traffic(64, 1), Traffic(64, 8), Traffic(512, 1)])
+def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traffic) -> None:
+    served = serving(traffic)
+    most = told(predict(served, traffic, served.most)).rate
+    assert predict_rate(served, traffic, 0.95 * most) is not None
+    assert predict_rate(served, traffic, 1.05 * most) is None
+
+
+@pytest.mark.parametrize("traffic", [Traffic(512, 1), Traffic(64, 2), TRAFFIC])
+def test_more_requests_never_lower_the_rate(traffic: Traffic) -> None:
+    counts = (1, 2, 4, 8, 16, 17, 32, 64, 128, 129, 200, 256)
+    rates = [told(predict(serving(traffic), traffic, n)).rate for n in counts]
+    assert all(more > 0.97 * fewer for fewer, more in pairwise(rates)), rates
+
+
+def test_a_shared_beginning_need_not_be_computed() -> None:
+    shared = told(predict(serving(), replace(TRAFFIC, shared=256), 1))
+    assert shared.ttft == pytest.approx(seconds(prefill(256, 256)))
+    whole = told(predict(serving(), replace(TRAFFIC, shared=512), 1))
+    assert whole.ttft == pytest.approx(seconds(prefill(1, 512)), rel=0.01)
+
+
+def test_free_drafts_gain_what_the_formula_says() -> None:
+    plain = told(predict(serving(), TRAFFIC, 1))
+    served = replace(serving(), drafting=Drafting(3, 0.8))
+    gain = (1 - 0.8**4) / (1 - 0.8)
+    found = told(predict(served, TRAFFIC, 1))
+    assert found.tpot == pytest.approx(plain.tpot / gain, rel=0.05)  # four rows read little more
+    dear = replace(serving(), drafting=Drafting(3, 0.8, seconds=1.0))
+    assert told(predict(dear, TRAFFIC, 1)).tpot > plain.tpot
+
+
+def test_drafts_take_their_part_of_a_step() -> None:
+    plain = serving(budget=256)
+    drafting = replace(plain, drafting=Drafting(3, 0.8))
+    assert (plain.most, drafting.most) == (256, 64)  # 64 requests, 4 tokens each
+    assert told(predict(drafting, TRAFFIC, 60)).ttft > told(predict(plain, TRAFFIC, 60)).ttft
+
+
+def test_an_unknown_machine_is_an_error() -> None:
+    unknown = Device("this", "cpu", 8 << 30, None, {}, unknown="run `kvik calibrate`")
+    small = shape_from_config(PUBLIC["Qwen2.5-0.5B"], "small")
+    served = set_up(small, Setting(unknown, "bf16", "bf16"), TRAFFIC, 256, 2048)
+    with pytest.raises(ConfigError, match="kvik calibrate"):
+        predict(served, TRAFFIC, 1)
+
+
+def test_budgets_are_halved() -> None:
+    assert budgets(serving(budget=2048)) == (2048, 1024, 512, 256)
+    assert budgets(serving(budget=100)) == (100,)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 9, 16])
+def test_largest_finds_the_border(most: int) -> None:
+    for border in range(20):
+        assert largest(lambda n, border=border: n <= border, most) == min(border, most)

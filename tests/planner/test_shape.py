@@ -1,0 +1,157 @@
+"""What follows from a shape: bytes held and read, operations, windows, experts, latents."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from helpers.public_configs import config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.planner.families import shape_from_config
+from kvik.planner.shape import Matrix, ModelShape, visible_pairs
+
+
+def shape(name: str) -> ModelShape:
+    return shape_from_config(config(name), name)
+
+
+# Pairs and windows
+
+
+@given(st.integers(1, 40), st.integers(0, 60), st.one_of(st.none(), st.integers(1, 50)))
+def test_pairs_are_those_a_mask_leaves(new: int, cached: int, window: int | None) -> None:
+    context = cached + new
+    mask = sum(
+        1
+        for query in range(cached, context)
+        for key in range(context)
+        if key <= query and (window is None or query - window < key)
+    )
+    assert visible_pairs(new, context, window) == mask
+
+
+def test_a_window_bounds_the_cache_and_the_operations() -> None:
+    mistral = shape("mistral-7b-v0.1")  # every layer sees 4096 tokens
+    assert mistral.kv_bytes(4096, "bf16") == 4096 * 131_072
+    assert mistral.kv_bytes(30_000, "bf16") == 4096 * 131_072
+    assert mistral.attention_flops(1, 30_000) == mistral.attention_flops(1, 4096)
+    assert mistral.attention_flops(1, 4095) < mistral.attention_flops(1, 4096)
+
+
+def test_every_other_layer_of_gemma_2_has_a_window() -> None:
+    gemma = shape("gemma-2-9b")
+    layer = 2 * 8 * 256 * 2  # K and V, heads, head_dim, bytes
+    assert gemma.kv_bytes(8192, "bf16") == 21 * 8192 * layer + 21 * 4096 * layer
+    assert gemma.kv_bytes_per_token("bf16") == 42 * layer
+
+
+# Formats of the cache
+
+
+def test_scales_count_in_the_cache() -> None:
+    llama = shape("llama-3-8b")  # 32 layers, 8 KV heads of 128
+    assert llama.kv_bytes_per_token("fp8") == 32 * 2 * 8 * (128 + 2)
+    assert llama.kv_bytes_per_token("int8") == 32 * 2 * 8 * (128 + 2)
+    assert llama.kv_bytes_per_token("int4") == 32 * 2 * 8 * (64 + 2)
+    latent = shape("deepseek-v3")  # one vector of 512 + 64 for all heads
+    assert latent.kv_bytes_per_token("int8") == 61 * (576 + 2)
+
+
+# Weights
+
+
+def test_a_step_reads_every_matrix_once_and_looks_rows_up() -> None:
+    llama = shape("llama-3-8b")
+    table = 128_256 * 4096
+    for rows in (1, 16):
+        expected = 2 * (llama.parameters - table + rows * 4096)
+        assert llama.read_bytes("bf16", rows) == expected
+
+
+def test_a_tied_head_is_read_whole() -> None:
+    llama = shape("llama-3.2-1b")
+    assert llama.read_bytes("bf16", 1) == llama.weight_bytes("bf16") == 2 * 1_235_814_400
+    assert [m.role for m in llama.matrices].count("head") == 1
+    assert "embedding" not in {m.role for m in llama.matrices}
+
+
+def test_no_more_rows_are_looked_up_than_there_are() -> None:
+    gpt2 = shape("gpt2")
+    position = 768 * 4
+    assert gpt2.read_bytes("fp32", 9) - gpt2.read_bytes("fp32", 8) == position
+    assert gpt2.read_bytes("fp32", 5000) == gpt2.weight_bytes("fp32")
+
+
+def test_what_quantised_models_leave_alone() -> None:
+    """DeepSeek-V3 in fp8: embedding, head, routers and norms stay in bf16."""
+    v3 = shape("deepseek-v3")
+    tables = 2 * 129_280 * 7168
+    routers = 58 * 7168 * 256
+    kept = tables + routers + v3.other_parameters
+    outputs = 61 * (1536 + 128 * 192 + 576 + 128 * 256 + 7168)  # attention
+    outputs += 3 * (2 * 18432 + 7168) + 58 * 257 * (2 * 2048 + 7168)  # MLPs
+    expected = (v3.parameters - kept) + 4 * outputs + 2 * kept
+    assert v3.weight_bytes("fp8") == expected
+
+
+def test_the_rest_of_a_quantised_model_can_be_in_another_dtype() -> None:
+    qwen = shape("qwen2.5-7b")
+    table = 152_064 * 3584
+    more = qwen.weight_bytes("int8", "float32") - qwen.weight_bytes("int8")
+    assert more == 2 * (table + qwen.other_parameters)
+    assert qwen.weight_bytes("bf16", "float32") == qwen.weight_bytes("bf16")
+
+
+# Experts
+
+
+def test_experts_touched_are_the_mean_over_all_choices() -> None:
+    """Two tokens that each choose 2 of 5 experts, in every way they can."""
+    matrix = Matrix("expert_down", 5, 8, 4, experts=5, active=2)
+    choices = [set(c) for c in combinations(range(5), 2)]
+    mean = sum(len(a | b) for a in choices for b in choices) / len(choices) ** 2
+    assert matrix.touched(1) == pytest.approx(2)
+    assert matrix.touched(2) == pytest.approx(mean)
+    assert matrix.touched(1000) == pytest.approx(5)
+
+
+def test_a_mixture_reads_what_one_token_needs_and_in_the_end_everything() -> None:
+    mixtral = shape("mixtral-8x7b-v0.1")
+    lookup = 4096
+    assert mixtral.read_bytes("bf16", 1) == pytest.approx(2 * (mixtral.active_parameters + lookup))
+    assert mixtral.read_bytes("bf16", 2) > 1.5 * mixtral.read_bytes("bf16", 1)
+    everything = mixtral.weight_bytes("bf16") - 2 * 32_000 * 4096
+    assert mixtral.read_bytes("bf16", 512) == pytest.approx(everything + 2 * 512 * lookup)
+
+
+# Operations
+
+
+def test_matrix_products_take_two_operations_for_each_active_parameter() -> None:
+    llama = shape("llama-3-8b")
+    head = 128_256 * 4096
+    inner = llama.active_parameters - llama.other_parameters - head
+    assert llama.matmul_flops(1, 1) == 2 * (inner + head)
+    assert llama.matmul_flops(512, 3) == 2 * (512 * inner + 3 * head)
+    mixtral = shape("mixtral-8x7b-v0.1")
+    products = mixtral.active_parameters - mixtral.other_parameters
+    assert mixtral.matmul_flops(7, 7) == 7 * 2 * products
+
+
+def test_attention_of_a_decoding_row() -> None:
+    llama = shape("llama-3-8b")
+    assert llama.attention_flops(1, 1000) == 4 * 32 * 32 * 128 * 1000
+    assert llama.attention_flops(512, 512) == 4 * 32 * 32 * 128 * (512 * 513 // 2)
+    whole = llama.attention_flops(1024, 1024)
+    assert llama.attention_flops(512, 512) + llama.attention_flops(512, 1024) == whole
+
+
+def test_latent_attention_decodes_absorbed_and_prefills_expanded() -> None:
+    v3 = shape("deepseek-v3")  # 128 heads, 192 for Q and K, 128 for V, latent 512, rotary 64
+    assert v3.attention_flops(1, 1000) == 61 * 2 * 128 * (576 + 512) * 1000
+    assert v3.attention_flops(512, 512) == 61 * 2 * 128 * (192 + 128) * (512 * 513 // 2)
+    # a chunk behind a long cached prompt: K and V of the cached part are made again
+    expanded = 61 * 2 * 128 * ((192 + 128) * visible_pairs(512, 4096, None) + 512 * 256 * 3584)
+    assert v3.attention_flops(512, 4096) == expanded

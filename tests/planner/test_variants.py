@@ -1,0 +1,118 @@
+"""The tables of attention variants, weight formats and KV formats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.public_configs import config
+
+from kvik.planner.devices import Device, find_device
+from kvik.planner.families import shape_from_config
+from kvik.planner.setting import Setting
+from kvik.planner.shape import ModelShape
+from kvik.planner.variants import attention_variants, kv_formats, weight_formats
+
+A100 = find_device("a100-80g")
+AT = Setting(A100, "bf16", "bf16", context=4096, batch=8)
+
+
+def shape(name: str) -> ModelShape:
+    return shape_from_config(config(name), name)
+
+
+def test_llama_3_8b_with_other_heads() -> None:
+    model = shape("llama-3-8b")  # 32 layers, 32 query heads of 128, 8 KV heads
+    rows = {row.attention: row for row in attention_variants(model, AT)}
+    tokens = 8 * 4096
+    by_hand = {
+        "MHA": 32 * 2 * 32 * 128 * 2,
+        "GQA": 131_072,
+        "MQA": 32 * 2 * 128 * 2,
+        "MLA": 32 * (512 + 64) * 2,
+    }
+    assert {name: row.kv_per_token for name, row in rows.items()} == by_hand
+    assert {name: row.kv_heads for name, row in rows.items()} == {
+        "MHA": 32, "GQA": 8, "MQA": 1, "MLA": 0,
+    }  # fmt: skip
+    assert [name for name, row in rows.items() if row.own] == ["GQA"]
+    read = 2 * (model.parameters - 128_256 * 4096)  # the embedding is only looked up
+    for name, row in rows.items():
+        assert row.kv_total == tokens * by_hand[name]
+        ceiling = 8 * 2.039e12 / (read + tokens * by_hand[name])
+        assert row.ceiling is not None
+        assert row.ceiling <= ceiling
+        assert row.ceiling == pytest.approx(ceiling, rel=0.01)
+
+
+def test_deepseek_v3_with_other_heads() -> None:
+    rows = attention_variants(shape("deepseek-v3"), AT)
+    assert [(row.attention, row.kv_heads, row.own) for row in rows] == [
+        ("MHA", 128, False),
+        ("GQA", 8, False),
+        ("MQA", 1, False),
+        ("MLA", 0, True),
+    ]
+    # keys of 128 + 64, values of 128
+    assert [row.kv_per_token for row in rows] == [
+        61 * 128 * 320 * 2,
+        61 * 8 * 320 * 2,
+        61 * 320 * 2,
+        70_272,
+    ]
+
+
+def test_few_heads_make_fewer_rows() -> None:
+    small = replace(shape("llama-3-8b"), attention="MHA", num_heads=1, num_kv_heads=1)
+    assert [row.attention for row in attention_variants(small, AT)] == ["MHA", "MQA", "MLA"]
+
+
+def test_heads_that_cannot_be_shared_have_no_ceiling() -> None:
+    # Four devices share twelve heads or copy one, but not six.
+    model = replace(shape("llama-3-8b"), attention="MHA", num_heads=12, num_kv_heads=12)
+    rows = attention_variants(model, replace(AT, tp=4))
+    assert [row.kv_heads for row in rows] == [12, 6, 1, 0]
+    assert [row.ceiling is None for row in rows] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_weight_formats_of_llama_3_8b(batch: int) -> None:
+    model = shape("llama-3-8b")
+    rows = {row.format: row for row in weight_formats(model, replace(AT, batch=batch))}
+    assert rows["bf16"].bytes == 2 * model.parameters == 2 * 8_030_261_248
+    assert rows["bf16"].bits == 16.0
+    assert 8.0 < rows["int8"].bits < 8.7  # the embedding keeps 16
+    assert 4.3 < rows["int4"].bits < 5.5  # and the head has 8
+    for name, row in rows.items():
+        assert row.single is not None and row.ceiling is not None
+        assert row.bytes == model.weight_bytes(name)
+        kv = 4096 * 131_072
+        looked_up = 128_256 * 4096 * (4 if name == "fp32" else 2)
+        assert row.single <= 1.0001 * 2.039e12 / (row.bytes - looked_up + kv)
+        assert row.ceiling <= 1.0001 * batch * 2.039e12 / (row.bytes - looked_up + batch * kv)
+    assert rows["int4"].single > rows["int8"].single > rows["bf16"].single  # type: ignore[operator]
+    assert rows["int4"].largest_batch > rows["bf16"].largest_batch > rows["fp32"].largest_batch
+    assert all(row.fits == (row.largest_batch >= batch) for row in rows.values())
+
+
+def test_kv_formats_of_llama_3_8b() -> None:
+    rows = {row.format: row for row in kv_formats(shape("llama-3-8b"), AT)}
+    assert {name: row.per_token for name, row in rows.items()} == {
+        "fp32": 262_144,
+        "bf16": 131_072,
+        "fp16": 131_072,
+        "fp8": 65_536 + 32 * 16 * 2,  # a scale of two bytes for K and V of each head
+        "int8": 65_536 + 32 * 16 * 2,
+        "int4": 32_768 + 32 * 16 * 2,
+    }
+    assert all(row.total == 8 * 4096 * row.per_token for row in rows.values())
+    assert rows["int4"].ceiling > rows["bf16"].ceiling  # type: ignore[operator]
+    assert rows["fp8"].largest_batch > 1.9 * rows["bf16"].largest_batch
+
+
+def test_without_speeds_there_are_sizes() -> None:
+    blind = replace(AT, device=Device("this", "cpu", 1 << 36, None, {}, unknown="why"))
+    model = shape("llama-3-8b")
+    assert all(row.ceiling is None for row in attention_variants(model, blind))
+    assert all(row.single is row.ceiling is None for row in weight_formats(model, blind))
+    assert all(row.ceiling is None for row in kv_formats(model, blind))
