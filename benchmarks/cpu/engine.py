@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import median, quantiles
 
 PROMPT, OUTPUT, PREFILL, SAMPLES = 128, 64, 512, 3
-PEAKS = {"none": "peak_bf16", "int8-weight-only": "peak_bf16", "int8": "peak_i8", "int4": "peak_i8"}
+PEAKS = {"none": "bf16", "int8-weight-only": "bf16", "int8": "int8", "int4": "int8"}
+READ = 256 << 20  # bytes
 # Bytes of a scale and its zero point as the native kernels store them.
 INT4_GROUP_BYTES, INT8_ROW_BYTES = 3, 4
 
@@ -81,6 +82,8 @@ def measure(model: str, quantization: str, threads: int | None) -> dict[str, flo
     import torch  # noqa: F401  counted as the runtime
 
     from kvik import LLM, SamplingParams
+    from kvik.bench.machine.native_stage import NativeLimits
+    from kvik.kernels.cpu.native import Native
 
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
@@ -105,10 +108,10 @@ def measure(model: str, quantization: str, threads: int | None) -> dict[str, flo
     ready = time.perf_counter() - started
     spec, cache = llm.resolved.model, llm.resolved.cache
     weights, operations = weight_bytes(spec, quantization), prefill_operations(spec)
-    kv_token = sum(len(g.layers) * g.spec.bytes_per_token for g in cache.groups)
+    kv_token = sum(g.bytes_per_token for g in cache.groups)
     generate(PREFILL, 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
-    limits = Limits(llm.resolved.runner.threads)
+    limits = NativeLimits(Native(llm.resolved.runner.threads), READ)
     found: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
@@ -119,7 +122,7 @@ def measure(model: str, quantization: str, threads: int | None) -> dict[str, flo
         rate = (OUTPUT - 1) / (generate(PROMPT, OUTPUT) - first)
         read = weights + kv_token * (PROMPT + OUTPUT / 2)
         note("decode", rate)
-        note("decode_share", rate * read / limits.bandwidth())
+        note("decode_share", rate * read / limits.read_rate(READ))
         seconds = generate(PREFILL, 1)
         note("prefill", PREFILL / seconds)
         note("prefill_share", operations / seconds / limits.peak(PEAKS[quantization]))
@@ -130,34 +133,6 @@ def measure(model: str, quantization: str, threads: int | None) -> dict[str, flo
         "memory_over": peak * 1024 / used,
         "runtime_kib": base,
     }
-
-
-class Limits:
-    """What the machine does at this moment, by the native kernels' own loops."""
-
-    def __init__(self, threads: int) -> None:
-        import torch
-
-        from kvik.kernels.cpu.buffers import zeros
-        from kvik.kernels.cpu.native import Native
-
-        self._native = Native(threads)
-        self._data = zeros(256 << 20, dtype=torch.int8).fill_(1)
-        self._result = torch.zeros(1, dtype=torch.float64)
-
-    def bandwidth(self) -> float:
-        """Bytes a second; the median of five."""
-        data = {"data": self._data.data_ptr(), "bytes": len(self._data)}
-        return median(self._rate("read_memory", data) for _ in range(5))
-
-    def peak(self, kernel: str) -> float:
-        """Operations a second; the median of five."""
-        return median(self._rate(kernel, {"steps": 2_000_000}) for _ in range(5))
-
-    def _rate(self, kernel: str, arguments: dict[str, int]) -> float:
-        started = time.perf_counter()
-        self._native.launch(kernel, **arguments, result=self._result.data_ptr())
-        return self._result.item() / (time.perf_counter() - started)
 
 
 def layers(spec) -> list[tuple[int, int]]:

@@ -24,10 +24,12 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch  # before the extension, which then shares torch's threads
-from roofline_samples import Limits, Sample, measure
+from roofline_samples import Sample, measure
 from roofline_work import LAYERS, Work, attentions, linears, small_ones
 
+from kvik.bench.machine.native_stage import NativeLimits
 from kvik.kernels.cpu import _native
+from kvik.kernels.cpu.native import Native
 
 EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case walks through
 
@@ -89,7 +91,7 @@ def main() -> None:
     torch.manual_seed(0)
     runtime = _native.Runtime(args.isa or _native.instruction_sets()[0], args.threads)
     budget = QUICK if args.quick else EVERYTHING
-    limits = Limits(runtime, budget)
+    limits = NativeLimits(Native(args.threads, runtime.isa), budget)
     print(f"{runtime.isa}, {runtime.threads} threads")
     print(f"{'':48}{'us':>11}{'GB/s':>8}{'of':>7}{'GOP/s':>9}{'of':>8}{'share':>7} (10% .. 90%)")
     rows_of = (1, 32) if args.quick else (1, 4, 8, 32, 128, 512)

@@ -83,6 +83,11 @@ def test_each_engine_option_has_a_flag() -> None:
         "policy": "priority",
         "max_wait": 0.5,
     }
+    words = ["--kv-cache-dtype", "int8", "--kv-cache-dtype-skip-layers", "0,5"]
+    assert engine_options(parser().parse_args(words), "") == {
+        "kv_cache_dtype": "int8",
+        "kv_cache_dtype_skip_layers": (0, 5),
+    }
 
 
 def test_nothing_given_is_nothing() -> None:
@@ -96,7 +101,7 @@ def test_nothing_given_is_nothing() -> None:
         (["--top-k", "many"], "top_k", "must be an integer, not 'many'"),
         (["--temperature", "hot"], "temperature", "must be a number"),
         (["--logit-bias", "5"], "logit_bias", "must be ID:BIAS pairs"),
-        (["--allowed-token-ids", "1,x"], "allowed_token_ids", "token ids"),
+        (["--allowed-token-ids", "1,x"], "allowed_token_ids", "integers separated by commas"),
         (["--seed", "0.5"], "seed", "an integer or none"),
         (["--stop"], "stop", "expected one argument"),
         (["--ignore-eos=3"], "ignore_eos", "ignored explicit argument"),

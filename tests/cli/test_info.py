@@ -109,6 +109,19 @@ def test_what_does_not_fit_is_still_described(
     assert facts["refusal"].startswith("memory: ")
 
 
+def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["info", "--device", "cpu", "--kv-cache-dtype", "int8", "--dtype", "bfloat16"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"{6 * 2 * 4 * (32 + 2):,} bytes per token in int8" in out
+    assert "a scale for each token and head" in out
+    assert main([*words, "--kv-cache-dtype-skip-layers", "0,5"]) == 0
+    size = 4 * 2 * 4 * (32 + 2) + 2 * 2 * 4 * 64
+    assert f"{size:,} bytes per token in bfloat16 and int8" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 6 * 2 * 4 * (32 + 2)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, its pipeline with continuous batching.
+"""OpenVINO GenAI, its pipeline with continuous batching. The model is a converted folder.
 
 Options: `properties` of the device, such as INFERENCE_PRECISION_HINT, and `scheduler`, fields of
 `SchedulerConfig`.
@@ -6,25 +6,33 @@ Options: `properties` of the device, such as INFERENCE_PRECISION_HINT, and `sche
 
 from __future__ import annotations
 
-import numpy as np
-import openvino
-import openvino_genai as genai
-from adapter import Clock, Job, measure
+from .protocol import Answer, Clock, Job, Prompts, measure
 
 
 class OpenVINO:
     def __init__(self, job: Job) -> None:
+        import openvino_genai as genai
+
         scheduler = genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False
-        scheduler.max_num_seqs = job.max_batch
-        scheduler.max_num_batched_tokens = job.max_batch * job.max_len  # a prompt in one step
-        for name, value in job.options.get("scheduler", {}).items():
+        wishes = {
+            "enable_prefix_caching": False,
+            "max_num_seqs": job.max_batch,
+            "max_num_batched_tokens": job.max_batch * job.max_len,  # a prompt in one step
+            **job.options.get("scheduler", {}),
+        }
+        for name, value in wishes.items():
             setattr(scheduler, name, value)
         properties = {"INFERENCE_NUM_THREADS": job.threads, **job.options.get("properties", {})}
+        version, _, _ = genai.__version__.partition("-")
+        self.name = f"openvino-genai {version}"
         self._pipeline = genai.ContinuousBatchingPipeline(job.model, scheduler, "CPU", properties)
         self._requests = 0
 
-    def generate(self, prompts: list[list[int]], output: int, clock: Clock) -> None:
+    def generate(self, prompts: Prompts, output: int, clock: Clock) -> None:
+        import numpy as np
+        import openvino
+        import openvino_genai as genai
+
         config = genai.GenerationConfig(max_new_tokens=output, ignore_eos=True, do_sample=False)
         handles = []
         for prompt in prompts:
@@ -36,8 +44,8 @@ class OpenVINO:
             for row, handle in enumerate(handles):
                 while handle.can_read():
                     for made in handle.read().values():
-                        clock.tokens(row, len(made.generated_ids))
+                        clock.tokens(row, made.generated_ids)
 
 
-if __name__ == "__main__":
-    measure(OpenVINO)
+def run(job: Job) -> Answer:
+    return measure(OpenVINO(job), job)

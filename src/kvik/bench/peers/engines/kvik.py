@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from adapter import Clock, Job, measure
+from typing import TYPE_CHECKING
 
-from kvik import LLM, SamplingParams, TextDelta
+from .protocol import Answer, Clock, EngineFailure, Job, Prompts, measure
+
+if TYPE_CHECKING:
+    from kvik.engine.output import TextDelta
 
 
 class Kvik:
     def __init__(self, job: Job) -> None:
+        from kvik import LLM, __version__
+
+        wishes = {"device": "cpu", "enable_prefix_caching": False, **job.options}
+        self.name = f"kvik {__version__}"
         self._llm = LLM(
             job.model,
             threads=job.threads,
             max_model_len=job.max_len,
             max_num_seqs=job.max_batch,
-            enable_prefix_caching=False,
-            **job.options,
+            **wishes,
         )
 
-    def generate(self, prompts: list[list[int]], output: int, clock: Clock) -> None:
+    def generate(self, prompts: Prompts, output: int, clock: Clock) -> None:
+        from kvik import SamplingParams
+
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         streams = [self._llm.stream(prompt, params) for prompt in prompts]
         for oldest, leader in enumerate(streams):  # the oldest gets a token in every step
@@ -31,9 +39,9 @@ class Kvik:
 
 def count(clock: Clock, row: int, delta: TextDelta) -> None:
     if delta.error is not None:
-        raise SystemExit(f"row {row}: {delta.error}")
-    clock.tokens(row, len(delta.token_ids))
+        raise EngineFailure(f"row {row}: {delta.error}")
+    clock.tokens(row, delta.token_ids)
 
 
-if __name__ == "__main__":
-    measure(Kvik)
+def run(job: Job) -> Answer:
+    return measure(Kvik(job), job)

@@ -1,0 +1,1 @@
+"""Benchmarks of an engine in this process, or in a fresh one."""

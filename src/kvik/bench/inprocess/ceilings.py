@@ -1,0 +1,181 @@
+"""What the planner says of a run beside what was measured: predicted rates, and what bound it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvik import __version__
+from kvik.bench.inprocess.inproc import Run
+from kvik.bench.report.result import Figure
+from kvik.config.config import ResolvedConfig
+from kvik.config.errors import ConfigError
+from kvik.config.gpus import find_gpus
+from kvik.config.hardware import detect
+from kvik.config.kv_formats import AUTO
+from kvik.planner.calibration import calibration_path, load, this_machine
+from kvik.planner.devices import Device, cpu_device, this_device
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency
+from kvik.planner.families import read_shape
+from kvik.planner.formats import weight_format
+from kvik.planner.roofline import Step, decode, step_time
+from kvik.planner.serving import Serving, Traffic, predict
+from kvik.planner.setting import Setting
+from kvik.planner.shape import ModelShape
+
+CEILING = "by what must be read and computed, at this machine's limits"
+EXPECTED = "by the same roofline at the pace of kvik's kernels here (kvik calibrate)"
+STEADY = "by the planner, of a load that never ends, with requests of the mean lengths"
+READ = "weights and KV cache that the steps had to read / time with work"
+DONE = "operations that the steps had to do / time with work"
+LEAST = "in which this machine could do the steps of a round, if nothing but its limits counted"
+SHARE = "achieved / ceiling of this machine, as calibrated, for what a step reads"
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The model an engine runs, on the machine it runs on."""
+
+    resolved: ResolvedConfig
+    shape: ModelShape
+    device: Device
+
+    @staticmethod
+    def of(resolved: ResolvedConfig) -> Ceilings:
+        return Ceilings(resolved, read_shape(resolved.runner.model_path), running_device(resolved))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why there are no ceilings, if there are none."""
+        if self.device.rated:
+            return ()
+        return (f"No ceilings to compare with. This machine's calibration: {self.device.unknown}",)
+
+    def remark(self, label: str, run: Run) -> str:
+        """The bottleneck in words."""
+        found = self._efficiency(run)
+        return f"{label} is limited by {found.bottleneck}: {found.reason}; " + (
+            f"{WHAT_HELPS[found.bottleneck]}."
+        )
+
+    def achieved(self, runs: Sequence[Run]) -> tuple[Figure, ...]:
+        """Bytes read and operations done a second, and their shares of what is possible."""
+        found = [self._efficiency(run) for run in runs]
+
+        def figure(
+            name: str,
+            unit: str,
+            better: Literal["more", "less"],
+            definition: str,
+            of: Callable[[Efficiency], float | None],
+        ) -> tuple[Figure, ...]:
+            values = [value for one in found if (value := of(one)) is not None]
+            return (Figure(name, unit, tuple(values), better, definition),) if values else ()
+
+        return (
+            *figure("memory read", "GB/s", "more", READ, lambda e: e.read_rate / 1e9),
+            *figure("of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share)),
+            *figure("arithmetic", "GFLOP/s", "more", DONE, lambda e: e.flop_rate / 1e9),
+            *figure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share)),
+            *figure("least time", "s", "less", LEAST, lambda e: e.floor),
+        )
+
+    def decode(self, batch: int, context: int) -> tuple[Figure, ...]:
+        """Output tokens a second of a decoding batch: expectation and ceiling."""
+        return self._rates("decode", [(1, decode(batch, context))], batch)
+
+    def prefill(self, tokens: int, batch: int) -> tuple[Figure, ...]:
+        """Prompt tokens a second of prompts that share steps: expectation and ceiling."""
+        together = self._together(tokens, batch)
+        return self._rates("prefill", [(1, Step(((together, tokens, 0),)))], together * tokens)
+
+    def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
+        """Output tokens a second of requests that run together from their prompts to their end."""
+        fresh = max(1, traffic.prompt - traffic.shared)
+        together = self._together(fresh, count)
+        steps: list[tuple[float, Step]] = [
+            (count / together, Step(((together, fresh, traffic.prompt - fresh),)))
+        ]
+        if traffic.output > 1:
+            steps.append((traffic.output - 1, decode(count, traffic.halfway)))
+        return self._rates("output", steps, count * traffic.output)
+
+    def steady(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
+        """Output tokens a second of a load that keeps `count` requests in the engine."""
+        if not self.device.measured:
+            return ()
+        cache, scheduler = self.resolved.cache, self.resolved.scheduler
+        if not cache.enable_prefix_caching:
+            traffic = replace(traffic, shared=0)
+        room = (cache.num_blocks - 1) * cache.block_size // traffic.context
+        budget = scheduler.max_num_batched_tokens
+        serving = Serving(
+            self.shape, self._setting, max(1, room), scheduler.max_num_seqs, budget, budget
+        )
+        found = predict(serving, traffic, count)
+        if found is None:
+            return ()
+        return (Figure("output expected", "tokens/s", (found.output_rate,), "more", STEADY),)
+
+    def _together(self, tokens: int, count: int) -> int:
+        """Prompts that a step has room for."""
+        return min(count, max(1, self.resolved.scheduler.max_num_batched_tokens // tokens))
+
+    def _efficiency(self, run: Run) -> Efficiency:
+        at = self._setting
+        return efficiency(
+            run.before,
+            run.after,
+            run.seconds,
+            self.shape,
+            at.weight_format,
+            at.kv_format,
+            self.device,
+        )
+
+    def _rates(
+        self, name: str, steps: Sequence[tuple[float, Step]], tokens: int
+    ) -> tuple[Figure, ...]:
+        """Of so many steps of each kind, which make so many tokens."""
+        if not self.device.rated:
+            return ()
+        times = [(count, step_time(self.shape, self._setting, step)) for count, step in steps]
+        rate = tokens / sum(count * time.floor for count, time in times)
+        ceiling = Figure(f"{name} ceiling", "tokens/s", (rate,), "more", CEILING)
+        if not self.device.measured:
+            return (ceiling,)
+        rate = tokens / sum(count * time.expected for count, time in times)
+        return (Figure(f"{name} expected", "tokens/s", (rate,), "more", EXPECTED), ceiling)
+
+    @property
+    def _setting(self) -> Setting:
+        runner = self.resolved.runner
+        # Layers may differ in format: that of most of them stands for all.
+        specs = (spec for group in self.resolved.cache.groups for spec in group.specs)
+        ((stored, _),) = Counter(spec.format for spec in specs).most_common(1)
+        return Setting(
+            self.device,
+            weight_format(runner.dtype, runner.quantization),
+            weight_format(runner.dtype) if stored == AUTO else stored,
+        )
+
+
+def running_device(resolved: ResolvedConfig) -> Device:
+    """The device an engine uses, as calibrated with its kernels and its number of threads."""
+    if resolved.runner.device != "cpu":
+        return this_device(detect(find_gpus()), calibration_path())
+    hardware = detect()
+    if resolved.runner.kernels != "native":
+        hardware = replace(hardware, native=False)
+    machine = this_machine(hardware, resolved.runner.threads, __version__)
+    try:
+        return cpu_device(load(calibration_path()), machine, hardware.memory_limit)
+    except ConfigError as error:
+        memory = hardware.memory_limit
+        return Device("this", "cpu", memory, None, {}, unknown=error.message)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

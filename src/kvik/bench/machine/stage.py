@@ -1,0 +1,179 @@
+"""Where kernels are timed one by one, and what the machine does at that moment.
+
+What is timed is what the engine runs: the rows of `Ops`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvik.kernels.ops import Ops
+from kvik.kernels.torch_ops import TORCH
+
+Call = Callable[[int], object]  # of a number of rows
+Track = Callable[[int], list[float]]  # of a number of rows: seconds of each call
+
+BLOCK_SIZE = 16  # tokens, as the engine's default
+REPEATED = 16  # calls of a small kernel in one track
+MATRIX = 1024  # rows and columns of what torch multiplies for its peak
+
+
+class Limits(Protocol):
+    def read_rate(self, num_bytes: int) -> float:
+        """Bytes a second while so many are read, again and again."""
+        ...
+
+    def memory_rate(self) -> float:
+        """The same of memory, by one reading of much more than a cache holds."""
+        ...
+
+    def peak(self, arithmetic: str) -> float:
+        """Operations a second in "fp32", "bf16" or "int8"."""
+        ...
+
+
+class Stage(Protocol):
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def track(self, calls: Sequence[Call], most_rows: int) -> Track:
+        """Calls in their order, to be timed over any number of rows up to `most_rows`."""
+        ...
+
+    def attention(self, work: Attended) -> Callable[[], float]:
+        """To be timed: seconds of one layer's attention, over a copy of the keys and values."""
+        ...
+
+    def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
+        """Storing keys [rows, kv_heads, head_dim], and the same as values, in a cache.
+
+        Args:
+            slots: [rows] of each call.
+        """
+        ...
+
+
+class Attended:
+    """Sequences of equal length whose last tokens attend, in bfloat16.
+
+    Attributes:
+        queries: of each sequence; the last of them sees `context` keys.
+        q: [sequences * queries, heads, head_dim].
+        keys, values: [sequences * blocks, block_size * kv_heads * head_dim], laid out as the stage
+            likes it.
+        table: [sequences, blocks] of those blocks, in disorder.
+    """
+
+    def __init__(
+        self, sequences: int, queries: int, context: int, heads: tuple[int, int], head_dim: int
+    ) -> None:
+        self.sequences, self.queries, self.context = sequences, queries, context
+        self.heads, self.kv_heads = heads
+        self.head_dim, self.block_size = head_dim, BLOCK_SIZE
+        self.blocks = -(-context // self.block_size)
+        shape = (sequences * self.blocks, self.block_size * self.kv_heads * head_dim)
+        self.q = torch.randn(sequences * queries, self.heads, head_dim).bfloat16()
+        self.keys, self.values = (torch.randn(shape).bfloat16() for _ in range(2))
+        order = torch.randperm(sequences * self.blocks, dtype=torch.int32)
+        self.table = order.view(sequences, self.blocks)
+
+    @property
+    def key_elements(self) -> int:
+        """Of the keys that are read."""
+        return self.sequences * self.context * self.kv_heads * self.head_dim
+
+    @property
+    def score_elements(self) -> int:
+        """Of the keys, once for each query head that sees them."""
+        pairs = self.queries * self.context - self.queries * (self.queries - 1) // 2
+        return self.sequences * pairs * self.heads * self.head_dim
+
+
+class TorchStage:
+    """torch's kernels, called one by one."""
+
+    ops = TORCH
+
+    def __init__(self, threads: int, most_bytes: int) -> None:
+        torch.set_num_threads(threads)
+        self.limits = TorchLimits(most_bytes)
+
+    def track(self, calls: Sequence[Call], most_rows: int) -> Track:
+        def seconds(rows: int) -> list[float]:
+            return [_seconds(lambda call=call: call(rows)) for call in calls]  # type: ignore[misc]
+
+        return seconds
+
+    def attention(self, work: Attended) -> Callable[[], float]:
+        """Keys gathered from their blocks, then torch's own attention; prompts one by one."""
+        length, size = work.blocks * work.block_size, (work.kv_heads, work.head_dim)
+        own_keys, own_values = work.keys.clone(), work.values.clone()
+        mask = torch.ones(work.queries, length, dtype=torch.bool)
+        mask = mask.tril(work.context - work.queries)
+
+        def gathered(blocks: Tensor) -> Tensor:
+            return blocks[work.table.long()].view(work.sequences, length, *size).transpose(1, 2)
+
+        def attend() -> Tensor:
+            q = work.q.view(work.sequences, work.queries, work.heads, work.head_dim)
+            keys, values = gathered(own_keys), gathered(own_values)
+            return F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, mask, enable_gqa=True
+            )
+
+        return lambda: _seconds(attend)
+
+    def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
+        most = max(int(each.max()) for each in slots) + 1
+        shape = (-(-most // BLOCK_SIZE), BLOCK_SIZE, *keys.shape[1:])
+        caches = [torch.empty(shape, dtype=keys.dtype) for _ in range(2)]
+
+        def store(to: Tensor) -> Call:
+            def call(count: int) -> None:
+                part = keys[:count]
+                self.ops.store_kv(part, part, caches[0], caches[1], to[:count])
+
+            return call
+
+        return self.track([store(each) for each in slots], len(keys))
+
+
+class TorchLimits:
+    """By torch's sum and matrix product: what can be measured without the native kernels."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._data = torch.ones(most_bytes // 4)
+
+    def read_rate(self, num_bytes: int) -> float:
+        data = self._data[: num_bytes // 4]
+        data.sum()
+        return num_bytes / median(_seconds(data.sum) for _ in range(3))
+
+    def memory_rate(self) -> float:
+        return 4 * len(self._data) / _seconds(self._data.sum)
+
+    def peak(self, arithmetic: str) -> float:
+        a = torch.ones(MATRIX, MATRIX)
+        if arithmetic == "int8":
+            narrow = a.to(torch.int8)
+            best = min(_seconds(lambda: torch._int_mm(narrow, narrow)) for _ in range(3))
+        else:
+            a = a.bfloat16() if arithmetic == "bf16" else a
+            best = min(_seconds(lambda: a @ a) for _ in range(3))
+        return 2 * MATRIX**3 / best
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

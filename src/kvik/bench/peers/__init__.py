@@ -1,0 +1,1 @@
+"""kvik beside other engines, each run in a process of its own."""

@@ -1,0 +1,227 @@
+"""Which engines a comparison runs: those of a TOML file, or those that this Python can import.
+
+The file says what to run, with paths of the user's machine:
+
+    threads = 2                         # optional
+
+    [engines.openvino-int8]
+    adapter = "openvino"                # a name below, or the path of an adapter of your own
+    format = "int8"                     # what weights are read as; ratios are within a format
+    python = "/envs/openvino/bin/python"    # left out: the one that runs kvik
+    model = "/models/{model}/int8"      # {model}: its name; default: {folder}, where MODEL is
+    options = { }                       # for the adapter, whose file says what it takes
+    env = { NAME = "value" }            # for the process
+    together = false                    # true: one process a round for all workloads, not one
+                                        # each; for an engine that takes a minute to start
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvik.config.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "engines"
+OWN = "kvik"  # the adapter that the others are compared with
+NO_FORMATS: Mapping[str, Mapping[str, Any]] = {}
+DTYPES: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An engine that can be run.
+
+    Attributes:
+        module: what its Python must have; "" where it is a program.
+        formats: options with which it reads a plain model folder in each format.
+        needs: what it wants in place of a plain folder.
+    """
+
+    module: str
+    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: NO_FORMATS)
+    needs: str = ""
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    OWN: Adapter(
+        "kvik",
+        {
+            **DTYPES,
+            "int8": {"dtype": "bfloat16", "quantization": "int8"},
+            "int4": {"dtype": "bfloat16", "quantization": "int4"},
+        },
+    ),
+    "transformers": Adapter("transformers", DTYPES),
+    "transformers-batching": Adapter("transformers", DTYPES),
+    "vllm": Adapter("vllm", DTYPES),
+    "openvino": Adapter("openvino_genai", needs="a folder that optimum-cli made"),
+    "llama.cpp": Adapter("llama_cpp", needs="a GGUF file"),
+    "llama.cpp-bench": Adapter("", needs="a GGUF file and the path of llama-batched-bench"),
+}
+
+
+class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine in one format; see the module's docstring."""
+
+    adapter: str
+    format: str
+    python: str = sys.executable
+    model: str = "{folder}"
+    options: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    together: bool = False
+
+    @property
+    def script(self) -> Path:
+        if self.adapter not in ADAPTERS:
+            return Path(self.adapter)
+        return FOLDER / (re.sub(r"[.-]", "_", self.adapter) + ".py")
+
+    def model_path(self, folder: Path, name: str) -> str:
+        return self.model.replace("{model}", name).replace("{folder}", str(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What to run.
+
+    Attributes:
+        absent: what was asked for by name and cannot be run -> the reason.
+        left_out: adapters that nobody asked for and that cannot be run.
+        threads: what the file says.
+    """
+
+    entries: Mapping[str, EngineEntry]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+    threads: int | None = None
+
+
+def installed_engines(
+    wanted: Sequence[str], formats: Sequence[str], found: Iterable[str] | None = None
+) -> Engines:
+    """kvik and what this Python can import, with a plain model folder, in each format.
+
+    Args:
+        wanted: names of adapters; none: all that can be run.
+        found: modules that can be imported; None: looked up.
+
+    Raises:
+        ConfigError: an unknown adapter or format.
+    """
+    _check("engines", wanted, ADAPTERS)
+    _check("format", formats, ADAPTERS[OWN].formats)
+    if found is None:
+        found = [a.module for a in ADAPTERS.values() if a.module and find_spec(a.module)]
+    present = {*found}
+    names = dict.fromkeys([OWN, *(wanted or ADAPTERS)])
+    entries: dict[str, EngineEntry] = {}
+    absent: dict[str, str] = {}
+    left_out: list[str] = []
+    for form in formats:
+        for name in names:
+            adapter = ADAPTERS[name]
+            if adapter.needs:
+                reason = f"needs {adapter.needs} (--config)"
+            elif adapter.module not in present:
+                reason = "is not installed here (--config names other Pythons)"
+            elif form not in adapter.formats:
+                reason = f"cannot read a plain folder as {form} (--config names converted models)"
+            else:
+                options = dict(adapter.formats[form])
+                entries[f"{name}-{form}"] = EngineEntry(adapter=name, format=form, options=options)
+                continue
+            if name in wanted:
+                absent[f"{name}-{form}"] = reason
+            elif name not in left_out:
+                left_out.append(name)
+    return Engines(entries, absent, left_out)
+
+
+def engines_of_file(path: Path, wanted: Sequence[str], formats: Sequence[str]) -> Engines:
+    """What a file names; kvik is added to every format in which the file has none.
+
+    Args:
+        wanted: names of entries or of adapters; none: all.
+        formats: which of them; none: all.
+
+    Raises:
+        ConfigError: the file, or a field in it, is wrong; or it has nothing of what is wanted.
+    """
+    known, threads = _read(path)
+    _check("engines", wanted, [OWN, *known, *(entry.adapter for entry in known.values())])
+    _check("format", formats, {entry.format: None for entry in known.values()})
+    chosen = {
+        name: entry
+        for name, entry in known.items()
+        if not formats or entry.format in formats
+        if not wanted or name in wanted or entry.adapter in wanted
+    }
+    beside = {entry.format for entry in chosen.values()}  # formats in which kvik is needed
+    chosen = {
+        name: entry
+        for name, entry in known.items()
+        if name in chosen or (entry.adapter == OWN and entry.format in beside)
+    }
+    added = {}
+    for form in dict.fromkeys(entry.format for entry in chosen.values()):
+        if any(e.adapter == OWN for e in chosen.values() if e.format == form):
+            continue
+        if form not in ADAPTERS[OWN].formats:
+            raise ConfigError("config", f"needs an entry of kvik for format {form!r}")
+        options = dict(ADAPTERS[OWN].formats[form])
+        added[f"{OWN}-{form}"] = EngineEntry(adapter=OWN, format=form, options=options)
+    return Engines({**added, **chosen}, threads=threads)
+
+
+def _read(path: Path) -> tuple[dict[str, EngineEntry], int | None]:
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError("config", f"{path} cannot be read ({reason})") from None
+    _check("config", given, ("threads", "engines"))
+    threads, tables = given.get("threads"), given.get("engines")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ConfigError("threads", f"must be a number from 1 on, not {threads!r}")
+    if not isinstance(tables, dict) or not tables:
+        raise ConfigError("engines", "must be at least one table, [engines.NAME]")
+    return {name: _entry(name, table, path.parent) for name, table in tables.items()}, threads
+
+
+def _entry(name: str, table: object, folder: Path) -> EngineEntry:
+    try:
+        entry = msgspec.convert(table, EngineEntry)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        raise ConfigError(f"engines.{name}{where.rstrip('`')}", what) from None
+    if entry.adapter in ADAPTERS:
+        return entry
+    script = folder / entry.adapter
+    if script.suffix != ".py" or not script.is_file():
+        known = ", ".join(ADAPTERS)
+        raise ConfigError(
+            f"engines.{name}.adapter",
+            f"must be one of {known}, or a Python file, not {entry.adapter[:60]!r}",
+        )
+    return msgspec.structs.replace(entry, adapter=str(script.resolve()))
+
+
+def _check(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    unknown = [word for word in given if word not in [*known]]
+    if unknown:
+        names = ", ".join(dict.fromkeys(known))
+        raise ConfigError(name, f"must be of {names}, not {unknown[0][:60]!r}")

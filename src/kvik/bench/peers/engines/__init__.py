@@ -1,0 +1,1 @@
+"""One file per engine that `kvik bench compare` can run, and what they share."""

@@ -1,0 +1,1 @@
+"""What a benchmark found, and how it is shown."""

@@ -1,0 +1,113 @@
+"""What a benchmark found: figures by row, with every repeat kept; written as JSON and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from kvik.config.errors import KvikError
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number that was measured, once in each repeat.
+
+    Attributes:
+        name: "TTFT p50"; equal in all rows that have it.
+        unit: "ms", "tokens/s", "x" for a ratio, "" for a count, "%" for a share (0 to 100).
+        values: one for each repeat, at least one, all finite.
+        better: which way is good.
+        definition: how the number is made, one sentence without a full stop.
+    """
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    better: Literal["more", "less"] = "more"
+    definition: str = ""
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured of one subject: a batch size, a policy, an engine, a rung of a ladder.
+
+    Attributes:
+        facts: what else tells this row from others, and words about it.
+        series: distributions by name with unit ("TTFT, ms"), all repeats together.
+    """
+
+    label: str
+    figures: tuple[Figure, ...]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def figure(self, name: str) -> Figure | None:
+        return next((figure for figure in self.figures if figure.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture worth drawing of a result.
+
+    "bars": figure `y` of each row, with its spread. "curve": figure `y` over figure `x`, a point
+    for each row. "ecdf": the distribution of series `y`, a line for each row. "points": series `y`
+    over series `x` (of equal length), a colour for each row.
+    """
+
+    kind: Literal["bars", "curve", "ecdf", "points"]
+    title: str
+    y: str
+    x: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A benchmark's whole outcome.
+
+    Attributes:
+        kind: the verb: "latency", "throughput", "serve", ...
+        facts: what it was measured with: date, command, versions, machine, model, formats.
+        remarks: conclusions and warnings in words.
+    """
+
+    kind: str
+    facts: Mapping[str, str]
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+
+    def names(self) -> Iterator[str]:
+        """Names of the figures, each once, in the order in which rows bring them."""
+        yield from dict.fromkeys(figure.name for row in self.rows for figure in row.figures)
+
+    def to_json(self) -> str:
+        """Medians and extremes stand beside the values, for readers that take one number."""
+        plain = msgspec.to_builtins(self)
+        for row, found in zip(plain["rows"], self.rows, strict=True):
+            for entry, figure in zip(row["figures"], found.figures, strict=True):
+                entry |= {"median": figure.median, "low": figure.low, "high": figure.high}
+        return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Result:
+        """Raises `KvikError` when it is no result."""
+        try:
+            return msgspec.json.decode(text, type=Result)
+        except msgspec.MsgspecError as error:
+            raise KvikError("result", f"is not a benchmark's JSON ({error})") from None

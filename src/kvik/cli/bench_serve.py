@@ -1,0 +1,273 @@
+"""`kvik bench serve --url URL`: put a load on any OpenAI-compatible server, and measure it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvik.cli.bench_output import add_output_flags, add_run_flags, check_output, write_out
+from kvik.cli.bench_serve_flags import (
+    BURSTINESS,
+    DEFAULT_CONCURRENCY,
+    DEFAULT_REQUESTS,
+    MAX_IN_FLIGHT,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    add_load_flags,
+    add_server_flags,
+    add_workload_flags,
+    check_together,
+)
+from kvik.cli.flags import Parser
+from kvik.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvik.bench.load.arrivals import TraceRow
+    from kvik.bench.load.drive import RunLog
+    from kvik.bench.load.openai_target import Server
+    from kvik.bench.load.serve import Level, LoadTest
+    from kvik.bench.load.workload import Filler, Workload
+
+DESCRIPTION = (
+    "Put a load on any OpenAI-compatible server and measure it: times to the first token, between "
+    "tokens and to the end, throughput, goodput, and the client's own delay."
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser("bench serve", "--url URL", DESCRIPTION)
+    add_server_flags(parser)
+    add_load_flags(parser)
+    add_workload_flags(parser)
+    add_run_flags(parser, repeats=1)
+    add_output_flags(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise ConfigError("bench serve", "needs aiohttp: pip install 'kvik[bench]'") from None
+
+    from kvik.bench.load.serve import ServeBench
+    from kvik.bench.report.facts import run_facts
+
+    bench = ServeBench(_test(arguments), _server(arguments))
+    facts = {**run_facts(), **_facts(arguments)}
+    progress = Progress()
+    try:
+        asyncio.run(bench.run(progress.show if sys.stderr.isatty() else None))
+    finally:  # what was measured until Ctrl-C is worth printing
+        progress.end()
+        if any(log.records for logs in bench.logs.values() for log in logs):
+            write_out(bench.result(facts), arguments)
+    return 0 if bench.completed else 1
+
+
+class Progress:
+    """One line on standard error, written over and over."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def show(self, label: str, log: RunLog, seconds: float) -> None:
+        text = (
+            f"{label}: {seconds:.0f} s, {log.finished} done, {log.in_flight} in flight, "
+            f"{log.failed} failed, {log.output_tokens / seconds:.0f} tokens/s"
+        )
+        print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
+        self._width = len(text)
+
+    def end(self) -> None:
+        if self._width:
+            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
+
+
+def _server(arguments: argparse.Namespace) -> Server:
+    from kvik.bench.load.dialect import Dialect
+    from kvik.bench.load.openai_target import Server
+    from kvik.planner.slo import parse_seconds
+
+    url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
+    if not _is_http(url):
+        raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {url[:60]!r}")
+    try:
+        extra = json.loads(arguments.extra_body)
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise ConfigError("extra_body", f"must be a JSON object, not {arguments.extra_body[:60]!r}")
+    return Server(
+        url,
+        arguments.endpoint,
+        arguments.model,
+        _api_key(arguments.api_key),
+        extra,
+        parse_seconds("timeout", arguments.timeout),
+        Dialect(ignore_eos=arguments.ignore_eos),
+    )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+
+
+def _api_key(given: str) -> str:
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError("api_key", f"cannot be read from {given[1:61]!r}") from None
+
+
+def _test(arguments: argparse.Namespace) -> LoadTest:
+    from kvik.bench.load.drive import Budget
+    from kvik.bench.load.serve import LoadTest
+    from kvik.planner.slo import parse_seconds, parse_slo
+
+    if arguments.repeats < 1 or arguments.warmup < 0:
+        raise ConfigError("repeats", "must be at least 1, and warmup not negative")
+    duration = parse_seconds("duration", arguments.duration) if arguments.duration else None
+    num_requests = arguments.num_requests
+    if num_requests is None and duration is None and arguments.trace is None:
+        num_requests = DEFAULT_REQUESTS
+    think_time = parse_seconds("think_time", arguments.think_time) if arguments.think_time else 0.0
+    levels, workload = _levels_and_workload(arguments, think_time)
+    return LoadTest(
+        levels,
+        workload,
+        Budget(num_requests, duration),
+        parse_slo(arguments.slo) if arguments.slo else None,
+        think_time,
+        arguments.repeats,
+        arguments.warmup,
+        arguments.seed,
+        fresh=not (arguments.prompts or arguments.prefix_tokens or arguments.turns > 1),
+    )
+
+
+def _levels_and_workload(
+    arguments: argparse.Namespace, think_time: float
+) -> tuple[tuple[Level, ...], Callable[[str], Workload]]:
+    from kvik.bench.load.arrivals import read_trace
+
+    check_together(arguments)
+    if arguments.trace:
+        rows = read_trace(arguments.trace, arguments.speed or 1.0, arguments.limit)
+        return (_trace_level(arguments, rows),), _workload(arguments, rows)
+    if arguments.rate:
+        levels = tuple(_open_level(arguments, rate) for rate in arguments.rate)
+    else:
+        users = arguments.concurrency or DEFAULT_CONCURRENCY
+        if min(users) < 1:
+            raise ConfigError("concurrency", f"must be at least 1, not {min(users)}")
+        levels = tuple(_closed_level(number, think_time) for number in users)
+    return levels, _workload(arguments, ())
+
+
+def _closed_level(users: int, think_time: float) -> Level:
+    from kvik.bench.load.drive import ClosedLoop
+    from kvik.bench.load.serve import Level
+
+    return Level(f"concurrency {users}", users, lambda seed: ClosedLoop(users, think_time))
+
+
+def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
+    from kvik.bench.load import arrivals
+    from kvik.bench.load.drive import OpenLoop
+    from kvik.bench.load.serve import Level
+
+    most = arguments.max_in_flight or MAX_IN_FLIGHT
+    burstiness = arguments.burstiness or BURSTINESS
+    offsets: Mapping[str, Callable[[str], Iterator[float]]] = {
+        "constant": lambda seed: arrivals.constant(rate),
+        "poisson": lambda seed: arrivals.poisson(rate, seed),
+        "bursts": lambda seed: arrivals.bursts(rate, burstiness, seed),
+    }
+    kind = arguments.arrivals or "poisson"
+    return Level(
+        f"{rate:g} requests/s, {kind}", most, lambda seed: OpenLoop(offsets[kind](seed), most)
+    )
+
+
+def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Level:
+    from kvik.bench.load.drive import OpenLoop
+    from kvik.bench.load.serve import Level
+
+    offsets = [row.offset for row in rows]
+    most = arguments.max_in_flight or MAX_IN_FLIGHT
+    label = arguments.trace.name + (f" x{arguments.speed:g}" if arguments.speed else "")
+    return Level(label, most, lambda seed: OpenLoop(offsets, most))
+
+
+def _workload(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Callable[[str], Workload]:
+    """Lengths are those of the trace, if there is one."""
+    from kvik.bench.load.lengths import DrawnLengths, Lengths, TraceLengths, parse_length
+    from kvik.bench.load.workload import RandomWorkload, TextWorkload, read_texts
+
+    prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
+    output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
+    turns, prefix = arguments.turns, arguments.prefix_tokens or 0
+    if arguments.prompts:
+        texts = read_texts(arguments.prompts)
+        return lambda seed: TextWorkload(texts, output, seed, turns)
+    filler = _filler(arguments)
+
+    def workload(seed: str) -> Workload:
+        lengths: Lengths = TraceLengths(rows) if rows else DrawnLengths(prompt, output, seed)
+        return RandomWorkload(lengths, filler, seed, turns, prefix, arguments.prefixes or 1)
+
+    return workload
+
+
+def _filler(arguments: argparse.Namespace) -> Filler:
+    """Token ids where the vocabulary is known, else words."""
+    from kvik.bench.load.workload import TokenFiller, WordFiller
+
+    if not arguments.tokenizer and not arguments.vocab_size:
+        return WordFiller()
+    if arguments.endpoint != "completions" or arguments.turns > 1:
+        named = "tokenizer" if arguments.tokenizer else "vocab_size"
+        raise ConfigError(
+            named, "makes token ids, which need the endpoint completions and a single turn"
+        )
+    if arguments.vocab_size:
+        return TokenFiller(arguments.vocab_size)
+    from kvik.config.model_source import find_model
+    from kvik.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(find_model(arguments.tokenizer, weights=False))
+    return TokenFiller(tokenizer.vocab_size, tokenizer.special_ids)
+
+
+def _facts(arguments: argparse.Namespace) -> Mapping[str, str]:
+    """How the load was made; and the command without the key."""
+    words = ["kvik", *sys.argv[1:]]
+    for i, word in enumerate(words):
+        if word.startswith("--api-key=") and not word.startswith("--api-key=@"):
+            words[i] = "--api-key=..."
+        elif i and words[i - 1] == "--api-key" and not word.startswith("@"):
+            words[i] = "..."
+    exact = arguments.tokenizer or arguments.vocab_size
+    if arguments.prompts:
+        prompts = (
+            f"texts of {arguments.prompts}, from the first for each load and repeat: a prefix "
+            "cache knows them from the one before"
+        )
+    else:
+        prompts = "random token ids" if exact else "random words, about one token each"
+    return {"command": shlex.join(words), "prompts": prompts, "seed": str(arguments.seed)}

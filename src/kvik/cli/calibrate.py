@@ -1,0 +1,143 @@
+"""`kvik calibrate`: measures what this machine can do, and saves it for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.cli.flags import Parser
+from kvik.config.errors import ConfigError
+from kvik.config.files import can_write
+from kvik.config.hardware import detect
+from kvik.config.options import parse_int
+from kvik.planner.calibration import Calibration, calibration_path, save
+
+if TYPE_CHECKING:
+    from kvik.bench.machine.calibrate import Tell
+
+MAX_THREADS = 1024
+DISTURBED = 1  # exit code
+SHOWN_ROWS = (1, 8, 32, 128, 512)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "calibrate",
+        "",
+        "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them. "
+        "Let nothing else run meanwhile.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
+    parser.add_argument(
+        "--force", action="store_true", help="save it also when other processes disturbed it"
+    )
+    parser.add_argument(
+        "--threads", type=_threads, metavar="N", help="CPU threads (default: the usable cores)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"where to save it (default: {calibration_path()}, where kvik looks for it)".replace(
+            "%", "%%"
+        ),
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvik.bench.machine.calibrate import calibrate
+    from kvik.bench.machine.effort import FULL, QUICK
+
+    hardware = detect()
+    threads = arguments.threads or hardware.cores
+    path = arguments.output or calibration_path()
+    if not can_write(path):
+        raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
+    with _progress() as progress:
+        found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
+    print(as_text(found), flush=True)
+    for remark in remarks:
+        print(f"kvik: warning: {remark}", file=sys.stderr)
+    if found.disturbed and not arguments.force:
+        # Every later prediction would be wrong, and a good one from before would be lost.
+        print("kvik: error: not saved, as it was disturbed; --force saves it", file=sys.stderr)
+        return DISTURBED
+    save(found, path)
+    print(f"\nsaved in {path}")
+    if threads != hardware.cores:
+        usual = f"kvik plans with {hardware.cores} threads and will not take this for {threads}"
+        print(f"kvik: warning: {usual}", file=sys.stderr)
+    return 0
+
+
+def as_text(found: Calibration) -> str:
+    """What matters most of it, for people."""
+    machine = found.machine
+    lines = [
+        f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",
+        f"{'memory':20}{found.bandwidth / 1e9:.1f} GB/s",
+        f"{'caches':20}"
+        + ", ".join(f"{r.bytes >> 20} MiB {r.rate / 1e9:.0f}" for r in found.reads[:-1])
+        + " GB/s",
+        f"{'arithmetic':20}"
+        + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in found.peaks.items())
+        + " T operations/s",
+        "",
+        "products from memory, G operations/s by rows",
+    ]
+    shown = [pace.rows for pace in next(iter(found.linears.values())) if pace.rows in SHOWN_ROWS]
+    lines.append(f"  {'':18}" + "".join(f"{rows:>8}" for rows in shown))
+    for kind, paces in found.linears.items():
+        rates = {p.rows: 2 * p.rows / p.streamed / 1e9 for p in paces if p.streamed}
+        cells = "".join(f"{rates[rows]:8.0f}" if rows in rates else f"{'-':>8}" for rows in shown)
+        lines.append(f"  {kind:18}{cells}")
+    lines += ["", "attention by size of heads: keys and values in decoding, prompts"]
+    for pace in found.attention:
+        keys = f"{4 / pace.streamed / 1e9:.0f} GB/s" if pace.streamed else "as memory"
+        lines.append(f"  {pace.head_dim:<18}{keys}, {pace.prefill / 1e9:.0f} G operations/s")
+    host = found.host[-1]
+    lines += [
+        "",
+        f"{'a small kernel':20}{found.launch * 1e6:.2f} us",
+        f"{'a step, outside':20}{host.step * 1e6:.0f} us and {host.row * 1e6:.1f} us a sequence",
+        f"{'a request, outside':20}{found.host_request * 1e6:.0f} us and "
+        f"{found.host_token * 1e6:.2f} us a token of its prompt",
+    ]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """A bar on a terminal, else nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = BarColumn(bar_width=30), TextColumn("{task.description}")
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal,
+        auto_refresh=False,  # a thread that draws would take time from what is measured
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=1.0)
+
+        def show(share: float, what: str) -> None:
+            bar.update(task, completed=share, description=what)
+            bar.refresh()
+
+        yield show
+
+
+def _threads(text: str) -> int:
+    try:
+        value = parse_int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"must be an integer in [1, {MAX_THREADS}], not {text!r}")
+    return value

@@ -1,0 +1,27 @@
+"""Benchmarks must not find what somebody measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvik.bench.inprocess.inproc import loaded
+from kvik.config.config import EngineConfig
+from kvik.launch import Engine, resolve_config
+
+
+@pytest.fixture
+def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is the user's cache; it is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The bundled model."""
+    config = EngineConfig(device="cpu", max_num_seqs=8, max_model_len=128, threads=1)
+    with loaded(resolve_config(config)) as engine:
+        yield engine

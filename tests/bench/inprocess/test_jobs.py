@@ -1,0 +1,71 @@
+"""Loads for an engine in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvik.bench.inprocess.jobs import Requests, check_context, fixed, refuse_varied
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError, ParamError
+from kvik.launch import resolve_config
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Prompt i has i + 1 tokens, its answer twice as many."""
+
+    def of(self, index: int, turn: int) -> tuple[int, int]:
+        return index + 1, 2 * (index + 1)
+
+
+def test_lengths_and_prefixes() -> None:
+    load = Requests(6, Growing(), prefix_tokens=4, prefixes=2)
+    jobs = load.jobs(0, 500)
+    assert [len(job.prompt) for job in jobs] == [5, 6, 7, 8, 9, 10]
+    assert [job.output_tokens for job in jobs] == [2, 4, 6, 8, 10, 12]
+    prefixes = load.prefix_prompts(0, 500)
+    assert {tuple(job.prompt[:4]) for job in jobs} == set(map(tuple, prefixes))
+    assert all(0 <= token < 500 for job in jobs for token in job.prompt)
+    assert (load.traffic().prompt, load.traffic().output, load.traffic().shared) == (8, 7, 4)
+
+
+def test_rounds_have_prompts_of_their_own_and_equal_lengths() -> None:
+    load = Requests(3, fixed(8, 2), prefix_tokens=4)
+    assert load.jobs(0, 500) == load.jobs(0, 500)
+    first, second = load.jobs(0, 500), load.jobs(1, 500)
+    assert not {tuple(job.prompt[:4]) for job in first} & {tuple(j.prompt[:4]) for j in second}
+    assert [len(job.prompt) for job in first] == [len(job.prompt) for job in second]
+    assert first[0].prompt != replace(load, seed="1").jobs(0, 500)[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (Requests(0, fixed(1, 1)), "num_requests: must be in [1, 1000000], not 0"),
+        (Requests(1, fixed(1, 1), prefix_tokens=-1), "prefix_tokens: must be at least 0, not -1"),
+        (Requests(1, fixed(1, 1), prefixes=0), "prefixes: must be at least 1, not 0"),
+        (
+            Requests(1, fixed(60, 2), prefix_tokens=3, field="trace"),
+            "trace: 63, and 2 of output, are more than the context of 64 (max_model_len)",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(load: Requests, message: str) -> None:
+    resolved = resolve_config(EngineConfig(device="cpu", max_model_len=64))
+    with pytest.raises(ParamError) as error:
+        load.check(resolved)
+    assert str(error.value) == message
+    check_context("prompt_tokens", 62, 2, resolved)
+
+
+def test_no_tokens_are_refused() -> None:
+    with pytest.raises(ParamError, match="output_tokens: must be at least 1, not 0"):
+        fixed(1, 0)
+
+
+def test_options_that_a_benchmark_sets_cannot_be_given() -> None:
+    refuse_varied({"dtype": "float32"}, "policy")
+    with pytest.raises(ConfigError, match="policy: is what this benchmark varies"):
+        refuse_varied({"policy": "static"}, "seed", "policy")

@@ -1,0 +1,89 @@
+"""Figures of a run whose times are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvik.bench.inprocess.inproc import Run
+from kvik.bench.inprocess.measures import (
+    DECODE,
+    E2E,
+    INPUT,
+    ITLS,
+    KV_USAGE,
+    OUTPUT,
+    PREEMPTIONS,
+    PREFILL,
+    PREFIX_HITS,
+    REQUESTS,
+    STEPS,
+    TOTAL,
+    TPOT,
+    TTFT,
+    TTFTS,
+    WALL,
+    figures,
+    ratios,
+)
+from kvik.bench.load.records import RequestRecord
+from kvik.engine.stats import EngineStats
+
+ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
+
+
+def run_of(*answers: tuple[int, list[float]], ended: float) -> Run:
+    """Started at 10; each request has a prompt of so many tokens and a token at each time."""
+    records = []
+    for prompt, times in answers:
+        record = RequestRecord(prompt, 10.0, 10.0)
+        for time in times:
+            record.chunk(10.0 + time, 1)
+        record.finished = 10.0 + times[-1]
+        records.append(record)
+    after = replace(ZERO, steps=5, preemptions=2, prefix_queries=200, prefix_hits=50)
+    return Run(10.0, 10.0 + ended, records, [[1] * len(t) for _, t in answers], ZERO, after, 0.25)
+
+
+RUN = run_of((30, [1.0, 1.5, 2.0]), (10, [2.0, 2.5, 3.0, 4.0]), ended=4.0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (TTFT, 1500.0),
+        (TPOT, (500.0 + 2000.0 / 3) / 2),
+        (E2E, 3000.0),
+        (TTFTS[0], 1500.0),
+        (TTFTS[1], 1900.0),
+        (ITLS[0], 500.0),
+        (WALL, 4.0),
+        (REQUESTS, 0.5),
+        (INPUT, 10.0),
+        (OUTPUT, 7 / 4),
+        (TOTAL, 47 / 4),
+        (PREFILL, 40 / 2.0),  # until both have their first token
+        (DECODE, 3 / 2.0),  # what came after that
+        (KV_USAGE, 25.0),
+        (PREEMPTIONS, 2),
+        (PREFIX_HITS, 25.0),
+        (STEPS, 5),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_of_a_known_run(measure, expected: float) -> None:
+    assert measure.of(RUN) == pytest.approx(expected)
+
+
+def test_nothing_to_measure_is_no_figure() -> None:
+    single = run_of((5, [1.0]), ended=1.0)
+    assert [f.name for f in figures((TTFT, TPOT, DECODE, *ITLS), [single])] == ["TTFT"]
+    assert [f.name for f in figures((TPOT,), [RUN, single])] == []
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    slow, fast = run_of((1, [1.0]), ended=2.0), run_of((1, [1.0]), ended=1.0)
+    figure = ratios("gain", OUTPUT, [fast, slow], [slow, slow], "over slow")
+    assert figure.values == (2.0, 1.0)
+    assert figure.unit == "x"

@@ -1,0 +1,28 @@
+"""Starts in fresh processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvik.bench.inprocess.startup import PARTS, start_once
+from kvik.config.errors import KvikError
+
+OPTIONS = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_model_len": 32}
+
+
+def test_parts_add_up_to_the_way_to_the_first_token(uncalibrated: Path) -> None:
+    started = time.monotonic()
+    start = start_once(OPTIONS, [20, 21])
+    seconds = time.monotonic() - started
+    assert len(start.parts) == len(PARTS)
+    assert all(part > 0 for part in start.parts)
+    assert start.seconds <= seconds  # the rest is the end of the process
+    assert start.peak_bytes > 50 << 20
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(KvikError, match="startup: the process failed: .*no folder"):
+        start_once({**OPTIONS, "model": "/no/such/model"}, [20])

@@ -1,0 +1,90 @@
+"""The ladder of techniques on the bundled model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvik.bench.inprocess.inproc import Job, run_jobs
+from kvik.bench.inprocess.jobs import Requests, fixed
+from kvik.bench.inprocess.rounds import Rounds
+from kvik.bench.inprocess.techniques import RUNGS, Ladder, LadderLoad, one_by_one, without_cache
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import ConfigError, ParamError
+from kvik.launch import Engine, reschedule, resolve_config
+
+LOAD = LadderLoad(Requests(3, fixed(4, 5), prefix_tokens=16), alone=2)
+
+
+def resolve(quantization: str) -> ResolvedConfig:
+    config = EngineConfig(device="cpu", threads=1, max_num_seqs=4, max_model_len=64)
+    return resolve_config(replace(config, quantization=quantization))
+
+
+def test_without_a_cache_everything_is_computed_again(engine: Engine) -> None:
+    resolved = engine.resolved
+    cache = replace(resolved.cache, enable_prefix_caching=False)
+    engine = reschedule(engine, resolved.scheduler, cache)
+    jobs = [Job([20, 21, 22], 4), Job([30], 2)]
+    run = without_cache(engine, jobs)
+    assert run.answers == run_jobs(engine, jobs).answers == one_by_one(engine, jobs).answers
+    work = run.after.work.since(run.before.work)
+    assert work.prefill_tokens == (3 + 4 + 5 + 6) + (1 + 2)
+    assert work.decode_tokens == 0
+    assert [list(record.tokens) for record in run.records] == [[1] * 4, [1] * 2]
+    first, second = run.records
+    assert first.finished is not None and first.finished <= second.sent
+
+
+def test_the_ladder(uncalibrated: Path) -> None:
+    result = Ladder(LOAD, resolve, 0).measure(Rounds(2, 0), {})
+    assert [row.label for row in result.rows] == [rung.name for rung in RUNGS]
+    rows = {row.label: {f.name: f for f in row.figures} for row in result.rows}
+    for name in ("no KV cache", "KV cache", "continuous batching", "prefix cache"):
+        assert rows[name]["equal tokens"].values == (100.0, 100.0)
+    assert rows["continuous batching"]["prefix hits"].values == (0.0, 0.0)
+    assert rows["prefix cache"]["prefix hits"].values == (80.0, 80.0)  # 16 of 20 tokens
+    for rung, before in zip(RUNGS[1:], RUNGS, strict=False):
+        output, below = rows[rung.name]["output"].values, rows[before.name]["output"].values
+        ratios = [a / b for a, b in zip(output, below, strict=True)]
+        assert rows[rung.name]["over the one before"].values == pytest.approx(ratios)
+    assert result.remarks[1].startswith("All rungs with plain weights gave the same tokens")
+
+
+def test_a_rung_that_gives_other_tokens_is_named(uncalibrated: Path) -> None:
+    wrong = replace(
+        RUNGS[2],
+        name="wrong",
+        serve=lambda engine, jobs: run_jobs(engine, [replace(j, prompt=[7]) for j in jobs]),
+    )
+    result = Ladder(LOAD, resolve, 0, (RUNGS[1], wrong)).measure(Rounds(1, 0), {})
+    assert "Not the same tokens as the rungs before: wrong." in result.remarks
+
+
+def test_a_format_that_cannot_be_used_is_left_out(uncalibrated: Path) -> None:
+    def only_plain(quantization: str) -> ResolvedConfig:
+        if quantization != "none":
+            raise ConfigError("quantization", "no such kernels")
+        return resolve(quantization)
+
+    ladder = Ladder(LOAD, only_plain, 0, (RUNGS[2], RUNGS[4]))
+    result = ladder.measure(Rounds(1, 0), {})
+    assert [row.label for row in result.rows] == [RUNGS[2].name]
+    assert "Left out: int8 (quantization: no such kernels)." in result.remarks
+
+
+@pytest.mark.parametrize(
+    ("load", "field"),
+    [
+        (replace(LOAD, alone=0), "alone"),
+        (replace(LOAD, alone=4), "alone"),
+        (replace(LOAD, requests=replace(LOAD.requests, count=5)), "num_requests"),
+        (replace(LOAD, requests=replace(LOAD.requests, prefix_tokens=60)), "prompt_tokens"),
+    ],
+)
+def test_a_load_that_cannot_be_served(load: LadderLoad, field: str) -> None:
+    with pytest.raises(ParamError) as error:
+        Ladder(load, resolve)
+    assert error.value.field == field

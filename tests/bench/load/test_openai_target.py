@@ -1,0 +1,335 @@
+"""The HTTP client against a server that keeps its own times, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+
+import pytest
+from helpers.fake_server import (
+    DONE,
+    FakeServer,
+    Received,
+    Reply,
+    delta,
+    event,
+    models,
+    stream,
+    text,
+    usage,
+)
+
+from kvik.bench.load.dialect import Dialect
+from kvik.bench.load.metrics import gaps
+from kvik.bench.load.openai_target import (
+    OpenAITarget,
+    Server,
+    accepted,
+    connected,
+    first_model,
+    joined,
+    message_of,
+)
+from kvik.bench.load.records import RequestRecord
+from kvik.bench.load.workload import LoadRequest
+from kvik.config.errors import ConfigError
+
+ASK = LoadRequest((("user", "hello"),), 1, 6)
+EXACT = 0.002  # seconds
+
+
+def ask(
+    server: Server, count: int = 1, request: LoadRequest = ASK
+) -> list[tuple[RequestRecord, str | None]]:
+    """Send the request so many times, one after another."""
+
+    async def main() -> list[tuple[RequestRecord, str | None]]:
+        found = []
+        async with connected(server) as session:
+            target = OpenAITarget(server, session)
+            for _ in range(count):
+                record = RequestRecord(request.prompt_tokens, 0.0, 0.0)
+                found.append((record, await target.send(request, record)))
+        return found
+
+    return asyncio.run(main())
+
+
+def answered(reply: Reply, endpoint: str = "completions") -> tuple[RequestRecord, str | None]:
+    with FakeServer(lambda request: reply) as fake:
+        (found,) = ask(Server(fake.url, endpoint, "m", timeout=5.0))
+    return found
+
+
+def worst_error(records: list[RequestRecord], requests: list[Received]) -> float:
+    """The largest difference between medians of what the client saw and what the server did."""
+    pairs = list(zip(records, requests, strict=True))
+    stamps = [
+        abs(seen - written)
+        for record, request in pairs
+        for seen, written in zip(record.times, request.written[:8], strict=True)
+    ]
+    errors = [median(stamps)]
+    for seen, true in (
+        ([r.sent for r, _ in pairs], [q.arrived for _, q in pairs]),
+        ([r.finished for r, _ in pairs], [q.written[7] for _, q in pairs]),
+        ([r.ttft for r, _ in pairs], [q.written[0] - q.arrived for _, q in pairs]),
+        ([r.tpot for r, _ in pairs], [(q.written[7] - q.written[0]) / 7 for _, q in pairs]),
+        ([r.e2e for r, _ in pairs], [q.written[7] - q.arrived for _, q in pairs]),
+        (gaps(records), [b - a for _, q in pairs for a, b in pairwise(q.written[:8])]),
+    ):
+        errors.append(median(abs(a - b) for a, b in zip(seen, true, strict=True)))
+    return max(errors)
+
+
+def test_times_are_those_of_the_server_to_two_milliseconds() -> None:
+    """Known delays and the server's own stamps. Medians, and several chances, as any one chunk may
+    meet a busy processor."""
+    for _ in range(10):
+        with FakeServer(lambda request: stream(8, first=0.05, gap=0.02)) as fake:
+            records = [record for record, _ in ask(Server(fake.url, "completions", "m"), count=5)]
+        if worst_error(records, fake.requests) < EXACT:
+            break
+    assert worst_error(records, fake.requests) < EXACT
+    assert min(record.ttft for record in records) >= 0.049
+    assert min(record.tpot for record in records) >= 0.019
+    assert sum(len(record.times) for record in records) == 40
+
+
+def test_what_is_sent() -> None:
+    with FakeServer(lambda request: stream(2)) as fake:
+        server = Server(fake.url + "/", "completions", "m", "secret", {"temperature": 0.5})
+        ask(server)
+        request = LoadRequest((("system", [1, 2]), ("user", [3])), 3, 6)
+        ask(Server(fake.url + "/v1", "completions", "m", dialect=Dialect(usage=False)), 1, request)
+        plain = Dialect("max_completion_tokens", ignore_eos=False, running_usage=False)
+        ask(Server(fake.url, "chat", "m", dialect=plain))
+    first, second, third = fake.requests
+    assert (first.method, first.path) == ("POST", "/v1/completions")
+    assert first.headers["authorization"] == "Bearer secret"
+    assert first.headers["content-type"] == "application/json"
+    assert first.headers["accept-encoding"] == "identity"
+    assert first.body == {
+        "model": "m", "stream": True, "prompt": "hello", "max_tokens": 6, "ignore_eos": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0.5,
+    }  # fmt: skip
+    assert second.path == "/v1/completions" and "authorization" not in second.headers
+    assert second.body == {
+        "model": "m", "stream": True, "prompt": [1, 2, 3], "max_tokens": 6, "ignore_eos": True
+    }  # fmt: skip
+    assert third.path == "/v1/chat/completions"
+    assert third.body == {
+        "model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}],
+        "max_completion_tokens": 6, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(Server("http://x", "chat", "m", "secret"))
+
+
+def test_a_connection_serves_many_requests() -> None:
+    with FakeServer(lambda request: stream(2)) as fake:
+        assert all(record.completed for record, _ in ask(Server(fake.url, "chat", "m"), 5))
+        assert fake.connections == 1
+
+
+def test_answers_of_both_endpoints() -> None:
+    record, words = answered(stream(3, prompt_tokens=9))
+    assert (words, record.prompt_tokens, record.output_tokens) == (" t0 t1 t2", 9, 3)
+    chat = [delta("", role="assistant"), delta("a"), delta("b", "stop"), DONE]
+    record, words = answered(Reply(chat), "chat")
+    assert (words, len(record.times)) == ("ab", 2)
+
+
+WHOLE = text("Größe 漢字 🙂", usage=usage(7, 3)) + text("", "stop", usage=usage(7, 3)) + DONE
+
+
+def test_chunks_cut_at_every_byte_of_the_network() -> None:
+    with FakeServer(lambda request: Reply([WHOLE[i : i + 1] for i in range(len(WHOLE))])) as fake:
+        ((record, words),) = ask(Server(fake.url, "completions", "m"))
+    assert words == "Größe 漢字 🙂" and record.completed
+    assert list(record.tokens) == [3]
+
+
+def json_reply(status: int, body: bytes) -> Reply:
+    return Reply([body] if body else [], status=status, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "detail"),
+    [
+        (json_reply(500, b'{"error": {"message": "it broke"}}'), "HTTP 500", "it broke"),
+        (json_reply(429, b"slow\n  down"), "HTTP 429", "slow down"),
+        (json_reply(503, b""), "HTTP 503", ""),
+        (json_reply(404, b'{"detail": "Not Found"}'), "HTTP 404", '{"detail": "Not Found"}'),
+        (json_reply(200, b"{}"), "not a stream", "it is application/json"),
+        (Reply([text("a")]), "no [DONE]", "the stream ended early"),
+        (Reply([]), "no [DONE]", "the stream ended early"),
+        (Reply([DONE]), "empty answer", "no output came"),
+        (Reply([text("a"), b"data: {\n\n", DONE]), "bad chunk", "{"),
+        (Reply([text("a"), event(error={"code": 3})]), "error event", '{"code": 3}'),
+    ],
+)
+def test_misbehaviour_has_a_name(reply: Reply, error: str, detail: str) -> None:
+    record, words = answered(reply)
+    assert (record.error, record.detail, words) == (error, detail, None)
+    assert not record.completed and record.finished is None
+
+
+def test_a_connection_that_closes_early_is_lost() -> None:
+    for steps in ([text("a")], []):
+        record, _ = answered(Reply(steps, close=True))
+        assert record.error == "connection lost"
+        assert len(record.times) == len(steps)
+
+
+def test_a_server_that_hangs_runs_into_the_timeout() -> None:
+    for steps in ([text("a"), 60.0], [60.0]):
+        with FakeServer(lambda request, steps=steps: Reply(steps)) as fake:
+            ((record, _),) = ask(Server(fake.url, "completions", "m", timeout=0.3))
+        assert record.error == "timeout"
+
+
+def test_a_stream_that_stays_open_after_its_end_is_complete() -> None:
+    with FakeServer(lambda request: Reply([*stream(3).steps, 60.0])) as fake:
+        found = ask(Server(fake.url, "completions", "m"), 2)
+        assert fake.connections == 2
+    assert all(record.completed and record.e2e < 0.5 for record, _ in found)
+
+
+def unused_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_nobody_listens() -> None:
+    ((record, _),) = ask(Server(unused_url(), "completions", "m"))
+    assert record.error == "connect"
+
+
+def test_after_an_error_the_next_request_is_fine() -> None:
+    replies = [json_reply(500, b"x" * 100_000), Reply([b"data: {\n\n"]), stream(2)]
+    with FakeServer(lambda request: replies[len(fake.requests) - 1]) as fake:
+        found = ask(Server(fake.url, "completions", "m"), 3)
+        assert len(fake.requests) == 3  # nothing is tried again
+    assert [record.error for record, _ in found] == ["HTTP 500", "bad chunk", None]
+    assert len(found[0][0].detail) <= 200
+
+
+def negotiated(refuses: Callable[[dict], str | None], endpoint: str = "chat") -> Dialect:
+    """What remains when a server refuses bodies with these words."""
+
+    def reply(request: Received) -> Reply:
+        words = refuses(request.body)
+        return stream(2) if words is None else json_reply(400, words.encode())
+
+    async def main(url: str) -> Dialect:
+        server = Server(url, endpoint, "m")
+        async with connected(server) as session:
+            return (await accepted(server, session, ASK)).dialect
+
+    with FakeServer(reply) as fake:
+        return asyncio.run(main(fake.url))
+
+
+def test_a_server_that_takes_everything() -> None:
+    assert negotiated(lambda body: None) == Dialect()
+
+
+def test_a_server_like_openais() -> None:
+    def refuses(body: dict) -> str | None:
+        if "max_tokens" in body:
+            return "'max_tokens' is not supported. Use 'max_completion_tokens' instead."
+        if "ignore_eos" in body:
+            return "Unrecognized request argument supplied: ignore_eos"
+        if "continuous_usage_stats" in body["stream_options"]:
+            return "Unknown parameter: 'stream_options.continuous_usage_stats'"
+        return None
+
+    assert negotiated(refuses) == Dialect("max_completion_tokens", False, True, False)
+
+
+def test_a_server_without_usage() -> None:
+    found = negotiated(lambda body: "stream_options?" if "stream_options" in body else None)
+    assert found == Dialect(usage=False)
+
+
+def test_a_server_that_does_not_say_what_it_dislikes() -> None:
+    found = negotiated(lambda body: "extra fields" if "ignore_eos" in body else None)
+    assert found == Dialect(ignore_eos=False, running_usage=False)
+    found = negotiated(lambda body: "no" if "stream_options" in body else None)
+    assert not found.usage and not found.ignore_eos
+
+
+def test_a_server_that_refuses_everything() -> None:
+    with pytest.raises(ConfigError, match=r"url: HTTP 400 \(prompt too long\)"):
+        negotiated(lambda body: "prompt too long")
+
+
+@pytest.mark.parametrize(
+    ("status", "hint"), [(401, "--api-key"), (404, "--endpoint chat"), (403, "--api-key")]
+)
+def test_a_refusal_says_what_may_help(status: int, hint: str) -> None:
+    async def main(url: str) -> None:
+        server = Server(url, "completions", "m")
+        async with connected(server) as session:
+            await accepted(server, session, ASK)
+
+    with (
+        FakeServer(lambda request: json_reply(status, b"no")) as fake,
+        pytest.raises(ConfigError, match=hint),
+    ):
+        asyncio.run(main(fake.url))
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        asyncio.run(main(unused_url()))
+
+
+def test_what_may_pass_is_no_refusal() -> None:
+    async def main(url: str) -> Server:
+        server = Server(url, "completions", "m")
+        async with connected(server) as session:
+            return await accepted(server, session, ASK)
+
+    with FakeServer(lambda request: json_reply(503, b"busy")) as fake:
+        assert asyncio.run(main(fake.url)).dialect == Dialect()
+
+
+def test_the_first_model_is_taken() -> None:
+    async def main(url: str) -> str:
+        server = Server(url, "completions", "")
+        async with connected(server) as session:
+            return await first_model(server, session)
+
+    with FakeServer(models) as fake:
+        assert asyncio.run(main(fake.url)) == "fake"
+    for body in (b'{"data": []}', b"[]", b"no JSON", b"null", b"[" * 5000):
+        with (
+            FakeServer(lambda request, body=body: json_reply(200, body)) as fake,
+            pytest.raises(ConfigError, match="model: must be given"),
+        ):
+            asyncio.run(main(fake.url))
+    with (
+        FakeServer(lambda request: json_reply(401, b'{"error": {"message": "no key"}}')) as fake,
+        pytest.raises(ConfigError, match="url: HTTP 401"),
+    ):
+        asyncio.run(main(fake.url))
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        asyncio.run(main(unused_url()))
+
+
+def test_contents_are_joined() -> None:
+    assert joined(["a", "b"]) == "a\n\nb"
+    assert joined([[1, 2], [3]]) == [1, 2, 3]
+
+
+def test_messages_of_errors() -> None:
+    assert message_of(b'{"error": {"message": "a"}}') == "a"
+    assert message_of(b'{"error": "a"}') == '{"error": "a"}'
+    assert message_of(b"\xff <html>\n") == "\ufffd <html>"
+    assert message_of(b"[" * 4096) == "[" * 4096

@@ -1,0 +1,141 @@
+"""A calibration that measures little: figures of the right kind, whatever the machine is doing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.optional_native import needs_native
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.bench.machine.calibrate import calibrate, make_stage, remarks
+from kvik.bench.machine.effort import FULL, KINDS, QUICK
+from kvik.bench.machine.host import line_through
+from kvik.bench.machine.kernels import SMALL, _inputs, nonnegative_fit
+from kvik.bench.machine.stage import Attended, TorchStage
+from kvik.config.hardware import Hardware, detect
+from kvik.config.quantization import layer_scheme
+from kvik.planner.calibration import load, save, stale, this_machine
+from kvik.planner.devices import cpu_device
+from kvik.planner.families import read_shape
+from kvik.planner.roofline import decode, prefill, step_time
+from kvik.planner.setting import Setting
+
+MIB = 1 << 20
+TINY = replace(
+    QUICK,
+    reads=(MIB, 4 * MIB, 8 * MIB),
+    streamed=4 * MIB,
+    rows=(1, 8),
+    kinds=("bf16", "int8"),
+    head_dims=(32, 64),
+    samples=1,
+    batches=(1, 2),
+    tokens=8,
+    flushed=(0, MIB),
+)
+HARDWARE = detect()
+
+
+def without_native(hardware: Hardware) -> Hardware:
+    return replace(hardware, native=False)
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [pytest.param(HARDWARE, marks=needs_native, id="native"), without_native(HARDWARE)],
+)
+def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Path) -> None:
+    told: list[tuple[float, str]] = []
+    found, _ = calibrate(hardware, 1, TINY, lambda share, what: told.append((share, what)))
+    assert [share for share, _ in told] == sorted({share for share, _ in told})
+    assert told[0][0] == 0.0 and told[-1][0] == 1.0
+
+    save(found, tmp_path / "calibration.json")
+    assert load(tmp_path / "calibration.json") == found  # which refuses figures that cannot be
+    assert stale(found, this_machine(hardware, 1, "")) is None
+    assert [read.bytes for read in found.reads] == list(TINY.reads)
+    assert found.linears.keys() == set(TINY.kinds)
+    assert [pace.rows for pace in found.linears["int8"]] == [1, 8]
+    assert [pace.head_dim for pace in found.attention] == [32, 64]
+    assert [host.bytes for host in found.host] == [1, MIB]
+
+    device = cpu_device(found, found.machine, 1 << 30)
+    for step in (decode(4, 100), prefill(100)):
+        time = step_time(read_shape(""), Setting(device, "bf16", "bf16"), step)
+        assert 0 < time.floor <= time.expected < 10
+
+
+def test_every_kind_meets_the_group_it_is_named_for() -> None:
+    for kind in KINDS:
+        for about, _, _ in SMALL:
+            scheme = layer_scheme("int4", _inputs(kind, about), head=False)
+            assert scheme is not None
+            if kind.startswith("int4"):
+                assert kind == f"int4-g{scheme.group}"
+
+
+def test_the_efforts_are_in_order() -> None:
+    for effort in (FULL, QUICK, TINY):
+        for run in (effort.reads, effort.rows, effort.head_dims, effort.flushed, effort.batches):
+            assert list(run) == sorted(set(run))
+        assert effort.streamed < effort.reads[-1]
+
+
+costs = st.floats(1e-9, 1e-3)
+
+
+@given(costs, costs, costs)
+def test_costs_are_found_again(a: float, b: float, c: float) -> None:
+    columns = np.array([[1, 1, 1, 1, 1], [1, 2, 4, 9, 1], [3, 1, 4, 1, 5]], dtype=float)
+    seconds = (np.array([a, b, c]) @ columns).tolist()
+    assert nonnegative_fit(columns.tolist(), seconds) == pytest.approx([a, b, c], rel=1e-4)
+
+
+def test_a_cost_is_never_negative() -> None:
+    """Falling times would make the second cost negative: it is left out, the first is refitted."""
+    first, second = nonnegative_fit([[1, 1, 1], [1, 2, 3]], [3.0, 2.9, 2.8])
+    assert second == 0.0
+    assert first == pytest.approx(2.9, rel=0.01)
+
+
+def test_a_line_through_steps() -> None:
+    assert line_through((1, 8, 32), [12.0, 26.0, 74.0]) == pytest.approx((10.0, 2.0))
+    assert line_through((1, 2), [5.0, 4.0]) == pytest.approx((4.5, 0.0))
+    assert line_through((4,), [5.0]) == (5.0, 0.0)
+
+
+def test_what_a_reader_should_know() -> None:
+    assert remarks(0.0, [50e9] * 20) == ()
+    busy, changing = remarks(0.5, [50e9] * 10 + [76e9] * 10)
+    assert busy.startswith("other processes took 50% of the cores")
+    assert "at 50 to 76 GB/s" in changing
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
+def test_stages_time_what_they_are_given(native: bool) -> None:
+    hardware = HARDWARE if native else without_native(HARDWARE)
+    stage = make_stage(hardware, 1, TINY)
+    assert isinstance(stage, TorchStage) is not native
+    x, weight = torch.randn(8, 64), torch.ones(64)
+    track = stage.track([lambda rows: stage.ops.rms_norm(x[:rows], weight, 1e-5)] * 3, 8)
+    for rows in (1, 8):
+        times = track(rows)
+        assert len(times) == 3 and all(0 < seconds < 10 for seconds in times)
+    keys = torch.randn(8, 2, 32).bfloat16()
+    slots = [torch.arange(8), torch.arange(8) * 16]
+    assert len(stage.store(keys, slots)(8)) == 2
+    for queries in (1, 20):
+        assert 0 < stage.attention(Attended(2, queries, 40, (4, 2), 32))() < 10
+    assert stage.limits.read_rate(MIB) > 0 and stage.limits.memory_rate() > 0
+    assert all(stage.limits.peak(arithmetic) > 0 for arithmetic in ("fp32", "bf16", "int8"))
+
+
+def test_what_attends_is_counted() -> None:
+    work = Attended(3, 4, 10, (8, 2), 16)
+    assert work.key_elements == 3 * 10 * 2 * 16
+    assert work.score_elements == 3 * (7 + 8 + 9 + 10) * 8 * 16

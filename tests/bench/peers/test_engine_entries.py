@@ -1,0 +1,180 @@
+"""Which engines a comparison runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvik.bench.peers.engine_entries import (
+    ADAPTERS,
+    FOLDER,
+    EngineEntry,
+    engines_of_file,
+    installed_engines,
+)
+from kvik.config.errors import ConfigError
+
+FILE = """
+threads = 3
+[engines.fast]
+adapter = "openvino"
+format = "int8"
+python = "/envs/ov/bin/python"
+model = "/models/{model}/int8"
+options = { properties = { HINT = "x" } }
+env = { NAME = "value" }
+together = true
+[engines.plain]
+adapter = "transformers"
+format = "bf16"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "engines.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_every_adapter_has_its_file() -> None:
+    scripts = {EngineEntry(adapter=name, format="bf16").script for name in ADAPTERS}
+    others = {FOLDER / f"{name}.py" for name in ("__init__", "protocol", "run")}
+    assert scripts | others == set(FOLDER.glob("*.py"))
+
+
+def test_what_is_installed_runs_in_each_format_and_kvik_always() -> None:
+    found = installed_engines([], ["fp32", "int8"], found=["kvik", "transformers"])
+    assert [*found.entries] == [
+        "kvik-fp32",
+        "transformers-fp32",
+        "transformers-batching-fp32",
+        "kvik-int8",
+    ]
+    assert found.entries["kvik-int8"].options == {"dtype": "bfloat16", "quantization": "int8"}
+    assert found.entries["kvik-fp32"].python == sys.executable
+    assert not found.absent
+    assert {"vllm", "openvino", "llama.cpp"} <= {*found.left_out}
+
+
+def test_what_is_asked_for_and_cannot_run_says_why() -> None:
+    found = installed_engines(
+        ["vllm", "openvino", "transformers"], ["bf16", "int4"], found=["kvik", "transformers"]
+    )
+    assert [*found.entries] == ["kvik-bf16", "transformers-bf16", "kvik-int4"]
+    assert found.absent == {
+        "vllm-bf16": "is not installed here (--config names other Pythons)",
+        "openvino-bf16": "needs a folder that optimum-cli made (--config)",
+        "vllm-int4": "is not installed here (--config names other Pythons)",
+        "openvino-int4": "needs a folder that optimum-cli made (--config)",
+        "transformers-int4": (
+            "cannot read a plain folder as int4 (--config names converted models)"
+        ),
+    }
+    assert not found.left_out
+
+
+def test_what_this_python_can_import_is_found() -> None:
+    assert "transformers-bf16" in installed_engines([], ["bf16"]).entries
+
+
+def test_a_file_says_everything_of_an_engine(file: Path) -> None:
+    found = engines_of_file(file, [], [])
+    assert found.threads == 3
+    assert [*found.entries] == ["kvik-int8", "kvik-bf16", "fast", "plain"]
+    fast, plain = found.entries["fast"], found.entries["plain"]
+    assert fast.python == "/envs/ov/bin/python"
+    assert fast.model_path(Path("/hub/story"), "story") == "/models/story/int8"
+    assert fast.options == {"properties": {"HINT": "x"}}
+    assert fast.env == {"NAME": "value"}
+    assert fast.together
+    assert plain.model_path(Path("/hub/story"), "story") == "/hub/story"
+    assert (plain.python, plain.together) == (sys.executable, False)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "formats", "names"),
+    [
+        (["fast"], [], ["kvik-int8", "fast"]),
+        (["transformers"], [], ["kvik-bf16", "plain"]),
+        (["kvik", "plain"], [], ["kvik-bf16", "plain"]),
+        ([], ["int8"], ["kvik-int8", "fast"]),
+    ],
+)
+def test_a_part_of_a_file_is_chosen_by_name_adapter_or_format(
+    file: Path, wanted: list[str], formats: list[str], names: list[str]
+) -> None:
+    assert [*engines_of_file(file, wanted, formats).entries] == names
+
+
+def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    path = tmp_path / "engines.toml"
+    path.write_text(
+        '[engines.away]\nadapter = "kvik"\nformat = "q6"\n'  # nothing to run beside
+        '[engines.ours]\nadapter = "kvik"\nformat = "q5"\n'
+        '[engines.mine]\nadapter = "mine.py"\nformat = "q5"\n'
+    )
+    entries = engines_of_file(path, ["mine"], []).entries
+    assert [*entries] == ["ours", "mine"]
+    assert entries["mine"].script == tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        ("nonsense", "config", "cannot be read"),
+        ("colour = 1", "config", "must be of threads, engines, not 'colour'"),
+        ("threads = 0\n[engines.a]", "threads", "must be a number from 1 on, not 0"),
+        ("threads = 2", "engines", "at least one table"),
+        ('[engines.a]\nadapter = "vllm"', "engines.a", "missing required field `format`"),
+        (
+            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\ncolour = 1',
+            "engines.a",
+            "unknown field `colour`",
+        ),
+        (
+            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\ntogether = 1',
+            "engines.a.together",
+            "Expected `bool`, got `int`",
+        ),
+        (
+            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\nenv = { A = 1 }',
+            "engines.a.env[...]",
+            "Expected `str`, got `int`",
+        ),
+        (
+            '[engines.a]\nadapter = "nobody"\nformat = "bf16"',
+            "engines.a.adapter",
+            "or a Python file, not 'nobody'",
+        ),
+        ('[engines.a]\nadapter = "vllm"\nformat = "q5"', "config", "needs an entry of kvik"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(
+    tmp_path: Path, text: str, field: str, message: str
+) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        engines_of_file(path, [], [])
+    assert caught.value.field == field
+    assert message in caught.value.message
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config: .*none.toml cannot be read \(No such file"):
+        engines_of_file(tmp_path / "none.toml", [], [])
+
+
+def test_unknown_engines_and_formats_are_named(file: Path) -> None:
+    with pytest.raises(ConfigError, match="engines: must be of kvik, .*, not 'vlm'"):
+        installed_engines(["vlm"], ["bf16"], found=[])
+    with pytest.raises(ConfigError, match="format: must be of .*, not 'q5'"):
+        installed_engines([], ["q5"], found=[])
+    with pytest.raises(ConfigError, match="engines: must be of .*fast, plain.*, not 'vllm'"):
+        engines_of_file(file, ["vllm"], [])
+    with pytest.raises(ConfigError, match="format: must be of int8, bf16, not 'int4'"):
+        engines_of_file(file, [], ["int4"])

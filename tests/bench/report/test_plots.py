@@ -1,0 +1,97 @@
+"""PNG files of the right number and names; the odd results that must still draw."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.bench_results import HOSTILE, sample_result
+
+from kvik.bench.report import plots
+from kvik.bench.report.plots import chart_table, drawable, write_plots
+from kvik.bench.report.result import Chart, Figure, Result, Row
+from kvik.config.errors import ConfigError
+
+
+def size(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+def test_one_picture_for_each_chart_with_data(tmp_path: Path) -> None:
+    paths = write_plots(sample_result(), tmp_path / "new" / "folder")
+    assert [p.name for p in paths] == [
+        "latency-output-by-batch-size.png",
+        "latency-time-to-first-token.png",
+        "latency-time-between-tokens.png",
+        "latency-gaps-over-the-run.png",
+    ]
+    for path in paths:
+        width, height = size(path.read_bytes())
+        assert width == round(plots.WIDTH * plots.DPI)
+        assert height > 200
+
+
+def test_equal_results_draw_equal_files(tmp_path: Path) -> None:
+    first = [p.read_bytes() for p in write_plots(sample_result(), tmp_path / "a")]
+    again = [p.read_bytes() for p in write_plots(sample_result(), tmp_path / "b")]
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(HOSTILE * 3, (Figure("x", "ms", (0.0,)), Figure("n", "", (1,))), {}, {"s": (1.0,)}),
+        Row("zero", (Figure("x", "ms", (0.0, 0.0)), Figure("n", "", (0,))), {}, {"s": (0.0, 0.0)}),
+        Row("far", (Figure("x", "", (1e-9, 1e9)), Figure("n", "", (5,))), {}, {"s": (1e-6, 1e6)}),
+    ],
+    ids=["long hostile label", "zeros", "18 orders of magnitude"],
+)
+def test_odd_rows_draw(row: Row, tmp_path: Path) -> None:
+    charts = (
+        Chart("bars", "Bars", "x"),
+        Chart("curve", "Curve", "x", "n"),
+        Chart("ecdf", "Distribution", "s"),
+        Chart("points", "Points", "s", "s"),
+    )
+    other = Row("other", (Figure("x", "ms", (3.0,)), Figure("n", "", (2,))), {}, {"s": (2.0, 3.0)})
+    result = Result("odd", {}, (row, other), (), charts)
+    assert len(write_plots(result, tmp_path)) == 4
+
+
+def test_a_curve_of_one_point_is_none() -> None:
+    result = sample_result()
+    alone = replace(result, rows=result.rows[:1])
+    assert "curve" not in [chart.kind for chart in drawable(alone)]
+    assert "curve" in [chart.kind for chart in drawable(result)]
+
+
+def test_numbers_of_a_distribution() -> None:
+    table = chart_table(sample_result(), Chart("ecdf", "", "ITL, ms"))
+    assert table.header == ("", "p10", "p50", "p90", "p99", "highest", "count")
+    # 1 to 15 six times, 16 and 17 five times: the 90th percentile lies a tenth of the way to 16
+    assert table.lines[0] == ("batch 1", "2", "9", "15.1", "17", "17", "100")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"kvik\[bench\]"):
+        plots.require_matplotlib()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="plot"):
+        write_plots(sample_result(), tmp_path / "file" / "folder")
+
+
+def test_a_wide_range_has_plain_numbers_on_a_logarithmic_axis() -> None:
+    rows = (Row("wide", (), {}, {"ITL, ms": tuple(10.0**i for i in range(5))}),)
+    chart = Chart("ecdf", "Wide", "ITL, ms")
+    drawing = plots.svg(Result("x", {}, rows, (), (chart,)), chart, "")
+    assert "mathdefault" not in drawing
+    for number in ("1", "10", "100", "1000", "10000"):
+        assert f">{number}</text>" in drawing

@@ -1,0 +1,112 @@
+"""`kvik calibrate`: what it measures with, prints and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.calibrations import MACHINE, calibration
+from msgspec.structs import replace
+
+import kvik.bench.machine.calibrate
+from kvik.bench.machine.effort import FULL, QUICK, Effort
+from kvik.cli import calibrate
+from kvik.cli.main import main
+from kvik.config.hardware import Hardware
+from kvik.planner.calibration import load
+
+HARDWARE = Hardware(
+    "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
+    """Nothing is measured; what was asked for is listed."""
+    calls: list[tuple[int, Effort]] = []
+
+    def measured(
+        hardware: Hardware, threads: int, effort: Effort, tell: Callable[[float, str], None]
+    ):
+        calls.append((threads, effort))
+        tell(0.0, "everything")
+        tell(1.0, "")
+        return calibration(), ("the machine was busy",)
+
+    monkeypatch.setattr(kvik.bench.machine.calibrate, "calibrate", measured)
+    monkeypatch.setattr(calibrate, "detect", lambda: HARDWARE)
+    return calls
+
+
+def test_it_is_printed_and_saved(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    assert main(["calibrate", "-o", str(path)]) == 0
+    assert asked == [(2, FULL)]
+    assert load(path) == calibration()
+    out, err = capsys.readouterr()
+    assert "Some CPU, 2 threads, kernels: avx2" in out
+    assert "10.0 GB/s" in out and f"saved in {path}" in out
+    assert "bf16" in out and "int4-g128" in out
+    assert err == "kvik: warning: the machine was busy\n"
+
+
+def test_where_kvik_looks_for_it(
+    asked: list[tuple[int, Effort]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["calibrate", "--quick"]) == 0
+    assert asked == [(2, QUICK)]
+    assert load(tmp_path / "kvik" / "calibration.json").machine == MACHINE
+
+
+def test_a_disturbed_one_is_not_saved_unless_forced(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[int, Effort]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And a good one from before stays."""
+    path = tmp_path / "mine.json"
+    assert main(["calibrate", "-o", str(path)]) == 0
+    disturbed = replace(calibration(), disturbed=True), ("too busy",)
+    monkeypatch.setattr(kvik.bench.machine.calibrate, "calibrate", lambda *_: disturbed)
+    assert main(["calibrate", "-o", str(path)]) == 1
+    assert load(path) == calibration()
+    out, err = capsys.readouterr()
+    assert out.count("10.0 GB/s") == 2  # it is shown all the same
+    assert "too busy" in err and "not saved" in err and "--force" in err
+    assert main(["calibrate", "-o", str(path), "--force"]) == 0
+    assert load(path) == disturbed[0]
+
+
+def test_nothing_is_measured_that_cannot_be_saved(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert main(["calibrate", "-o", str(tmp_path / "file" / "mine.json")]) == 2
+    assert "output: cannot write" in capsys.readouterr().err
+    assert asked == []
+
+
+def test_other_threads_are_warned_of(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "--threads", "1", "-o", str(tmp_path / "one.json")]) == 0
+    assert asked[0][0] == 1
+    assert "kvik plans with 2 threads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["0", "many", "2000"])
+def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--threads", threads]) == 2
+    assert "threads: must be an integer in [1, 1024]" in capsys.readouterr().err
+
+
+def test_a_pace_bound_by_memory_is_shown_as_such() -> None:
+    found = calibration()
+    (first, *rest) = found.attention
+    text = calibrate.as_text(replace(found, attention=(replace(first, streamed=0.0), *rest)))
+    assert "as memory" in text
