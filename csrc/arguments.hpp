@@ -73,17 +73,23 @@ enum MatrixKind : int64_t {
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
+// What the cache holds of the positions in source (int64) to those in target, unchanged, in their order.
+#define KVIK_ARGS_move_kv(P, I, F)                                                       \
+    P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(source) P(target) I(rows)            \
+    I(kv_heads) I(head_dim) I(block_size) I(kv_dtype)
+
 // Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
 // seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: visible keys, the own
-// one included; 0 for all. tree_mask: null, or for each token a row of tree_words 64-bit words: bit j
-// says whether the j-th token of its sequence in this step is visible to it (tokens of one step may
-// then see some of each other; every cached key is visible).
+// one included; 0 for all. tree: null, or int64 [tokens]: 0 for all tokens of a plain sequence. Otherwise
+// the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word says
+// whether the j-th of them is an ancestor or itself. A node attends as if the keys of its path alone
+// followed the cached ones, to the bit.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
-    I(head_dim) I(block_size) I(window) P(tree_mask) I(tree_words) F(scale) P(out)       \
-    I(out_stride) I(dtype) I(kv_dtype)
+    I(head_dim) I(block_size) I(window) P(tree) F(scale) P(out) I(out_stride) I(dtype)   \
+    I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
@@ -122,6 +128,11 @@ enum MatrixKind : int64_t {
     P(logits) I(stride) I(rows) I(vocab) P(temperature) P(uniforms) P(top_k) P(top_p)    \
     P(min_p) P(ids)
 
+// shares [rows, vocab] fp32: how likely each token is to be drawn so.
+#define KVIK_ARGS_probabilities(P, I, F)                                                 \
+    P(logits) I(stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
+    P(shares) I(shares_stride)
+
 // The machine's limits, for benchmarks: read `bytes` at `data`; `steps` rounds of multiply-add that
 // never leave the registers (result: operations done by the team, fp64).
 #define KVIK_ARGS_read_memory(P, I, F) P(data) I(bytes) P(result)
@@ -131,9 +142,9 @@ enum MatrixKind : int64_t {
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
-    K(rotary) K(store_kv) K(load_kv) K(attention) K(linear) K(pack_matrix)               \
-    K(matrix_rows) K(largest) K(top_k) K(draw) K(read_memory) K(peak_f32)                \
-    K(peak_bf16) K(peak_i8)
+    K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
+    K(matrix_rows) K(largest) K(top_k) K(draw) K(probabilities) K(read_memory)           \
+    K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;
 #define KVIK_INTEGER(name) int64_t name;

@@ -40,9 +40,9 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     Cut cut{};
     cut.first_token = starts[sequence];
     const int64_t count = starts[sequence + 1] - starts[sequence];
-    const auto* tree = static_cast<const uint64_t*>(a.tree_mask);
+    const uint64_t* tree = a.tree && count > 0 ? static_cast<const uint64_t*>(a.tree) + cut.first_token : nullptr;
     cut.queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, a.window,
-                   tree ? tree + cut.first_token * a.tree_words : nullptr, a.tree_words};
+                   tree && *tree ? tree : nullptr};
     cut.table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     if (count <= 0) return cut;
     cut.thin = count * group <= kThinRows;

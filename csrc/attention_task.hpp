@@ -2,10 +2,12 @@
 //
 // Keys are taken in splits of 512 at absolute positions. Each split starts from nothing, and splits
 // are combined in order. So a result does not depend on whether one thread walked all splits or many
-// threads one each.
+// threads one each. A node of a tree sees its path at the positions that the path would have in a plain
+// sequence: where its nodes lie elsewhere, their strips are copied together first.
 #pragma once
 
 #include "attention_tile.hpp"
+#include "kv_move.hpp"
 #include "kv_widen.hpp"
 #include "team.hpp"
 
@@ -75,9 +77,11 @@ class Worker {
 public:
     // Bytes of scratch for tasks of so many rows, over all their heads.
     static int64_t scratch_bytes(const attention_args& a, int64_t rows) {
-        return rows * (2 * Record::size(a.head_dim) * int64_t(sizeof(float)) + a.head_dim * int64_t(sizeof(Factor)) +
-                       int64_t(sizeof(uint64_t))) +
-               2 * kTile * a.head_dim * int64_t(sizeof(Cache)) + 64;
+        const int64_t packings = a.tree ? 2 : 1;
+        const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
+        return rows * (2 * Record::size(a.head_dim) * int64_t(sizeof(float)) +
+                       packings * a.head_dim * int64_t(sizeof(Factor)) + int64_t(sizeof(uint64_t))) +
+               2 * kTile * a.head_dim * int64_t(sizeof(Cache)) + path_bytes + 64;
     }
 
     Worker(const attention_args& args, char* scratch, int64_t rows)
@@ -89,13 +93,19 @@ public:
         values = keys + kTile * a.head_dim;
         factors = reinterpret_cast<Factor*>(values + kTile * a.head_dim);
         visible = reinterpret_cast<uint64_t*>(factors + rows * a.head_dim);
+        path_keys = reinterpret_cast<Stored*>(visible + rows);
+        path_values = path_keys + kTile * a.head_dim;
+        path_key_words = reinterpret_cast<uint16_t*>(path_values + kTile * a.head_dim);
+        path_value_words = path_key_words + kTile;
+        path_factors = reinterpret_cast<Factor*>(path_value_words + kTile);
     }
 
     void run(const Task& given) {
         task = &given;
         rows = task->num_queries * group;
         range = task->queries.range(task->query, task->query + task->num_queries);
-        pack_queries();
+        pack_queries(factors, rows);
+        if (task->queries.tree) pack_queries(path_factors, group);
         if (task->parts) {
             walk_split(task->split, task->parts + task->head * task->part_rows * record_size,
                        task->part_rows * record_size);
@@ -114,14 +124,15 @@ public:
     }
 
 private:
-    // Rows of a head are its queries times the heads of the group; each kRows of them are packed as the
-    // scores want them: [head_dim / pair][rows][pair].
-    void pack_queries() {
+    // Rows of a head are its queries times the heads of the group. Those of each `part` rows that follow
+    // each other are packed by kRows, as the scores want them: [head_dim / pair][rows][pair].
+    void pack_queries(Factor* packed, int64_t part) {
         constexpr int P = Format::kPair;
         for (int64_t h = 0; h < task->num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t first = r / kRows * kRows, width = rows - first < kRows ? rows - first : kRows;
-                Factor* to = factors + (h * rows + first) * a.head_dim + (r - first) * P;
+                const int64_t inner = r % part, first = inner / kRows * kRows;
+                const int64_t width = part - first < kRows ? part - first : kRows;
+                Factor* to = packed + (h * rows + r - inner + first) * a.head_dim + (inner - first) * P;
                 const int64_t at = (task->first_token + task->query + r / group) * a.q_stride +
                                    ((task->head + h) * group + r % group) * a.head_dim;
                 for (int64_t i = 0; i < a.head_dim / P; i++)
@@ -167,19 +178,86 @@ private:
             }
             for (int64_t h = 0; h < task->num_heads; h++) {
                 const bool last = h + 1 == task->num_heads;
-                walk_rows(strips, task->head + h, last ? next : strips, last ? task->head : task->head + h + 1,
-                          factors + h * rows * a.head_dim, to + h * head_stride);
+                const Places places = places_of(strips, task->head + h);
+                const Places then = places_of(last ? next : strips, last ? task->head : task->head + h + 1);
+                if (task->queries.in_place(tile)) {
+                    walk_rows(places, then, factors + h * rows * a.head_dim, visible, to + h * head_stride, rows);
+                    continue;
+                }
+                for (int64_t i = 0; i < task->num_queries; i++) {
+                    if (!visible[i * group]) continue;
+                    walk_rows(along_path(places, i, tile, task->head + h), then,
+                              path_factors + (h * rows + i * group) * a.head_dim, visible + i * group,
+                              to + h * head_stride + i * group * record_size, group);
+                }
             }
         }
     }
 
-    const Stored* at(const void* cache, const Strips& strips, int s, int64_t head) const {
-        const int64_t first = (strips.token[s] + head * a.block_size) * a.head_dim;
-        return static_cast<const Stored*>(cache) + first / cache::kNumbers<Stored>;
+    // Where a kv head finds the strips of a tile.
+    struct Places {
+        const Stored* keys[kStrips];
+        const Stored* values[kStrips];
+        const uint16_t* key_words[kStrips];  // of scale
+        const uint16_t* value_words[kStrips];
+    };
+    Places places_of(const Strips& strips, int64_t head) const {
+        Places places;
+        for (int s = 0; s < kStrips; s++) {
+            const int64_t token = strips.token[s] + head * a.block_size;
+            places.keys[s] = static_cast<const Stored*>(a.k_cache) + token * a.head_dim / cache::kNumbers<Stored>;
+            places.values[s] = static_cast<const Stored*>(a.v_cache) + token * a.head_dim / cache::kNumbers<Stored>;
+            if constexpr (kWiden) {
+                places.key_words[s] = static_cast<const uint16_t*>(a.k_scales) + token;
+                places.value_words[s] = static_cast<const uint16_t*>(a.v_scales) + token;
+            }
+        }
+        return places;
     }
 
-    void walk_rows(const Strips& strips, int64_t head, const Strips& next, int64_t next_head, const Factor* q,
-                   float* to) {
+    // The same for a node of a tree: strips behind the cached keys are put together from its path.
+    Places along_path(Places places, int64_t query, int64_t tile, int64_t head) {
+        const Queries& queries = task->queries;
+        uint64_t path = queries.tree[task->query + query];
+        if (!(path & (path + 1))) return places;  // the first nodes: they lie there already
+        const int64_t end = queries.end_key(task->query + query);
+        const int64_t size = kStrip * a.head_dim / cache::kNumbers<Stored>;
+        for (int s = 0; s < kStrips; s++) {
+            const int64_t first = tile + s * kStrip;
+            if (first + kStrip <= queries.cached || first >= end) continue;
+            if (first < queries.cached) {
+                std::memcpy(path_keys + s * size, places.keys[s], size_t(size) * sizeof(Stored));
+                std::memcpy(path_values + s * size, places.values[s], size_t(size) * sizeof(Stored));
+                if constexpr (kWiden) {
+                    std::memcpy(path_key_words + s * kStrip, places.key_words[s], kStrip * 2);
+                    std::memcpy(path_value_words + s * kStrip, places.value_words[s], kStrip * 2);
+                }
+            }
+            places.keys[s] = path_keys + s * size;
+            places.values[s] = path_values + s * size;
+            places.key_words[s] = path_key_words + s * kStrip;
+            places.value_words[s] = path_value_words + s * kStrip;
+        }
+        for (int64_t i = queries.cached - tile; path && i < kTile; i++, path &= path - 1) {
+            if (i < 0) continue;
+            const int64_t position = queries.cached + __builtin_ctzll(path), offset = position % a.block_size;
+            const int64_t block = task->table[position / a.block_size], t = offset % kStrip;
+            const int64_t from = layout.strip(block, head, offset) / cache::kNumbers<Stored>;
+            const int64_t to = i / kStrip * size;
+            cache::copy_key(path_keys + to, i % kStrip, static_cast<const Stored*>(a.k_cache) + from, t, a.head_dim);
+            cache::copy_value(path_values + to, i % kStrip, static_cast<const Stored*>(a.v_cache) + from, t, a.head_dim);
+            if constexpr (kWiden) {
+                const int64_t word = layout.token(block, head, offset);
+                path_key_words[i] = static_cast<const uint16_t*>(a.k_scales)[word];
+                path_value_words[i] = static_cast<const uint16_t*>(a.v_scales)[word];
+            }
+        }
+        return places;
+    }
+
+    // A tile for `count` rows that follow each other. next: what to fetch meanwhile.
+    void walk_rows(const Places& places, const Places& next, const Factor* q, const uint64_t* seen, float* to,
+                   int64_t count) {
         Unit<Format> unit;
         unit.head_dim = a.head_dim;
         unit.scale = float(a.scale);
@@ -189,53 +267,46 @@ private:
         if constexpr (kWiden) {
             const F32 scale = all(unit.scale);
             for (int s = 0; s < kStrips; s++) {
-                const int64_t place = word_at(strips, s, head);
-                cache::read_scales<Stored>(key_scales + s * kStrip, words(a.k_scales) + place, scale);
-                cache::read_scales<Stored>(value_scales + s * kStrip, words(a.v_scales) + place, all(1.0f));
+                cache::read_scales<Stored>(key_scales + s * kStrip, places.key_words[s], scale);
+                cache::read_scales<Stored>(value_scales + s * kStrip, places.value_words[s], all(1.0f));
             }
             unit.key_scales = key_scales;
             unit.value_scales = value_scales;
-            widen_tile(strips, head, next, next_head);
+            widen_tile(places, next);
         }
         for (int s = 0; s < kStrips; s++) {
-            unit.next_keys[s] = reinterpret_cast<const char*>(at(a.k_cache, next, s, next_head));
+            unit.next_keys[s] = reinterpret_cast<const char*>(next.keys[s]);
             if constexpr (kWiden) {
                 unit.keys[s] = keys + s * kStrip * a.head_dim;
                 unit.values[s] = values + s * kStrip * a.head_dim;
             } else {
-                unit.keys[s] = at(a.k_cache, strips, s, head);
-                unit.values[s] = at(a.v_cache, strips, s, head);
+                unit.keys[s] = places.keys[s];
+                unit.values[s] = places.values[s];
             }
         }
-        for (int64_t r = 0; r < rows; r += kRows) {
+        for (int64_t r = 0; r < count; r += kRows) {
             const Factor* block = q + r * a.head_dim;
             float* record = to + r * record_size;
-            switch (rows - r) {
-                case 1: attend_tile<Format, 1>(unit, block, visible + r, record, r == 0); break;
-                case 2: attend_tile<Format, 2>(unit, block, visible + r, record, r == 0); break;
-                case 3: attend_tile<Format, 3>(unit, block, visible + r, record, r == 0); break;
-                default: attend_tile<Format, 4>(unit, block, visible + r, record, r == 0);
+            switch (count - r) {
+                case 1: attend_tile<Format, 1>(unit, block, seen + r, record, r == 0); break;
+                case 2: attend_tile<Format, 2>(unit, block, seen + r, record, r == 0); break;
+                case 3: attend_tile<Format, 3>(unit, block, seen + r, record, r == 0); break;
+                default: attend_tile<Format, 4>(unit, block, seen + r, record, r == 0);
             }
         }
     }
 
-    // Words of scale; of absent strips too, as they have the place of another one.
-    int64_t word_at(const Strips& strips, int s, int64_t head) const { return strips.token[s] + head * a.block_size; }
-    static const uint16_t* words(const void* scales) { return static_cast<const uint16_t*>(scales); }
-
     // Each strip while another one is fetched.
-    void widen_tile(const Strips& strips, int64_t head, const Strips& next, int64_t next_head) const {
+    void widen_tile(const Places& places, const Places& next) const {
         for (int s = 0; s < kStrips; s++) {
-            fetch(at(a.v_cache, strips, s, head));
-            cache::widen_keys(keys + s * kStrip * a.head_dim, at(a.k_cache, strips, s, head),
-                              words(a.k_scales) + word_at(strips, s, head), a.head_dim);
+            fetch(places.values[s]);
+            cache::widen_keys(keys + s * kStrip * a.head_dim, places.keys[s], places.key_words[s], a.head_dim);
         }
         for (int s = 0; s < kStrips; s++) {
-            fetch(at(a.k_cache, next, s, next_head));
-            cache::widen_values(values + s * kStrip * a.head_dim, at(a.v_cache, strips, s, head),
-                                words(a.v_scales) + word_at(strips, s, head), a.head_dim);
-            prefetch(words(a.k_scales) + word_at(next, s, next_head));
-            prefetch(words(a.v_scales) + word_at(next, s, next_head));
+            fetch(next.keys[s]);
+            cache::widen_values(values + s * kStrip * a.head_dim, places.values[s], places.value_words[s], a.head_dim);
+            prefetch(next.key_words[s]);
+            prefetch(next.value_words[s]);
         }
     }
     void fetch(const Stored* strip) const {
@@ -251,6 +322,10 @@ private:
     Cache *keys, *values;  // a tile of a cache of rounded numbers
     Factor* factors;
     uint64_t* visible;  // of each row in the current tile
+    // Of a tree: a tile of the cache as a node finds it, and the rows packed node by node.
+    Stored *path_keys, *path_values;
+    uint16_t *path_key_words, *path_value_words;
+    Factor* path_factors;
 
     const Task* task;
     int64_t rows;  // of one kv head

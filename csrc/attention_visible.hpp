@@ -17,25 +17,20 @@ inline uint64_t bits_between(int64_t first, int64_t end) {
     return (~uint64_t(0) >> (kTile - (end - first))) << first;
 }
 
-// The queries of one sequence in this step: `count` of them behind `cached` keys.
+// The queries of one sequence in this step: `count` of them behind `cached` keys. Keys are told by their
+// positions. A node of a tree has a sequence of its own: what is cached, then the path to it.
 struct Queries {
     int64_t cached, count;
     int64_t window;        // visible keys, 0: all
-    const uint64_t* tree;  // [count][words], or null
-    int64_t words;
+    const uint64_t* tree;  // of each query the path to it, or null
 
-    // In a tree the visible keys of this step are the ancestors, so their number takes the place of the
-    // position: the window then reaches as far back into the cached keys as in a plain sequence. It
-    // never hides a key of this step.
+    // A query sees the keys [first_key, end_key).
+    int64_t end_key(int64_t query) const {
+        return cached + (tree ? __builtin_popcountll(tree[query]) : query + 1);
+    }
     int64_t first_key(int64_t query) const {
-        if (window <= 0) return 0;
-        int64_t end = cached + query + 1;
-        if (tree) {
-            end = cached;
-            for (int64_t i = 0; i < words; i++) end += __builtin_popcountll(tree[query * words + i]);
-        }
-        const int64_t first = end > window ? end - window : 0;
-        return tree && first > cached ? cached : first;
+        const int64_t end = end_key(query);
+        return window > 0 && end > window ? end - window : 0;
     }
 
     // The keys that queries [begin, end) see lie in [first, end) of these.
@@ -43,32 +38,22 @@ struct Queries {
         int64_t first, end;
     };
     Range range(int64_t begin, int64_t end) const {
-        if (!tree) return {first_key(begin), cached + end};
-        int64_t first = cached;
+        if (!tree) return {first_key(begin), end_key(end - 1)};
+        Range found{first_key(begin), 0};
         for (int64_t i = begin; i < end; i++) {
-            const int64_t key = first_key(i);
-            if (key < first) first = key;
+            if (first_key(i) < found.first) found.first = first_key(i);
+            if (end_key(i) > found.end) found.end = end_key(i);
         }
-        return {first, cached + count};
+        return found;
     }
 
     // Bit j: the query sees key tile + j.
     uint64_t bits(int64_t query, int64_t tile) const {
-        if (!tree) return bits_between(first_key(query) - tile, cached + query + 1 - tile);
-        return bits_between(first_key(query) - tile, cached - tile) | tree_bits(query, tile - cached);
+        return bits_between(first_key(query) - tile, end_key(query) - tile);
     }
 
-private:
-    // 64 bits of the query's row from bit `from` on, which may be negative.
-    uint64_t tree_bits(int64_t query, int64_t from) const {
-        const uint64_t* row = tree + query * words;
-        const auto word = [&](int64_t i) { return i >= 0 && i < words ? row[i] : 0; };
-        const int64_t index = from >> 6;
-        const int shift = int(from & 63);
-        uint64_t bits = word(index) >> shift;
-        if (shift) bits |= word(index + 1) << (64 - shift);
-        return bits & bits_between(-from, count - from);
-    }
+    // Whether every query finds the keys of the tile where the block table says.
+    bool in_place(int64_t tile) const { return !tree || tile + kTile <= cached; }
 };
 
 }  // namespace paged

@@ -1,117 +1,12 @@
-// One token for each row of logits, by inverse CDF among the tokens that the row's rules keep.
-//
-// No row is sorted. What top_k or top_p may keep is found by a bound on the logits that is surely low
-// enough; the exact cut is then made among those few candidates. Weights are summed in fp64 over chunks of
-// fixed size, in order, so that a sum does not depend on who computed which chunk.
+// One token for each row of logits, by inverse CDF among the tokens that the row's rules keep; and what each
+// token's share of such draws is.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-
 #include "arguments.hpp"
-#include "logits.hpp"
-#include "sampling_cut.hpp"
-#include "share.hpp"
-#include "simd.hpp"
-#include "team.hpp"
+#include "sampling_kept.hpp"
 
 namespace kvik {
 namespace {
-
-constexpr int64_t kDrawChunk = 1024;  // a multiple of kLanes
-
-int64_t draw_chunks(int64_t count) { return (count + kDrawChunk - 1) / kDrawChunk; }
-int64_t end_of_chunk(int64_t chunk, int64_t count) {
-    return (chunk + 1) * kDrawChunk < count ? (chunk + 1) * kDrawChunk : count;
-}
-
-// What a row is drawn with. Rules that are off keep everything.
-struct RowRules {
-    float temperature;
-    double uniform;
-    int64_t top_k;
-    double top_p;
-    float min_p;
-};
-
-RowRules rules_of(const draw_args& a, int64_t row) {
-    return {
-        static_cast<const float*>(a.temperature)[row],
-        static_cast<const double*>(a.uniforms)[row],
-        a.top_k ? static_cast<const int64_t*>(a.top_k)[row] : a.vocab,
-        a.top_p ? static_cast<const double*>(a.top_p)[row] : 1.0,
-        a.min_p ? static_cast<const float*>(a.min_p)[row] : 0.0f,
-    };
-}
-
-// Where a row is worked on, by one thread or by the team.
-struct DrawRoom {
-    float* highs;     // [chunks, kLanes] the largest logit of each lane
-    double* sums;     // [chunks] weights
-    int64_t* counts;  // [threads] candidates
-    float* bound;
-    Candidates found, spare;  // [vocab]; without room where no row has a rule that needs them
-
-    static size_t bytes(int64_t vocab, int threads, bool truncates) {
-        const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
-        return size_t(chunks) * (kLanes * sizeof(float) + sizeof(double)) + size_t(threads) * sizeof(int64_t) +
-               2 * size_t(places) * (sizeof(uint64_t) + sizeof(float)) + sizeof(float);
-    }
-
-    DrawRoom(void* memory, int64_t vocab, int threads, bool truncates) {
-        const int64_t chunks = draw_chunks(vocab), places = truncates ? chunks * kDrawChunk : 0;
-        sums = static_cast<double*>(memory);
-        counts = reinterpret_cast<int64_t*>(sums + chunks);
-        found.ranks = reinterpret_cast<uint64_t*>(counts + threads);
-        spare.ranks = found.ranks + places;
-        highs = reinterpret_cast<float*>(spare.ranks + places);
-        found.weights = highs + chunks * kLanes;
-        spare.weights = found.weights + places;
-        bound = spare.weights + places;
-    }
-};
-
-// ------------------------------------------------------------------------------------ weights
-
-// Zeros behind the weights, up to a whole vector.
-void pad(float* weights, int64_t count) {
-    for (; count % kLanes; count++) weights[count] = 0;
-}
-
-// weights = exp((logit - top) / temperature), 0 where below `least` or e^-87, and padded. May be in place.
-void weigh(const float* logits, int64_t count, float top, float temperature, float least, float* weights) {
-    const auto weight = [&](F32 logit) {
-        const F32 x = div(sub(logit, all(top)), all(temperature));
-        const F32 w = select(less(x, all(-87.0f)), zero(), exp(x));
-        return select(less(w, all(least)), zero(), w);
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(weights + i, weight(load(logits + i)));
-    if (i < count) {
-        store(weights + i, weight(load(logits + i, int(count - i))));
-        pad(weights, count);
-    }
-}
-
-// Of padded weights.
-double sum_of(const float* weights, int64_t count) {
-    F64 sums[4] = {dzero(), dzero(), dzero(), dzero()};
-    for (int64_t i = 0; i < count; i += 2 * kLanes)
-        for (int j = 0; j < 2 && i + j * kLanes < count; j++) {
-            const F32 w = load(weights + i + j * kLanes);
-            sums[2 * j] = add(sums[2 * j], widen_low(w));
-            sums[2 * j + 1] = add(sums[2 * j + 1], widen_high(w));
-        }
-    return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-}
-
-double sum_of_chunks(const double* sums, int64_t chunks) {
-    double total = 0;
-    for (int64_t chunk = 0; chunk < chunks; chunk++) total += sums[chunk];
-    return total;
-}
-
-// ------------------------------------------------------------------------------------ the draw
 
 // A place in a row of weights: the first at which their running sum exceeds `point`.
 struct Place {
@@ -144,176 +39,66 @@ int64_t place_in(const float* weights, int64_t count, const Place& place) {
     return count - 1;
 }
 
-// ------------------------------------------------------------------------------------ candidates
-
-// The largest of each lane of a chunk: [kLanes].
-void find_highs(const float* logits, int64_t count, float* highs) {
-    F32 high = all(-INFINITY);
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) high = max(load(logits + i), high);
-    store(highs, high);
-    for (int lane = 0; i < count; i++, lane++) highs[lane] = logits[i] > highs[lane] ? logits[i] : highs[lane];
-}
-
-// At least k logits are at or above: the k-th largest of the highs, each of which is another logit's.
-float bound_by_highs(const DrawRoom& room, int64_t count, int64_t k) {
-    Candidates highs = room.found;
-    highs.count = count;
-    for (int64_t i = 0; i < count; i++) {
-        highs.ranks[i] = ranked(room.highs[i], i);
-        highs.weights[i] = 0;
-    }
-    return room.highs[id_of(lowest_kept(highs, room.spare, Measure::kCount, double(k)))];
-}
-
-// The same for more than there are highs. Logits that share their sign, exponent and first bits are counted
-// together; the bound is the least number of the group that holds the k-th.
-float bound_by_groups(const float* logits, int64_t vocab, int64_t k) {
-    constexpr int kShift = 20, kGroups = 1 << (32 - kShift), kTables = 2;
-    uint32_t counts[kTables][kGroups] = {};  // in turns, because equals wait for each other
-    for (int64_t i = 0; i < vocab; i++) {
-        const uint32_t bits = uint32_t(load_word(logits + i));
-        // As `ranked` orders them, but -0 and NaN: a bound a little too low does no harm.
-        counts[i % kTables][(bits ^ ((0u - (bits >> 31)) | 0x80000000u)) >> kShift]++;
-    }
-    int64_t group = kGroups - 1;
-    for (int64_t count = 0; group > 0; group--) {
-        for (int table = 0; table < kTables; table++) count += counts[table][group];
-        if (count >= k) break;
-    }
-    return value_of(uint64_t(group) << (32 + kShift));
-}
-
-// The tokens below together weigh less than half of what top_p drops, even if they are all the others.
-float bound_of_top_p(double total, int64_t vocab, float top, const RowRules& rules) {
-    const double weight = (1.0 - rules.top_p) * total / double(vocab) / 2;
-    return float(double(top) + double(rules.temperature) * __builtin_log(weight));
-}
-
-// Tokens of [begin, end) at or above the bound, with their logits for weights. -inf is never one.
-void collect(const float* logits, int64_t begin, int64_t end, float bound, Candidates& found) {
-    bound = bound >= -FLT_MAX ? bound : -FLT_MAX;
-    const auto take = [&](int64_t id) {
-        found.ranks[found.count] = ranked(logits[id], id);
-        found.weights[found.count++] = logits[id];
-    };
-    constexpr uint32_t kAll = (1u << kLanes) - 1;
-    int64_t i = begin;
-    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
-        uint32_t below[4], everywhere = kAll;
-        for (int j = 0; j < 4; j++) everywhere &= below[j] = bits(less(load(logits + i + j * kLanes), all(bound)));
-        if (everywhere == kAll) continue;
-        for (int j = 0; j < 4; j++)
-            for (uint32_t left = kAll & ~below[j]; left; left &= left - 1)
-                take(i + j * kLanes + __builtin_ctz(left));
-    }
-    for (; i < end; i++)
-        if (!(logits[i] < bound)) take(i);
-}
-
-// Each thread's candidates lie where its tokens begin; now one behind the other.
-void join(DrawRoom& room, const Team& team, int64_t chunks) {
-    room.found.count = 0;
-    for (int64_t thread = 0; thread < team.size; thread++) {
-        const int64_t first = share(Team{int(thread), team.size, team.shared, 0}, chunks, 1).begin * kDrawChunk;
-        for (int64_t i = first; i < first + room.counts[thread]; i++) room.found.add_if(true, room.found, i);
-    }
-}
-
-// Sums of the candidates' chunks into room.sums; their number.
-int64_t sum_candidates(const DrawRoom& room) {
-    const int64_t chunks = draw_chunks(room.found.count);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t first = chunk * kDrawChunk;
-        room.sums[chunk] = sum_of(room.found.weights + first, end_of_chunk(chunk, room.found.count) - first);
-    }
-    return chunks;
-}
-
-// A token of the candidates. total: weight of all tokens, if top_k does not drop any.
-int64_t draw_candidate(DrawRoom& room, int64_t vocab, float top, double total, const RowRules& rules) {
-    Candidates& found = room.found;
-    if (rules.top_k < vocab)
-        keep_down_to(found, lowest_kept(found, room.spare, Measure::kCount, double(rules.top_k)));
-    weigh(found.weights, found.count, top, rules.temperature, 0, found.weights);
-    if (rules.top_p < 1) {
-        if (rules.top_k < vocab) total = sum_of_chunks(room.sums, sum_candidates(room));
-        keep_down_to(found, lowest_kept(found, room.spare, Measure::kWeight, rules.top_p * total));
-        pad(found.weights, found.count);
-    }
-    for (int64_t i = 0; i < found.count; i++) found.weights[i] = found.weights[i] < rules.min_p ? 0 : found.weights[i];
-    const Place place = chunk_of(room.sums, sum_candidates(room), rules.uniform);
+// A token of the candidates.
+int64_t draw_candidate(const DrawRoom& room, double uniform) {
+    const Candidates& found = room.found;
+    const Place place = chunk_of(room.sums, sum_candidates(room), uniform);
     const int64_t first = place.chunk * kDrawChunk;
     const int64_t last = end_of_chunk(place.chunk, found.count);
     return last > first ? id_of(found.ranks[first + place_in(found.weights + first, last - first, place)]) : 0;
 }
 
-// ------------------------------------------------------------------------------------ rows
-
-void draw_row(const draw_args& a, int64_t row, DrawRoom& room, Team& team) {
-    const float* logits = static_cast<const float*>(a.logits) + row * a.stride;
-    int64_t* id = static_cast<int64_t*>(a.ids) + row;
-    const RowRules rules = rules_of(a, row);
-    const bool cuts_count = rules.top_k < a.vocab, cuts_weight = rules.top_p < 1;
-    const int64_t chunks = draw_chunks(a.vocab);
-    const Range mine = share(team, chunks, 1);
-    const auto in_chunk = [&](int64_t chunk) { return end_of_chunk(chunk, a.vocab) - chunk * kDrawChunk; };
-
-    for (int64_t chunk = mine.begin; chunk < mine.end; chunk++)
-        find_highs(logits + chunk * kDrawChunk, in_chunk(chunk), room.highs + chunk * kLanes);
-    barrier(team);
-    F32 high = all(-INFINITY);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) high = max(load(room.highs + chunk * kLanes), high);
-    const float top = largest(high);
-
+int64_t draw_token(const DrawnRow& row, const DrawRoom& room, double uniform) {
     alignas(64) float weights[kDrawChunk];
-    const float least = cuts_weight ? 0 : rules.min_p;  // min_p comes after top_p, which needs all weights
-    const auto weigh_chunk = [&](int64_t chunk) {
-        weigh(logits + chunk * kDrawChunk, in_chunk(chunk), top, rules.temperature, least, weights);
-    };
-    if (!cuts_count) {
-        for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
-            weigh_chunk(chunk);
-            room.sums[chunk] = sum_of(weights, in_chunk(chunk));
-        }
-    } else if (team.rank == 0) {
-        const bool few = rules.top_k <= chunks * kLanes;
-        *room.bound = few ? bound_by_highs(room, chunks * kLanes, rules.top_k)
-                          : bound_by_groups(logits, a.vocab, rules.top_k);
-    }
-    barrier(team);
-    if (!cuts_count && !cuts_weight) {
-        if (team.rank != 0) return;
-        const Place place = chunk_of(room.sums, chunks, rules.uniform);
-        weigh_chunk(place.chunk);
-        *id = place.chunk * kDrawChunk + place_in(weights, in_chunk(place.chunk), place);
-        return;
-    }
-    const double total = cuts_count ? 0 : sum_of_chunks(room.sums, chunks);
-    const float bound = cuts_count ? *room.bound : bound_of_top_p(total, a.vocab, top, rules);
-    Candidates found{room.found.ranks + mine.begin * kDrawChunk, room.found.weights + mine.begin * kDrawChunk, 0};
-    if (mine.begin < mine.end)
-        collect(logits, mine.begin * kDrawChunk, end_of_chunk(mine.end - 1, a.vocab), bound, found);
-    room.counts[team.rank] = found.count;
-    barrier(team);
-    if (team.rank != 0) return;  // the others go on to the next row, as far as its first barrier
-    join(room, team, chunks);
-    *id = draw_candidate(room, a.vocab, top, total, rules);
+    const Place place = chunk_of(room.sums, row.chunks(), uniform);
+    row.weigh_chunk(place.chunk, weights);
+    return place.chunk * kDrawChunk + place_in(weights, row.in_chunk(place.chunk), place);
 }
 
 void draw(const draw_args& a, Team& team) {
-    if (a.vocab < 1) return;
-    const bool truncates = a.top_k || a.top_p;
-    if (shares_vocabulary(team, a.rows, a.vocab)) {
-        const size_t bytes = DrawRoom::bytes(a.vocab, team.size, truncates);
-        DrawRoom room(shared_scratch(team, bytes), a.vocab, team.size, truncates);
-        for (int64_t row = 0; row < a.rows; row++) draw_row(a, row, room, team);
-        return;
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawRoom& room, Team& workers) {
+        const double uniform = static_cast<const double*>(a.uniforms)[index];
+        find_kept(row, room, workers);
+        if (workers.rank != 0) return;
+        static_cast<int64_t*>(a.ids)[index] =
+            row.truncated() ? draw_candidate(room, uniform) : draw_token(row, room, uniform);
+    });
+}
+
+// ------------------------------------------------------------------------------------ the shares
+
+// This thread's part of a row of which every token is kept.
+void share_tokens(const DrawnRow& row, const DrawRoom& room, const Range& mine, float* shares) {
+    alignas(64) float weights[kDrawChunk];
+    const F32 total = all(float(sum_of_chunks(room.sums, row.chunks())));
+    for (int64_t chunk = mine.begin; chunk < mine.end; chunk++) {
+        const int64_t count = row.in_chunk(chunk);
+        float* to = shares + chunk * kDrawChunk;
+        row.weigh_chunk(chunk, weights);
+        int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(to + i, div(load(weights + i), total));
+        if (i < count) store(to + i, div(load(weights + i), total), int(count - i));
     }
-    Team alone{0, 1, team.shared, 0};
-    DrawRoom room(private_scratch(team, DrawRoom::bytes(a.vocab, 1, truncates)), a.vocab, 1, truncates);
-    for (int64_t row; (row = next_piece(team, a.rows)) >= 0;) draw_row(a, row, room, alone);
-    end_pieces(team);
+}
+
+void share_candidates(const DrawRoom& room, float* shares) {
+    const Candidates& found = room.found;
+    const float total = float(sum_of_chunks(room.sums, sum_candidates(room)));
+    for (int64_t i = 0; i < found.count; i++) shares[id_of(found.ranks[i])] = found.weights[i] / total;
+}
+
+void probabilities(const probabilities_args& a, Team& team) {
+    each_drawn_row(a, team, [&](DrawnRow row, int64_t index, DrawRoom& room, Team& workers) {
+        float* shares = static_cast<float*>(a.shares) + index * a.shares_stride;
+        const Range mine = share(workers, row.chunks(), 1);
+        if (row.truncated() && mine.begin < mine.end) {
+            const int64_t first = mine.begin * kDrawChunk;
+            std::memset(shares + first, 0, size_t(end_of_chunk(mine.end - 1, a.vocab) - first) * sizeof(float));
+        }
+        find_kept(row, room, workers);
+        if (!row.truncated()) share_tokens(row, room, mine, shares);
+        else if (workers.rank == 0) share_candidates(room, shares);
+    });
 }
 
 }  // namespace

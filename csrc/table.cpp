@@ -4,6 +4,7 @@
 #include "activation.hpp"
 #include "attention.hpp"
 #include "kv_cache.hpp"
+#include "kv_move.hpp"
 #include "limits.hpp"
 #include "linear.hpp"
 #include "logits.hpp"

@@ -46,10 +46,14 @@ class Step:
             self.layout.num_scheduled, self.keys, self.values, strict=True
         ):
             context = len(keys)
+            nodes = self.layout.nodes(start, new)
             visible = torch.tensor(
                 [
-                    [j <= p and (window is None or p - window < j) for j in range(context)]
-                    for p in range(context - new, context)
+                    [
+                        j in seen and (window is None or j in sorted(seen)[-window:])
+                        for j in range(context)
+                    ]
+                    for seen in (_seen(query, context - new, nodes) for query in range(new))
                 ]
             )
             rows = torch.empty(new, heads, keys.shape[2], dtype=torch.float64)
@@ -62,6 +66,13 @@ class Step:
             out.append(rows)
             start += new
         return torch.cat(out)
+
+
+def _seen(query: int, cached: int, nodes: tuple[int, ...]) -> set[int]:
+    """Keys that a query sees without a window, by their places."""
+    if not nodes:
+        return set(range(cached + query + 1))
+    return {*range(cached), *(cached + j for j in range(len(nodes)) if nodes[query] >> j & 1)}
 
 
 MakeStep = Callable[..., Step]

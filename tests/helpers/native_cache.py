@@ -36,6 +36,11 @@ class NativeCache:
             self.k_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
             self.v_scales = poisoned(blocks, kv_heads, block_size, dtype=SCALES[dtype])
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        every = (self.k, self.v, self.k_scales, self.v_scales)
+        return [tensor for tensor in every if tensor is not None]
+
     def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""
         self._copy(runtime, "store_kv", k, v, slots)
@@ -45,6 +50,23 @@ class NativeCache:
         v = poisoned(len(slots), self.kv_heads, self.head_dim, dtype=dtype)
         self._copy(runtime, "load_kv", k, v, slots)
         return k, v
+
+    def move(self, runtime: Runtime, source: Tensor, target: Tensor) -> None:
+        call(
+            runtime,
+            "move_kv",
+            k_cache=self.k,
+            v_cache=self.v,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+            source=source,
+            target=target,
+            rows=len(source),
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            kv_dtype=self.dtype,
+        )
 
     def _copy(self, runtime: Runtime, kernel: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
         assert k.dtype == v.dtype and slots.dtype == torch.int64
@@ -88,7 +110,7 @@ class Part:
 def attend(
     runtime: Runtime, cache: NativeCache, parts: list[Part], scale: float, window: int = 0
 ) -> list[Tensor]:
-    """One step of attention; the result of each part. Either all parts have a tree or none."""
+    """One step of attention; the result of each part."""
     q = torch.cat([part.q for part in parts]).flatten(1)  # [tokens, heads * head_dim]
     tokens, heads = len(q), parts[0].q.shape[1]
     padded = torch.full((tokens, q.shape[1] + 5), float("nan"), dtype=q.dtype)
@@ -99,9 +121,9 @@ def attend(
     table = torch.full((len(parts), max(len(part.blocks) for part in parts) + 1), 2**30).int()
     for row, part in zip(table, parts, strict=True):
         row[: len(part.blocks)] = part.blocks
-    trees = [part.tree for part in parts if part.tree is not None]
-    words = max((len(tree) for tree in trees), default=0) // 64 + 1
-    mask = torch.cat([pack_bits(tree, words) for tree in trees]) if trees else None
+    trees = None
+    if any(part.tree is not None for part in parts):
+        trees = torch.cat([pack_bits(part.tree, len(part.q)) for part in parts])
     out = Poisoned(max(tokens, 1), heads, cache.head_dim, dtype=q.dtype, gap=3)
     call(
         runtime,
@@ -122,8 +144,7 @@ def attend(
         head_dim=cache.head_dim,
         block_size=cache.block_size,
         window=window,
-        tree_mask=mask,
-        tree_words=words,
+        tree=trees,
         scale=scale,
         out=out.view,
         out_stride=out.stride,
@@ -134,10 +155,8 @@ def attend(
     return list(out.view[:tokens].clone().split([len(part.q) for part in parts]))
 
 
-def pack_bits(tree: Tensor, words: int) -> Tensor:
-    """[queries, queries] bool -> [queries, words] int64, bit j of a row for token j."""
-    packed = torch.zeros(len(tree), words, dtype=torch.int64)
-    for i, j in tree.nonzero().tolist():
-        bit = 1 << (j % 64)
-        packed[i, j // 64] |= bit - (1 << 64) if bit >= 1 << 63 else bit
-    return packed
+def pack_bits(tree: Tensor | None, queries: int) -> Tensor:
+    """[queries, queries] bool -> [queries] int64, bit j for token j; 0 without a tree."""
+    if tree is None:
+        return torch.zeros(queries, dtype=torch.int64)
+    return (tree.long() << torch.arange(queries)).sum(1)

@@ -22,6 +22,12 @@ class StepLayout:
         slot_mapping: [tokens] int64, KV position of each token: block_id * block_size + offset.
         num_scheduled: query length of each sequence, on the host.
         contexts: seq_lens on the host.
+        tree: [tokens] int64, or None where no sequence has a tree. 0 for tokens of plain sequences.
+            The tokens of a tree's sequence are its nodes: bit j of a token's word says whether the
+            j-th of them is the token itself or an ancestor of it. A node of depth d (d ancestors in
+            the tree) attends as if its path alone followed the cached keys: its position is that of
+            the first node plus d, and a window counts from there.
+        tree_words: tree on the host.
     """
 
     query_start_loc: Tensor
@@ -31,6 +37,13 @@ class StepLayout:
     num_scheduled: tuple[int, ...]
     contexts: tuple[int, ...]
     block_size: int
+    tree: Tensor | None = None
+    tree_words: tuple[int, ...] = ()
+
+    def nodes(self, start: int, length: int) -> tuple[int, ...]:
+        """Words of the tree that is the sequence of tokens start.. on; empty without a tree."""
+        words = self.tree_words[start : start + length]
+        return words if words and words[0] else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +110,14 @@ class AttentionBackend(Protocol):
 
         Returns:
             [tokens, heads, head_dim].
+        """
+        ...
+
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        """Move what the cache holds of some tokens to other places, unchanged.
+
+        Args:
+            source, target: [n] int64, KV positions; target[i] is no source[j] with j > i, and no
+                target twice.
         """
         ...

@@ -1,8 +1,8 @@
 """Attention by the native kernels, over a cache laid out for vector lanes.
 
-One kernel serves decodes, whole and chunked prefills and any mix of them. It reads the step's
-layout itself, so there is nothing to plan, and a query's result has the same bits whatever it
-shares the step with.
+One kernel serves decodes, whole and chunked prefills, trees and any mix of them. It reads the
+step's layout itself, so there is nothing to plan, and a query's result has the same bits whatever
+it shares the step with.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class CpuAttention:
             head_dim=head_dim,
             block_size=layout.block_size,
             window=metadata.window or 0,
-            tree_mask=0,
-            tree_words=0,
+            tree=pointer(layout.tree),
             scale=scale,
             out=out.data_ptr(),
             out_stride=out.stride(0),
@@ -82,3 +81,19 @@ class CpuAttention:
             kv_dtype=DTYPES[kv.k.dtype],
         )
         return out
+
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        self.native.launch(
+            "move_kv",
+            k_cache=kv.k.data_ptr(),
+            v_cache=kv.v.data_ptr(),
+            k_scales=pointer(kv.k_scales),
+            v_scales=pointer(kv.v_scales),
+            source=source.data_ptr(),
+            target=target.data_ptr(),
+            rows=source.shape[0],
+            kv_heads=kv.k.shape[2],
+            head_dim=kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1),
+            block_size=kv.k.shape[1],
+            kv_dtype=DTYPES[kv.k.dtype],
+        )

@@ -11,12 +11,20 @@ MAX_KEYS = 16384  # gathered keys of a batch with several rows: bounds the works
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One query: sequence index, flat token index, first visible position, visible keys."""
+    """One query.
+
+    Attributes:
+        seq, token: index of its sequence, and its own in the flat batch.
+        first, visible: the first position that it sees, and how many.
+        path: of a tree's node, where the last of these stand: the sequence's places of the path to
+            the node, in place of the positions themselves.
+    """
 
     seq: int
     token: int
     first: int
     visible: int
+    path: tuple[int, ...] = ()
 
     @property
     def padded_width(self) -> int:

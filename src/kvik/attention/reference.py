@@ -2,7 +2,8 @@
 
 Query at position p sees key j iff j <= p and, with a window of w keys, p - w < j. Positions of a
 sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
-bottom-right. KV head h serves the query heads h * group .. h * group + group - 1.
+bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
+sees of this step's keys its ancestors and itself, and a node's position is told by its depth.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
-from kvik.attention.stored import read, store
+from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 
 
@@ -46,34 +47,52 @@ class ReferenceAttention:
         ):
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
-            out[rows] = _attend(q[rows], kv, blocks, context, metadata.window, scale)
+            visible = _visible(layout.nodes(start, length), length, context, metadata.window)
+            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), scale)
             start += length
         return out
 
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        move(kv, source, target)
 
-def _attend(
-    q: Tensor, kv: LayerKV, blocks: Tensor, context: int, window: int | None, scale: float
-) -> Tensor:
+
+def _visible(nodes: tuple[int, ...], length: int, context: int, window: int | None) -> Tensor:
+    """[length, context] bool: which keys of a sequence each of its queries sees.
+
+    Args:
+        nodes: see `StepLayout.nodes`.
+    """
+    cached = context - length
+    position = torch.arange(context)
+    if not nodes:
+        visible = position <= position[cached:, None]
+    else:
+        words = torch.tensor(nodes)
+        position[cached:] = cached + torch.tensor([word.bit_count() - 1 for word in nodes])
+        among = (words[:, None] >> torch.arange(length) & 1).bool()  # [length, length]
+        visible = torch.cat((torch.ones(length, cached, dtype=torch.bool), among), 1)
+    if window is not None:
+        visible &= position > position[cached:, None] - window
+    return visible
+
+
+def _attend(q: Tensor, kv: LayerKV, blocks: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of one sequence.
 
     Args:
-        q: [length, heads, head_dim], the last `length` of `context` positions.
+        q: [length, heads, head_dim].
         blocks: [max_blocks], the sequence's block table.
+        visible: [length, context].
     """
-    length, heads, _ = q.shape
+    heads = q.shape[1]
     block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
     # Keys no query sees are not read at all: their blocks may be unwritten or no longer ours.
-    first = 0 if window is None else max(0, context - length - window + 1)
-    keys = torch.arange(first, context, device=q.device)
-    queries = torch.arange(context - length, context, device=q.device)
+    keys = visible.any(0).nonzero()[:, 0]
     at = blocks[keys // block_size].long() * block_size + keys % block_size
     # [keys, heads, head_dim]
     k = read(kv.k, kv.k_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
     v = read(kv.v, kv.v_scales, at).float().repeat_interleave(heads // kv_heads, dim=1)
 
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
-    visible = keys <= queries[:, None]  # [queries, keys]
-    if window is not None:
-        visible &= keys > queries[:, None] - window
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~visible[:, keys], -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

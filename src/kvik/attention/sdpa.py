@@ -4,7 +4,8 @@ Decoding rows are batched: the keys each row sees are gathered into [rows, keys,
 heads that share a KV head become the query length, so K and V are read once per group. Shorter
 rows are padded with their own last key, masked, so nothing unwritten or foreign is ever read. Rows
 of very different lengths are split into batches (`decode_batches.py`). Prefilling sequences run
-one by one.
+one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
+so that it computes what a plain decode at its place would.
 
 All index tensors and masks depend on the step alone and are made in `plan`, not per layer.
 """
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
 from kvik.attention.decode_batches import DecodeRow, split
-from kvik.attention.stored import store
+from kvik.attention.stored import move, store
 from kvik.attention.workspace import Workspace
 from kvik.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Sequences with one query each.
+    """Queries that stand alone.
 
     Attributes:
         tokens: [rows] int64, flat index of each query; None: the step's tokens in order.
@@ -81,7 +82,10 @@ class SdpaAttention:
         for i, (length, context) in enumerate(
             zip(layout.num_scheduled, layout.contexts, strict=True)
         ):
-            if length == 1:
+            nodes = layout.nodes(start, length)
+            if nodes:
+                decoding += _tree_rows(i, start, context - length, nodes, window)
+            elif length == 1:
                 visible = context if window is None else min(context, window)
                 decoding.append(DecodeRow(i, start, context - visible, visible))
             else:
@@ -112,6 +116,9 @@ class SdpaAttention:
             part = slice(row.start, row.end)
             out[part] = self._prefill(q[part], k[part], v[part], kv, row, scale)
         return out
+
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        move(kv, source, target)
 
     def _decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [rows, heads, head_dim] -> the same shape."""
@@ -148,6 +155,18 @@ class SdpaAttention:
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
 
 
+def _tree_rows(
+    seq: int, start: int, cached: int, nodes: tuple[int, ...], window: int | None
+) -> list[DecodeRow]:
+    rows = []
+    for node, word in enumerate(nodes):
+        path = tuple(cached + i for i in range(len(nodes)) if word >> i & 1)
+        context = cached + len(path)
+        visible = context if window is None else min(context, window)
+        rows.append(DecodeRow(seq, start + node, context - visible, visible, path))
+    return rows
+
+
 def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> DecodeBatch:
     table, block_size = layout.block_table, layout.block_size
     device = table.device
@@ -156,19 +175,32 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
     visible = torch.tensor([row.visible for row in rows], device=device)[:, None]
     column = torch.arange(width, device=device)
     position = first + torch.minimum(column, visible - 1)  # [rows, width]
+    if any(row.path for row in rows):
+        position = _along_paths(rows, position)
     everything = len(rows) == num_tokens
-    if everything:
-        rows_table, tokens = table, None
+    tokens = None if everything else torch.tensor([row.token for row in rows], device=device)
+    if everything and len(table) == num_tokens:
+        rows_table = table
     else:
-        seqs = torch.tensor([row.seq for row in rows], device=device)
-        rows_table = table.index_select(0, seqs)
-        tokens = torch.tensor([row.token for row in rows], device=device)
+        rows_table = table.index_select(0, torch.tensor([row.seq for row in rows], device=device))
     block = rows_table.gather(1, position // block_size).long()
     keys = block * block_size + position % block_size
     mask = None
     if any(row.visible < width for row in rows):
         mask = _mask(column < visible)[:, None, None, :]
     return DecodeBatch(len(rows), width, tokens, keys.view(-1), mask)
+
+
+def _along_paths(rows: list[DecodeRow], position: Tensor) -> Tensor:
+    """[rows, width], each row's positions where they are in the sequence's places."""
+    paths = torch.zeros(len(rows), max(len(row.path) for row in rows), dtype=torch.int64)
+    for row, path in zip(rows, paths, strict=True):
+        path[: len(row.path)] = torch.tensor(row.path)
+    begins = torch.tensor([[row.first + row.visible - len(row.path)] for row in rows])
+    behind = position - begins.to(position.device)
+    # Without a path this is nowhere >= 0, as no position reaches first + visible.
+    places = paths.to(position.device).gather(1, behind.clamp(min=0))
+    return torch.where(behind >= 0, places, position)
 
 
 def _plan_prefill(layout: StepLayout, seq: int, start: int, window: int | None) -> PrefillRow:

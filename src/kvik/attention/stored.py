@@ -49,3 +49,10 @@ def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
     if scales is None:
         return numbers
     return unround_vectors(numbers, scales.flatten(0, 1).index_select(0, at))
+
+
+def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:
+    """See `AttentionBackend.move`."""
+    for tensor in kv.tensors:
+        tokens = tensor.flatten(0, 1)
+        tokens.index_copy_(0, target, tokens.index_select(0, source))

@@ -425,9 +425,16 @@ def _drawings() -> list[Case]:
 
         return arguments
 
+    def probabilities(ops: Ops, logits: Tensor, draws: Draws) -> Tensor:
+        return ops.probabilities(logits, draws.temperature, draws.truncation)
+
+    sizes = ((1, 1), (9, 70), (40, 1003))
     return [
-        Case("draw", f"{n}x{vocab}", make(n, vocab), exact=True)
-        for n, vocab in ((1, 1), (9, 70), (40, 1003))
+        *(Case("draw", f"{n}x{vocab}", make(n, vocab), exact=True) for n, vocab in sizes),
+        *(
+            Case("probabilities", f"{n}x{vocab}", make(n, vocab), probabilities)
+            for n, vocab in sizes
+        ),
     ]
 
 

@@ -23,6 +23,16 @@ class Truncation:
     min_p: Tensor | None = None
     typical_p: Tensor | None = None
 
+    def of(self, rows: Tensor) -> Truncation:
+        """Those of some rows: [m] int64."""
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows]
+
+        return Truncation(
+            pick(self.top_k), pick(self.top_p), pick(self.min_p), pick(self.typical_p)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -39,15 +49,4 @@ class Draws:
 
     def of(self, rows: Tensor) -> Draws:
         """Those of some rows: [m] int64."""
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
-        rules = self.truncation
-        return Draws(
-            self.temperature[rows],
-            self.uniforms[rows],
-            Truncation(
-                pick(rules.top_k), pick(rules.top_p), pick(rules.min_p), pick(rules.typical_p)
-            ),
-        )
+        return Draws(self.temperature[rows], self.uniforms[rows], self.truncation.of(rows))

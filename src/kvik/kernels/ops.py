@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.draws import Draws
+from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 
 
@@ -40,6 +40,8 @@ class Ops:
         left, of equals the higher ids. The token is the first at which the running sum of weights
         exceeds u times their total. A row's token depends on that row alone. Logits are finite or
         -inf, at least one of a row is finite
+    probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, how likely
+        each token is to be drawn: the weights that `draw` leaves, by their total
     rms_norm(x [..., dim], weight [dim], eps) -> [..., dim]
     layer_norm(x, weight, bias, eps) -> [..., dim]
     rotary(q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim]
@@ -60,6 +62,7 @@ class Ops:
     add: Callable[[Tensor, Tensor], Tensor]
     largest: Callable[[Tensor], tuple[Tensor, Tensor]]
     draw: Callable[[Tensor, Draws], Tensor]
+    probabilities: Callable[[Tensor, Tensor, Truncation], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import SYMMETRIC_ZERO, Int4Weight, Int8Weight
+from kvik.kernels.fp8 import ROW, fp8_scales, round_fp8
+from kvik.kernels.weights import SYMMETRIC_ZERO, Fp8Weight, Int4Weight, Int8Weight
 
 PIECE = 1 << 19  # weights in fp32 at a time; a handful of copies are alive at once
 INT8_MAX = 127
@@ -80,6 +81,19 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
         packed[rows] = pairs | pairs >> 4
         scales[rows] = scale
     return Int4Weight(packed, scales, zeros, group)
+
+
+def round_to_fp8(values: Tensor) -> Fp8Weight:
+    """E4M3, one scale for each output: absmax / 448.
+
+    Args:
+        values: [outputs, inputs], any float dtype.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    scales = fp8_scales(values, torch.float8_e4m3fn, ROW)
+    return Fp8Weight(round_fp8(values, scales, torch.float8_e4m3fn, ROW), scales[:, 0])
 
 
 def round_tokens(x: Tensor, group: int = 0) -> Tensor:

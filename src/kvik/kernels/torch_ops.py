@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvik.kernels.draws import Truncation
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.draw import draw
+from kvik.kernels.reference.draw import draw, probabilities
 from kvik.kernels.reference.linear import as_multiplied, matrix, pack_rows, stored_weight
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import FloatWeight, Matrix, Weight
@@ -71,6 +72,12 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return wide.amax(-1), torch.from_numpy(wide.numpy().argmax(-1))
 
 
+def _probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
+    if truncation == Truncation():
+        return (logits.float() / temperature[:, None]).softmax(-1)
+    return probabilities(logits, temperature, truncation)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -119,6 +126,7 @@ TORCH = Ops(
     add=_add,
     largest=_largest,
     draw=draw,
+    probabilities=_probabilities,
     rms_norm=_rms_norm,
     layer_norm=_layer_norm,
     rotary=_rotary,

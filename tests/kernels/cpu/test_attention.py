@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -213,17 +213,14 @@ def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> N
 
 
 @dtypes
-@pytest.mark.parametrize(("cached", "size"), [(0, 5), (50, 12), (40, 90), (505, 20)])
+@pytest.mark.parametrize(("cached", "size"), [(0, 5), (50, 12), (40, 63), (505, 20)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_tree(runtime, cached: int, size: int, dtype, kv_dtype) -> None:
     end = cached + size
     s = Sequences([end, 20], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
     cache = s.filled(runtime)
     tree = random_tree(size, seed=size)
-    parts = [
-        s.part(0, cached, end, tree),
-        s.part(1, 19, 20, torch.ones(1, 1, dtype=torch.bool)),
-    ]
+    parts = [s.part(0, cached, end, tree), s.part(1, 19, 20)]
     found, decoded = attend(runtime, cache, parts, s.scale)
     visible = torch.cat([torch.ones(size, cached, dtype=torch.bool), tree], 1)
     assert_near(found, s.expected(runtime, cache, 0, cached, end, visible))
@@ -240,6 +237,45 @@ def test_a_tree_without_branches_is_a_sequence(runtime, window, dtype, kv_dtype)
     chain = torch.ones(20, 20, dtype=torch.bool).tril()
     (tree,) = attend(runtime, cache, [s.part(0, 100, 120, chain)], s.scale, window)
     assert_same_bits(tree, attend(runtime, cache, [s.part(0, 100, 120)], s.scale, window)[0])
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "cached", "window"),
+    [(4, 2, 0, 0), (3, 1, 9, 3), (2, 2, 60, 30), (4, 2, 60, 0), (2, 2, 500, 3), (3, 1, 500, 0)],
+)
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_a_node_has_the_bits_of_a_decode(
+    runtime, heads, kv_heads, cached, window, dtype, kv_dtype
+) -> None:
+    """At the end of a sequence in which its path alone follows the cached keys."""
+    size = 40
+    s = Sequences([cached + size, 70], heads, kv_heads, 16, dtype, kv_dtype)
+    tree = random_tree(size, seed=cached)
+    parts = [s.part(0, cached, cached + size, tree), s.part(1, 10, 70)]
+    found, plain = attend(runtime, s.filled(runtime), parts, s.scale, window)
+    assert_same_bits(plain, s.run(runtime, [(1, 10, 70)], window)[0])
+    for node in range(size):
+        path = cached + tree[node].nonzero()[:, 0]
+        end = cached + len(path)
+        cache = s.cache()
+        s.store(runtime, cache, 0, 0, cached)
+        cache.store(runtime, s.k[0][path], s.v[0][path], s.slots(0, cached, end))
+        decode = replace(s.part(0, end - 1, end), q=s.q[0][cached + node : cached + node + 1])
+        assert_same_bits(found[node], attend(runtime, cache, [decode], s.scale, window)[0][0])
+
+
+@dtypes
+@pytest.mark.parametrize("runtime", runtimes((1, 5)))
+def test_moved_keys_and_values_are_as_if_stored_there(runtime, dtype, kv_dtype) -> None:
+    """A path's nodes to the first places, some of which are among its sources."""
+    s = Sequences([60, 30], kv_heads=3, heads=3, dtype=dtype, kv_dtype=kv_dtype)
+    path = torch.tensor([21, 22, 25, 31, 33, 50])
+    expected, moved = s.filled(runtime), s.filled(runtime)
+    expected.store(runtime, s.k[0][path], s.v[0][path], s.slots(0, 20, 26))
+    moved.move(runtime, s.slots(0, 0, 60)[path], s.slots(0, 20, 26))
+    for found, wanted in zip(moved.tensors, expected.tensors, strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @dtypes

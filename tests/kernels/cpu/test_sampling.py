@@ -1,4 +1,5 @@
-"""draw against the definition in exact arithmetic, and against itself in other company."""
+"""draw and probabilities against the definition in exact arithmetic, against each other, and
+against themselves in other company."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.reference.draw import draw as reference
+from kvik.kernels.reference.draw import probabilities as reference_shares
 
 each_runtime = pytest.mark.parametrize("runtime", runtimes())
 
@@ -24,6 +26,7 @@ each_runtime = pytest.mark.parametrize("runtime", runtimes())
 # share of the total.
 MARGIN = 1e-6
 
+TINY = 1e-30  # what weighs less may be 0
 U_NEAR_1 = 1.0 - 2**-53
 RULES: list[dict[str, float]] = [
     {},
@@ -77,6 +80,21 @@ def draw(runtime: Runtime, logits: Tensor, draws: Draws, gap: int = 0) -> list[i
     return ids.view.tolist()
 
 
+def shares_of(runtime: Runtime, logits: Tensor, draws: Draws, gap: int = 0) -> Tensor:
+    rows, vocab = logits.shape
+    source, shares = Poisoned(rows, vocab, gap=gap), Poisoned(rows, vocab, gap=2 * gap)
+    source.view.copy_(logits)
+    rules = draws.truncation
+    call(
+        runtime, "probabilities", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        temperature=draws.temperature, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p,
+        shares=shares.view, shares_stride=shares.stride,
+    )  # fmt: skip
+    shares.assert_rest_untouched()
+    torch.testing.assert_close(source.view, logits, rtol=0, atol=0, equal_nan=True)
+    return shares.view.clone()
+
+
 @cache
 def definition(vocab: int) -> tuple[Tensor, list[dict[int, tuple[float, float]]]]:
     """Logits for each of the rules, and where each token of their distributions begins and ends."""
@@ -104,6 +122,44 @@ def test_matches_the_definition(runtime: Runtime, vocab: int) -> None:
 
 
 @each_runtime
+@pytest.mark.parametrize("vocab", [1, 2, 33, 1500])
+def test_shares_match_the_definition(runtime: Runtime, vocab: int) -> None:
+    logits, rows = definition(vocab)
+    found = shares_of(runtime, logits, draws_of(RULES, [0.0] * len(RULES), vocab), gap=3)
+    for shares, ends, rule in zip(found.double(), rows, RULES, strict=True):
+        expected = torch.zeros(vocab, dtype=torch.float64)
+        for token, (low, high) in ends.items():
+            expected[token] = high - low
+        assert (shares - expected).abs().max() < MARGIN, rule
+        assert shares.sum().item() == pytest.approx(1, abs=MARGIN)
+
+
+@each_runtime
+@pytest.mark.parametrize("vocab", [3, 1025, 20_011])
+def test_shares_are_those_of_the_draws(runtime: Runtime, vocab: int) -> None:
+    """To the token, first and last ones included."""
+    rules = [*RULES, {"top_k": 5000, "top_p": 0.9}, {"top_p": 0.9999}]
+    middle = torch.rand(len(rules), generator=torch.Generator().manual_seed(3)).tolist()
+    for logits in (normal(len(rules), vocab, seed=1) * 3, normal(len(rules), vocab, seed=2) / 50):
+        shares = shares_of(runtime, logits, draws_of(rules, middle, vocab))
+        reference = reference_shares(*_asked(logits, draws_of(rules, middle, vocab)))
+        torch.testing.assert_close(shares, reference, rtol=1e-4, atol=1e-7)
+        assert torch.equal(shares > TINY, reference > TINY)
+        mass = shares.cumsum(-1, dtype=torch.float64)
+        for uniforms in ([0.0] * len(rules), middle, [U_NEAR_1] * len(rules)):
+            found = torch.tensor(draw(runtime, logits, draws_of(rules, uniforms, vocab)))[:, None]
+            high = mass.gather(1, found)[:, 0]
+            low = high - shares.gather(1, found)[:, 0]
+            u = torch.tensor(uniforms, dtype=torch.float64)
+            assert bool(((low - MARGIN <= u) & (u <= high + MARGIN)).all())
+            assert bool((shares.gather(1, found) > 0).all())
+
+
+def _asked(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Truncation]:
+    return logits, draws.temperature, draws.truncation
+
+
+@each_runtime
 @pytest.mark.parametrize("vocab", [1023, 1025, 20_011, 40_000])
 def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
     """To the token: none of these numbers lies so near to an edge that rounding would show."""
@@ -117,15 +173,18 @@ def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
 
 @each_runtime
 def test_a_row_does_not_notice_its_company(runtime: Runtime) -> None:
-    """Nor its place, nor how many threads share it: the same token at the edges of the others."""
+    """Nor its place, nor how many threads share it: the same token at the edges of the others, and
+    the same bits of its shares."""
     for vocab in (700, 17_000):
         logits = normal(len(RULES), vocab, seed=5) / 4
         uniforms = [(3 * i + 1) / 64 for i in range(len(RULES))]
-        expected = draw(Runtime(runtime.isa, 1), logits, draws_of(RULES, uniforms, vocab))
+        alone, everything = Runtime(runtime.isa, 1), draws_of(RULES, uniforms, vocab)
+        expected, shares = draw(alone, logits, everything), shares_of(alone, logits, everything)
         rows = list(range(len(RULES)))
         for some in (rows, rows[::-1], rows[3:6], rows[::5], *([row] for row in rows)):
             draws = draws_of([RULES[i] for i in some], [uniforms[i] for i in some], vocab)
             assert draw(runtime, logits[some], draws) == [expected[i] for i in some]
+            assert torch.equal(shares_of(runtime, logits[some], draws), shares[some])
 
 
 @each_runtime
@@ -135,6 +194,8 @@ def test_of_equals_the_lower_ids_stay(runtime: Runtime, vocab: int) -> None:
     logits[0, vocab // 2] = 1.0
     kept = {"top_k": 5, "top_p": (math.e + 3.5) / (math.e + vocab - 1)}  # four of the equals
     for name, value in kept.items():
+        shares = shares_of(runtime, logits, draws_of([{name: value}], [0.0], vocab))
+        assert shares[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, vocab // 2]
         for u, token in ((0.0, 0), (0.3 / (math.e + 4), 0), (3.5 / (math.e + 4), 3)):
             assert draw(runtime, logits, draws_of([{name: value}], [u], vocab)) == [token]
         assert draw(runtime, logits, draws_of([{name: value}], [U_NEAR_1], vocab)) == [vocab // 2]
@@ -177,11 +238,16 @@ def test_rows_without_a_distribution_harm_nobody(runtime: Runtime) -> None:
             assert all(0 <= token < vocab for token in found)
             alone = draw(runtime, logits[5:], draws_of([rule], [0.7], vocab))
             assert found[5:] == alone
+            shares = shares_of(runtime, logits, draws_of([rule] * 6, [0.7] * 6, vocab))
+            assert torch.equal(
+                shares[5:], shares_of(runtime, logits[5:], draws_of([rule], [0.7], vocab))
+            )
 
 
 def test_no_rows() -> None:
     runtime = runtimes()[0].values[0]
     assert draw(runtime, torch.empty(0, 10), draws_of([], [], 10)) == []
+    assert shares_of(runtime, torch.empty(0, 10), draws_of([], [], 10)).shape == (0, 10)
 
 
 def test_typical_rows_go_their_own_way_in_any_company() -> None:
@@ -199,3 +265,6 @@ def test_typical_rows_go_their_own_way_in_any_company() -> None:
     assert torch.equal(found[plain], ops.draw(logits, draws)[plain])
     assert torch.equal(found[~plain], reference(logits, mixed)[~plain])
     assert not torch.equal(found, ops.draw(logits, draws))
+    shares = ops.probabilities(*_asked(logits, mixed))
+    assert torch.equal(shares[plain], ops.probabilities(*_asked(logits, draws))[plain])
+    assert torch.equal(shares[~plain], reference_shares(*_asked(logits, mixed))[~plain])

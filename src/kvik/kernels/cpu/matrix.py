@@ -73,13 +73,11 @@ class Matrices:
         Raises:
             ValueError: the kernels cannot multiply groups of this size.
         """
-        kind = plain_kind(spec)
-        _check_group(kind)
         values, scales, zeros = packed_sizes(spec)
         take = self.native.weights.take
         ordered = isinstance(spec.kind, OrderedKind)
         order = take(4 * spec.inputs).view(torch.int32) if ordered else None
-        packed = Packed(take(values), take(scales), take(zeros), order, _number(kind), _group(kind))
+        packed = packed_over(spec, take(values), take(scales), take(zeros), order)
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         return Matrix(spec, bias, packed)
 
@@ -168,8 +166,21 @@ class Matrices:
         return out
 
 
+def packed_over(
+    spec: MatrixSpec, weight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
+) -> Packed:
+    """Over memory of the sizes that `packed_sizes` says."""
+    kind = plain_kind(spec)
+    return Packed(weight, scales, zeros, order, _number(kind), _group(kind))
+
+
 def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
-    """Bytes of the packed values, scales and zero points (csrc/packed.hpp)."""
+    """Bytes of the packed values, scales and zero points (csrc/packed.hpp).
+
+    Raises:
+        ValueError: the kernels cannot multiply groups of this size.
+    """
+    _check_group(plain_kind(spec))
     paired = spec.activation == "silu_and_mul"  # gate and up share tiles
     tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
     kind = plain_kind(spec)

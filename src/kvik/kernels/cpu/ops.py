@@ -17,6 +17,7 @@ def native_ops(native: Native) -> Ops:
     cache from one place to another is not part of a forward and stays with torch."""
     matrices = Matrices(native)
     rows = _Rows(native)
+    drawing = Drawing(native)
     return Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
@@ -25,7 +26,8 @@ def native_ops(native: Native) -> Ops:
         gather_rows=rows.gather,
         add=rows.add,
         largest=rows.largest,
-        draw=Drawing(native).draw,
+        draw=drawing.draw,
+        probabilities=drawing.probabilities,
         rms_norm=rows.rms_norm,
         layer_norm=rows.layer_norm,
         rotary=rows.rotary,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.activation import gelu_tanh, silu_and_mul
-from kvik.kernels.reference.draw import draw
+from kvik.kernels.reference.draw import draw, probabilities
 from kvik.kernels.reference.kv_cache import copy_blocks, store_kv
 from kvik.kernels.reference.linear import linear, matrix, matrix_rows, pack_rows
 from kvik.kernels.reference.norm import layer_norm, rms_norm
@@ -20,6 +20,7 @@ REFERENCE = Ops(
     add=add,
     largest=largest,
     draw=draw,
+    probabilities=probabilities,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
     rotary=rotary,

@@ -1,0 +1,69 @@
+// Keys and values from one place of the paged cache to another, as they are stored.
+#pragma once
+
+#include "arguments.hpp"
+#include "kv_layout.hpp"
+#include "kv_numbers.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+namespace cache {
+
+// One head of one token, from place `t` of a strip to place `to_t` of another.
+template <class Stored>
+void copy_key(Stored* to, int64_t to_t, const Stored* from, int64_t t, int64_t head_dim) {
+    constexpr int P = kPair<Stored>;
+    for (int64_t d = 0; d < head_dim; d += P)
+        std::memcpy(to + key_place<P>(to_t, d), from + key_place<P>(t, d), P * sizeof(Stored));
+}
+template <class Stored>
+void copy_value(Stored* to, int64_t to_t, const Stored* from, int64_t t, int64_t head_dim) {
+    constexpr int P = kPair<Stored>;
+    for (int64_t d = 0; d < head_dim; d++) to[value_place<P>(to_t, d, head_dim)] = from[value_place<P>(t, d, head_dim)];
+}
+inline void copy_key(Int4s* to, int64_t to_t, const Int4s* from, int64_t t, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 2) to[key_byte(to_t, d)] = from[key_byte(t, d)];
+}
+inline void copy_value(Int4s* to, int64_t to_t, const Int4s* from, int64_t t, int64_t head_dim) {
+    for (int64_t first = 0; first < head_dim; first += 16)
+        for (int64_t d = first; d < first + 8; d++) to[value_byte(to_t, d, head_dim)] = from[value_byte(t, d, head_dim)];
+}
+
+// Heads are shared out; each thread moves the tokens in their order.
+template <class Stored>
+void move_as(const move_kv_args& a, const Team& team) {
+    const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};
+    const auto* source = static_cast<const int64_t*>(a.source);
+    const auto* target = static_cast<const int64_t*>(a.target);
+    auto* keys = static_cast<Stored*>(a.k_cache);
+    auto* values = static_cast<Stored*>(a.v_cache);
+    auto* key_words = static_cast<uint16_t*>(a.k_scales);
+    auto* value_words = static_cast<uint16_t*>(a.v_scales);
+    for (int64_t head = team.rank; head < a.kv_heads; head += team.size)
+        for (int64_t row = 0; row < a.rows; row++) {
+            const int64_t from = source[row] / a.block_size, t = source[row] % a.block_size;
+            const int64_t to = target[row] / a.block_size, to_t = target[row] % a.block_size;
+            const int64_t from_strip = layout.strip(from, head, t) / kNumbers<Stored>;
+            const int64_t to_strip = layout.strip(to, head, to_t) / kNumbers<Stored>;
+            copy_key(keys + to_strip, to_t % kStrip, keys + from_strip, t % kStrip, a.head_dim);
+            copy_value(values + to_strip, to_t % kStrip, values + from_strip, t % kStrip, a.head_dim);
+            if constexpr (kScaled<Stored>) {
+                key_words[layout.token(to, head, to_t)] = key_words[layout.token(from, head, t)];
+                value_words[layout.token(to, head, to_t)] = value_words[layout.token(from, head, t)];
+            }
+        }
+}
+
+}  // namespace cache
+
+void move_kv(const move_kv_args& a, Team& team) {
+    if (a.kv_dtype == kF32) cache::move_as<float>(a, team);
+    if (a.kv_dtype == kBF16) cache::move_as<bf16>(a, team);
+    if (a.kv_dtype == kI8) cache::move_as<int8_t>(a, team);
+    if (a.kv_dtype == kFP8) cache::move_as<cache::Fp8>(a, team);
+    if (a.kv_dtype == kI4) cache::move_as<cache::Int4s>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik

@@ -1,0 +1,45 @@
+"""How an implementation of `Ops` lays matrices out in memory: to keep them in a file, and to map
+them from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvik.kernels.weights import Matrix, MatrixSpec
+
+ALIGNMENT = 4096  # bytes: every part begins at a page
+
+Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """
+    layout(spec) -> the parts of such a matrix, without memory (device "meta")
+    parts(matrix) -> its memory, bias included
+    over(spec, parts) -> the matrix whose memory these parts are, shaped as `layout` says. Raises
+        ValueError if they hold what no matrix may
+
+    Attributes:
+        name: changes whenever the bytes of a part do.
+    """
+
+    name: str
+    layout: Callable[[MatrixSpec], Parts]
+    parts: Callable[[Matrix], Parts]
+    over: Callable[[MatrixSpec, Parts], Matrix]
+
+
+def check_order(order: Tensor) -> None:
+    """
+    Raises:
+        ValueError: [inputs] int32 is no permutation; kernels would read beyond their inputs.
+    """
+    ids = order.long()
+    if bool((ids < 0).any()) or bool((ids >= len(ids)).any()):
+        raise ValueError("the order of its inputs is no permutation")
+    if not bool((ids.bincount(minlength=len(ids)) == 1).all()):
+        raise ValueError("the order of its inputs is no permutation")

@@ -1,0 +1,209 @@
+"""Every backend over trees of drafts, and the move of an accepted path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_backends import NAMES, make_backend
+
+from kvik.attention.base import AttentionBackend, LayerKV
+
+# Parents of each node; the paths to the last nodes lie scattered.
+PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
+FORMATS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+formats = pytest.mark.parametrize("format", FORMATS)
+windows = pytest.mark.parametrize("window", [None, 1, 3, 20])
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return make_backend(request.param)
+
+
+def words(parents: tuple[int, ...]) -> tuple[int, ...]:
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        found.append(1 << node | (found[parent] if node else 0))
+    return tuple(found)
+
+
+TREE = words(PARENTS)
+
+
+def paths() -> list[list[int]]:
+    return [[j for j in range(len(TREE)) if word >> j & 1] for word in TREE]
+
+
+def with_trees(step, *trees: tuple[int, ...]):
+    """The step with a tree, or none, for each of its sequences."""
+    every = [
+        word
+        for tree, new in zip(trees, step.layout.num_scheduled, strict=True)
+        for word in tree or (0,) * new
+    ]
+    layout = replace(step.layout, tree=torch.tensor(every), tree_words=tuple(every))
+    return replace(step, layout=layout)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@windows
+@pytest.mark.parametrize("cached", [0, 5, 60, 300])
+def test_a_node_sees_its_path(backend, make_step, cached, window):
+    """Among plain sequences, which see what they always see."""
+    plain = [(12, 1), (30, 20)]
+    step = make_step([plain[0], (cached, len(TREE)), plain[1]])
+    step = with_trees(step, (), TREE, ())
+    found = step.run(backend, window)
+    torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+def test_several_trees_of_different_sizes(backend, make_step):
+    sequences = [(40, 1), (7, 12), (33, 5), (90, 3)]
+    step = with_trees(make_step(sequences), (1,), TREE, TREE[:5], (1, 3, 5))
+    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=2e-6)
+
+
+def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
+    """The decode of a path's last node, after the others were computed one by one."""
+    alone = make_step([(cached, len(TREE))], dtype=dtype, kv_dtype=kv_dtype, dim=32)
+    kv, found = alone.kv, None
+    for depth, node in enumerate(path):
+        end = cached + depth + 1
+        layout = replace(
+            alone.layout,
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            slot_mapping=alone.layout.slot_mapping[depth : depth + 1],
+            num_scheduled=(1,),
+            contexts=(end,),
+        )
+        q, k, v = (x[node : node + 1] for x in (alone.q, alone.k, alone.v))
+        found = backend.run(q, k, v, kv, backend.plan(layout, step), alone.scale)
+    return found, alone
+
+
+# The products of "reference" take another order for several queries.
+@formats
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [name for name in NAMES if name != "reference"], indirect=True)
+def test_a_node_has_the_bits_of_a_decode_at_its_place(backend, make_step, format, dtype, window):
+    kv_dtype, cached = FORMATS[format], 59
+    step = make_step([(cached, len(TREE))], dtype=dtype, kv_dtype=kv_dtype, dim=32)
+    found = with_trees(step, TREE).run(backend, window)
+    for node, path in enumerate(paths()):
+        decoded, _ = decode_of(make_step, window, path, cached, dtype, kv_dtype, backend)
+        assert torch.equal(bits(found[node]), bits(decoded[0]))
+
+
+@formats
+def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format):
+    """To the bit, in the places that later tokens see."""
+    kv_dtype, cached = FORMATS[format], 59
+    path = paths()[10]
+    step = make_step([(cached, len(TREE))], kv_dtype=kv_dtype, dim=32)
+    step = with_trees(step, TREE)
+    plan = backend.plan(step.layout, None)
+    backend.run(step.q, step.k, step.v, step.kv, plan, step.scale)
+    slots = step.layout.slot_mapping
+    backend.move(step.kv, slots[path], slots[: len(path)])
+    _, alone = decode_of(make_step, None, path, cached, torch.float32, kv_dtype, backend)
+
+    # A decode behind the path, on either cache.
+    end = cached + len(path) + 1
+    layout = replace(
+        step.layout,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([end], dtype=torch.int32),
+        slot_mapping=slots[len(path) : len(path) + 1],
+        num_scheduled=(1,),
+        contexts=(end,),
+        tree=None,
+        tree_words=(),
+    )
+    results = [
+        backend.run(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.scale)
+        for x in (step, alone)
+    ]
+    assert torch.equal(bits(results[0]), bits(results[1]))
+
+
+def test_a_move_leaves_all_other_places_alone(backend, make_step):
+    step = make_step([(20, 12), (7, 1)])
+    backend.run(step.q, step.k, step.v, step.kv, backend.plan(step.layout, None), step.scale)
+    kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    slots = step.layout.slot_mapping
+    backend.move(kv, slots[[3, 7]], slots[[1, 2]])
+    changed = (kv.k.view(torch.int32) != step.kv.k.view(torch.int32)).sum()
+    assert changed == 2 * step.k.shape[1] * step.k.shape[2]
+    backend.move(kv, slots[:0], slots[:0])
+
+
+def random_tree(nodes: int, seed: int) -> tuple[int, ...]:
+    """Parents near the end make deep trees."""
+    g = torch.Generator().manual_seed(seed)
+    return (
+        -1,
+        *(
+            max(0, i - 1 - int(torch.randint(1 + seed % 5, (1,), generator=g)))
+            for i in range(nodes - 1)
+        ),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("cached", [0, 480, 511])
+@pytest.mark.parametrize("backend", [name for name in NAMES if name == "cpu"], indirect=True)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, threads, cached, window):
+    """The native kernel cuts long contexts at every 512 keys, for one thread or several."""
+    backend = type(backend)(type(backend.native)(threads=threads))
+    for seed, (heads, kv_heads) in enumerate([(8, 1), (2, 2)]):
+        nodes = 63 if seed % 2 else 7
+        tree = words(random_tree(nodes, seed + 1))
+        sequences = [(cached, nodes), (70, 1), (cached + 5, nodes), (3, 40)]
+        step = make_step(sequences, block_size=32, heads=heads, kv_heads=kv_heads, seed=seed)
+        step = with_trees(step, tree, (), tree, ())
+        found = step.run(backend, window)
+        torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=4e-6)
+
+
+@formats
+def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
+    """Each place that is read was a target before, or is one afterwards, across blocks too."""
+    kv_dtype = FORMATS[format]
+    step = make_step([(0, 40)], kv_dtype=kv_dtype, dim=32)
+    backend.run(step.q, step.k, step.v, step.kv, backend.plan(step.layout, None), step.scale)
+    slots = step.layout.slot_mapping
+    source, target = list(range(5, 40, 2)), list(range(3, 21))
+    backend.move(step.kv, slots[source], slots[target])
+    other = make_step([(0, 40)], kv_dtype=kv_dtype, dim=32)
+    kept = list(range(40))
+    for place, token in zip(target, source, strict=True):
+        kept[place] = token
+    k, v = (x[kept] for x in (other.k, other.v))
+    backend.run(other.q, k, v, other.kv, backend.plan(other.layout, None), other.scale)
+    end = replace(
+        step.layout,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([40], dtype=torch.int32),
+        slot_mapping=slots[-1:],
+        num_scheduled=(1,),
+        contexts=(40,),
+    )
+    results = [
+        backend.run(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.scale)
+        for kv in (step.kv, other.kv)
+    ]
+    assert torch.equal(bits(results[0]), bits(results[1]))

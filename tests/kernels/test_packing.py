@@ -1,0 +1,143 @@
+"""Matrices in parts, as files keep them: what comes back multiplies to the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.optional_native import NATIVE, instruction_sets, needs_native
+
+from kvik.kernels.cases import filled_matrix
+from kvik.kernels.ops import Ops
+from kvik.kernels.packing import Packing
+from kvik.kernels.reference.packing import PLAIN
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import (
+    Activation,
+    FloatWeight,
+    Fp8Weight,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    OrderedWeight,
+    PlainWeight,
+    Weight,
+)
+
+ROWS, INPUTS, GROUP = 70, 64, 32
+
+
+def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+    """Mixed, and the same in every version of torch."""
+    count = torch.arange(torch.Size(shape).numel())
+    return (count * 7919 // 13 % (high - low) + low).view(shape)
+
+
+def plain_weights() -> dict[str, PlainWeight]:
+    """Of numbers that every kind and every machine holds exactly."""
+    scales = 2.0 ** integers(-4, 4, ROWS).float()
+    groups = 2.0 ** integers(-4, 4, ROWS, INPUTS // GROUP).float()
+    whole = integers(-8, 8, ROWS, INPUTS)
+    bytes_ = integers(0, 256, ROWS, INPUTS // 2).to(torch.uint8)
+    zeros = integers(0, 16, ROWS, INPUTS // GROUP)
+    return {
+        "float32": FloatWeight(whole.float()),
+        "bfloat16": FloatWeight(whole.bfloat16()),
+        "w8a8": Int8Weight(whole.to(torch.int8), scales, True),
+        "int8": Int8Weight(whole.to(torch.int8), groups, False, GROUP),
+        "int4": Int4Weight(bytes_, groups, zeros.to(torch.uint8), GROUP),
+        "symmetric int4": Int4Weight(bytes_, groups, None, GROUP),
+        "int4 with minima": Int4MinWeight(bytes_, groups, zeros.float(), GROUP),
+        "fp8": Fp8Weight(whole.float().to(torch.float8_e4m3fn), scales),
+        "fp8 in groups": Fp8Weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
+    }
+
+
+def weights() -> dict[str, Weight]:
+    plain = plain_weights()
+    order = (torch.arange(INPUTS) * 37 % INPUTS).to(torch.int32)
+    return {**plain, "ordered int4": OrderedWeight(plain["int4"], order)}
+
+
+def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:
+    if name == "torch":
+        return TORCH, PLAIN
+    from kvik.kernels.cpu.native import Native
+    from kvik.kernels.cpu.ops import native_ops
+    from kvik.kernels.cpu.packing import TILES
+
+    return native_ops(Native(1, isa)), TILES
+
+
+def made(ops: Ops, weight: Weight, activation: Activation | None = None) -> Matrix:
+    return filled_matrix(ops, weight, integers(-8, 8, ROWS).float(), activation, torch.float32)
+
+
+IMPLEMENTATIONS = ["torch", *(["native"] if NATIVE else [])]
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.parametrize("kind", weights())
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_same_matrix_comes_back(name: str, kind: str, activation: Activation | None) -> None:
+    ops, packing = implementation(name)
+    matrix = made(ops, weights()[kind], activation)
+    parts = packing.parts(matrix)
+    layout = packing.layout(matrix.spec)
+    assert {k: (v.shape, v.dtype) for k, v in parts.items()} == {
+        k: (v.shape, v.dtype) for k, v in layout.items()
+    }
+    assert all(part.device.type == "meta" for part in layout.values())
+    again = packing.over(matrix.spec, {k: v.clone() for k, v in parts.items()})
+    x = integers(-8, 8, 5, INPUTS).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    assert torch.equal(ops.linear(x, again, None), ops.linear(x, matrix, None))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", weights())
+def test_all_instruction_sets_have_the_same_bytes(kind: str) -> None:
+    """So a folder that one machine built runs on another."""
+    hashes = set()
+    for isa in instruction_sets():
+        ops, packing = implementation("native", isa)
+        hashes.add(digest(packing, made(ops, weights()[kind], "silu_and_mul")))
+    assert len(hashes) == 1
+
+
+def digest(packing: Packing, matrix: Matrix) -> str:
+    whole = hashlib.sha256()
+    for name, part in sorted(packing.parts(matrix).items()):
+        whole.update(name.encode())
+        whole.update(part.contiguous().flatten().view(torch.uint8).numpy())
+    return whole.hexdigest()
+
+
+# If this fails the bytes of folders that users have are no longer those that kernels take: give the
+# packing another name.
+BYTES = {
+    "plain-1": "6e9734787200f8e5d674b06a2ba19c18786242e47b825dc55d13db8db1c1d8de",
+    "tiles-1": "a0a8dd5f387f0926f56b9a00b5ae6745fd38d3b33b75265528d336c304b0f083",
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_other_bytes_need_another_name(name: str) -> None:
+    whole = hashlib.sha256()
+    for weight in weights().values():
+        ops, packing = implementation(name)
+        whole.update(digest(packing, made(ops, weight)).encode())
+    assert whole.hexdigest() == BYTES[packing.name]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("wrong", [-1, INPUTS, 0])
+def test_an_order_that_leads_out_of_the_inputs_is_refused(name: str, wrong: int) -> None:
+    ops, packing = implementation(name)
+    matrix = made(ops, weights()["ordered int4"])
+    parts = {k: v.clone() for k, v in packing.parts(matrix).items()}
+    parts["order"][parts["order"] == 5] = wrong
+    with pytest.raises(ValueError, match="no permutation"):
+        packing.over(replace(matrix.spec), parts)
