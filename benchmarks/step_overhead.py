@@ -1,11 +1,13 @@
 """What a decoding step costs outside the model: scheduling, inputs, bookkeeping, text.
 
-    python benchmarks/step_overhead.py [--num-seqs 256] [--contexts 100 1000 10000]
+    python benchmarks/step_overhead.py [--num-seqs 256] [--contexts 100 1000 10000] [--drafts 5]
 
-The engine is the real one but for the forward, whose logits are constant. All requests
-decode greedily, so that sampling is one pass over the logits: shown, but as arithmetic not summed.
-The cost per step should not depend on how long the requests are. Every part is timed in every step:
-median microseconds, and the 10th and 90th percentile of the sum.
+The engine is the real one but for the forward, which says the same words again and again. All
+requests decode greedily, so that sampling is one pass over the logits: shown, but as arithmetic not
+summed. The cost per step should not depend on how long the requests are. Every part is timed in
+every step: median microseconds, and the 10th and 90th percentile of the sum. With --drafts a lookup
+guesses tokens ahead, all rightly, so a step makes so many tokens more of each request: "propose"
+finds and keeps them, "check" judges them; what the others take more is for the tokens themselves.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from kvik.config.config import (
 from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import read_model_spec
+from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
@@ -39,30 +42,34 @@ from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
+from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import FreshInputs
 
 BLOCK_SIZE = 16
+PERIOD = 61  # tokens after which texts repeat themselves
+SETTLED = PERIOD + 9  # steps until all can be foreseen
+INSIDE = ("inputs", "check", "propose", "sample", "model")  # parts of the runner that are told
 CPU = torch.device("cpu")
 
 
-class Constant:
+class Instant:
     """A forward that takes no time: what is left is the cost of everything around it."""
 
-    def __init__(self, vocab_size: int, num_seqs: int) -> None:
-        self._logits = torch.zeros(num_seqs, vocab_size)
-        self._logits[:, 300] = 1.0  # an ordinary token
-        self._top, self._top_ids = self._logits.max(-1)
+    def __init__(self, vocab_size: int, rows: int) -> None:
+        self._logits = torch.zeros(rows, vocab_size)
+        self._top = torch.zeros(rows)
 
     def run(self, batch: InputBatch) -> StepOutput:
         rows = len(batch.logits_indices)
-        return StepOutput(
-            torch.empty(0), self._logits[:rows], self._top[:rows], self._top_ids[:rows]
-        )
+        hidden = torch.zeros(1, 1).expand(len(batch.input_ids), 1)
+        tokens = 300 + batch.positions[batch.logits_indices] % PERIOD  # ordinary ones
+        return StepOutput(hidden, self._logits[:rows], self._top[:rows], tokens)
 
 
 class Stopwatch:
@@ -72,21 +79,26 @@ class Stopwatch:
         self.times: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, name: str, call: Callable) -> Callable:
-        def timed(*args):
+        def timed(*args, **options):
             started = time.perf_counter()
-            result = call(*args)
+            result = call(*args, **options)
             self.times[name].append((time.perf_counter() - started) * 1e6)
             return result
 
         return timed
 
 
-def make_engine(num_seqs: int, context: int, steps: int) -> tuple[EngineCore, ModelRunner]:
+def make_engine(
+    num_seqs: int, context: int, steps: int, drafts: int
+) -> tuple[EngineCore, ModelRunner]:
     """An engine whose only KV group has one tiny layer."""
-    length = context + steps + 2
+    length = context + (1 + drafts) * steps + 2
     spec = replace(read_model_spec(find_model("")), eos_token_ids=())
     groups = group_layers([KVCacheSpec(KVKind.FULL, 1, 16, 128)])
     num_blocks = num_seqs * (length // BLOCK_SIZE + 1) + 1
+    speculation = None
+    if drafts:  # all that fit: how many pay is not the question here
+        speculation = ResolvedSpeculation("ngram", drafts, num_seqs * drafts, adaptive=False)
     config = ResolvedConfig(
         model=spec,
         cache=CacheConfig(BLOCK_SIZE, num_blocks, groups),
@@ -95,22 +107,32 @@ def make_engine(num_seqs: int, context: int, steps: int) -> tuple[EngineCore, Mo
         memory=MemoryPlan(0, 0, 0, 0, 0),
         seed=0,
         decisions=(),
+        speculation=speculation,
     )
+    table = RequestTable(num_seqs, length, 1, BLOCK_SIZE)
+    sampling = SamplingTable(num_seqs, spec.vocab_size, CPU)
+    speculator = None
+    if speculation is not None:
+        drafter = NgramDrafter(table, speculation.ngram_min, speculation.ngram_max)
+        speculator = Speculator(
+            speculation, drafter, table, sampling, spec.vocab_size, time.perf_counter
+        )
     network = SimpleNamespace(ops=select_ops(CPU))  # no blocks are copied, no prompt is scored
     runner = ModelRunner(
         network=network,
-        graph=Constant(spec.vocab_size, num_seqs),
+        graph=Instant(spec.vocab_size, num_seqs * (1 + drafts)),
         inputs=FreshInputs(CPU),
-        table=RequestTable(num_seqs, length, 1, BLOCK_SIZE),
-        sampling=SamplingTable(num_seqs, spec.vocab_size, CPU),
+        table=table,
+        sampling=sampling,
         device=CPU,
         clock=time.perf_counter,
+        speculator=speculator,
     )
     return EngineCore(config), runner
 
 
-def measure(num_seqs: int, context: int, steps: int) -> dict[str, list[float]]:
-    core, runner = make_engine(num_seqs, context, steps)
+def measure(num_seqs: int, context: int, steps: int, drafts: int) -> dict[str, list[float]]:
+    core, runner = make_engine(num_seqs, context, steps, drafts)
     processor = OutputProcessor(Tokenizer.load(find_model("")))
     params = SamplingParams(temperature=0.0, max_tokens=None)
     for i in range(num_seqs):
@@ -122,6 +144,10 @@ def measure(num_seqs: int, context: int, steps: int) -> dict[str, list[float]]:
     watch = Stopwatch()
     runner.graph.run = watch.wrap("model", runner.graph.run)
     runner.sampler.sample = watch.wrap("sample", runner.sampler.sample)
+    if runner.speculator is not None and runner.checker is not None:
+        runner.speculator.propose = watch.wrap("propose", runner.speculator.propose)
+        runner.speculator.observe = watch.wrap("observe", runner.speculator.observe)
+        runner.checker.check = watch.wrap("check", runner.checker.check)
     build = model_runner.build_input_batch
     model_runner.build_input_batch = watch.wrap("inputs", build)
     run, plan = watch.wrap("run", runner.run), watch.wrap("schedule", core.plan)
@@ -133,7 +159,7 @@ def measure(num_seqs: int, context: int, steps: int) -> dict[str, list[float]]:
             assert isinstance(output, ModelRunnerOutput)
             text(update(output, 0.0))
     model_runner.build_input_batch = build
-    return {name: times[2:] for name, times in watch.times.items()}  # without the prefill
+    return {name: times[SETTLED - steps :] for name, times in watch.times.items()}
 
 
 def main() -> None:
@@ -143,9 +169,12 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--drafts", type=int, default=0, help="of each request in a step")
     args = parser.parse_args()
     torch.set_num_threads(1)
     columns = ("schedule", "inputs", "rest", "update", "text")
+    if args.drafts:
+        columns = ("schedule", "inputs", "check", "rest", "propose", "update", "text")
     print(f"{args.num_seqs} decoding requests, {args.steps} steps, median microseconds per step")
     print(
         " context"
@@ -153,9 +182,13 @@ def main() -> None:
         + "       sum   10% .. 90%    sampling"
     )
     for context in args.contexts:
-        times = measure(args.num_seqs, context, args.steps)
-        rows = zip(times["run"], times["inputs"], times["sample"], times["model"], strict=True)
-        times["rest"] = [run - inputs - sample - model for run, inputs, sample, model in rows]
+        times = measure(args.num_seqs, context, args.steps, args.drafts)
+        if args.drafts:
+            check, sample, observe = (times[name] for name in ("check", "sample", "observe"))
+            times["check"] = [a - b + c for a, b, c in zip(check, sample, observe, strict=True)]
+        inside = [name for name in (*columns, "sample", "model") if name in INSIDE]
+        rows = zip(*(times[name] for name in inside), strict=True)
+        times["rest"] = [run - sum(parts) for run, parts in zip(times["run"], rows, strict=True)]
         sums = [sum(step) for step in zip(*(times[name] for name in columns), strict=True)]
         tenths = quantiles(sums, n=10)
         cells = "".join(f"{median(times[name]):10.0f}" for name in columns)

@@ -53,7 +53,7 @@ def build(
 def assert_complete(names: set[str]) -> None:
     """The Python part of a wheel: modules, the bundled models, the mark of typed packages."""
     assert {"kvik/__init__.py", "kvik/py.typed", "kvik/kernels/cpu/__init__.py"} <= names
-    for model in ("stories", "stories-draft"):
+    for model in ("stories", "stories-draft", "stories-medusa"):
         files = {path.name for path in (ROOT / "src/kvik/bundled" / model).iterdir()}
         assert files and {f"kvik/bundled/{model}/{name}" for name in files} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("csrc")]

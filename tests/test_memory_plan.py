@@ -13,20 +13,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from helpers.paged_model import PagedModel
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvik import LLM
 from kvik.attention.decode_batches import MAX_KEYS
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
+from kvik.config.engine_manifest import WEIGHTS
 from kvik.config.hardware import detect
 from kvik.config.memory import (
     GATHERED_KEYS,
     GIB,
     LOADING_BYTES,
+    MIB,
     QUANTIZED_SCRATCH_BYTES,
 )
+from kvik.config.model_spec import ModelSpec
 from kvik.kernels.rounding import PIECE
-from kvik.nn.checkpoint import RUN_BYTES
+from kvik.nn.checkpoint import RUN_BYTES, SINGLE
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
 
@@ -73,22 +81,23 @@ def status(field):
     lines = dict(line.split(":") for line in open("/proc/self/status"))
     return int(lines[field].split()[0]) * 1024
 
-with LLM(sys.argv[1], load_format="random", device="cpu", threads=2, enable_prefix_caching=False,
+with LLM(sys.argv[1], device="cpu", threads=2, enable_prefix_caching=False,
          **json.loads(sys.argv[2])) as llm:
     cache, limits = llm.resolved.cache, llm.resolved.scheduler
     every_rule = SamplingParams(temperature=0.9, top_p=0.9, typical_p=0.9, min_p=0.01,
-                                repetition_penalty=1.1, logit_bias={5: 1.0}, max_tokens=2,
-                                ignore_eos=True)
+                                repetition_penalty=1.1, logit_bias={5: 1.0}, ignore_eos=True)
+    count = 12 if llm.resolved.speculation else 2  # so that there is a step full of drafts
     requests = limits.max_num_seqs
     length = min((cache.num_blocks - 1) * cache.block_size // requests, limits.max_model_len)
-    prompts = [[3 + (i * 31 + j) % 900 for j in range(length - 2)] for i in range(requests)]
-    llm.generate(prompts, every_rule)
+    prompts = [[3 + (i * 31 + j) % 900 for j in range(length - count)] for i in range(requests)]
+    outputs = llm.generate(prompts, every_rule.with_changes(max_tokens=count))
+    drafts = sum(output.num_drafted_tokens for output in outputs)
     scored = [7] * min(300, limits.max_model_len - 1)
     llm.generate([scored], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))
     memory = llm.resolved.memory
     print(json.dumps({"peak": status("VmHWM"), "planned": memory.total, "weights": memory.weights,
                       "activations": memory.activations, "kv_cache": memory.kv_cache,
-                      "overhead": memory.overhead}))
+                      "overhead": memory.overhead, "drafts": drafts}))
 """
 
 
@@ -102,10 +111,15 @@ class Measured:
     activations: int
     kv_cache: int
     overhead: int
+    drafts: int
 
 
 def run(config: dict[str, Any], folder: Path, **wishes: Any) -> Measured:
     (folder / "config.json").write_text(json.dumps(config))
+    return measured(folder, load_format="random", **wishes)
+
+
+def measured(folder: Path, **wishes: Any) -> Measured:
     command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(wishes)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -140,6 +154,49 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
         num_blocks=600,
     )
     assert found.peak <= found.planned <= 1.5 * found.peak
+
+
+@linux
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_draft_model_is_planned_with_its_cache_and_what_it_drew_from(
+    kernels: str, tmp_path: Path
+) -> None:
+    """Every draft is drawn, with probabilities of all tokens."""
+    small = tmp_path / "draft"
+    small.mkdir()
+    draft = {**SMALL, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+    (small / "config.json").write_text(json.dumps(draft))
+    wish = {"method": "draft_model", "model": str(small), "adaptive": False}
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    wish["num_speculative_tokens"] = 6
+    found = run(SMALL, tmp_path, kernels=kernels, num_blocks=240, speculative_config=wish, **sizes)
+    assert found.drafts > 16 * 6
+    own, drafts = 2 * 2 * 32, 6 * 2 * 16  # layers, heads, head_dim
+    assert found.kv_cache == 240 * 16 * 2 * 2 * (own + drafts)
+    assert found.peak <= found.planned <= 1.5 * found.peak
+
+
+@linux
+def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
+    tmp_path: Path,
+) -> None:
+    """For they are as much in memory, and no less."""
+    model, engine = tmp_path / "model", tmp_path / "engine"
+    model.mkdir()
+    config = {**SMALL, "vocab_size": 120_000}
+    (model / "config.json").write_text(json.dumps(config))
+    declared = PagedModel(None, spec=ModelSpec.from_config(config)).builder.declared
+    tensors = {t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in declared.tensors}
+    save_file(tensors, model / SINGLE)
+    wishes = EngineConfig(model=str(model), device="cpu", threads=2)
+    build_engine(wishes, engine, lambda done, total: None)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 512}
+    mapped, loaded = (measured(folder, num_blocks=40, **sizes) for folder in (engine, model))
+    assert mapped.weights == (engine / WEIGHTS).stat().st_size > 60 * MIB
+    assert mapped.weights == pytest.approx(loaded.weights, rel=0.01)
+    assert mapped.peak == pytest.approx(loaded.peak, rel=0.1)
+    assert mapped.planned == pytest.approx(loaded.planned, rel=0.001)
+    assert max(mapped.peak, loaded.peak) <= mapped.planned
 
 
 @linux

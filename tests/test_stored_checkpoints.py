@@ -25,11 +25,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "packed": compressed_config(symmetric=False, ignore=()),
     "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
     "fp8": fp8_config(weight_block_size=[32, 32]),
+    "fp8-e5m2": fp8_config(fmt="e5m2", weight_block_size=[32, 32]),
 }
 # Of a log probability. torch multiplies in fp32; the native kernels round activations to bf16 or,
 # for weights of four bits, to eight bits. Measured: 0.00001, 0.06 and 0.13.
 OFF = {"torch": 1e-4, "native": 0.08, "native, 4 bits": 0.18}
-EIGHT_BITS = ("gptq-8", "int8", "fp8")
+EIGHT_BITS = ("gptq-8", "int8", "fp8", "fp8-e5m2")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 PROMPT, OUTPUT, PREFILL, SAMPLES = 128, 64, 512, 3
-PEAKS = {"none": "bf16", "int8-weight-only": "bf16", "int8": "int8", "int4": "int8"}
+PEAKS = {"none": "bf16", "int8-weight-only": "bf16", "int8": "int8", "int4": "int8", "fp8": "bf16"}
 READ = 256 << 20  # bytes
 # Bytes of a scale and its zero point as the native kernels store them.
 INT4_GROUP_BYTES, INT8_ROW_BYTES = 3, 4

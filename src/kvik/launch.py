@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvik.config.check import check_config
 from kvik.config.config import CacheConfig, EngineConfig, ResolvedConfig, SchedulerConfig
+from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
+from kvik.config.errors import ConfigError, ModelError
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
 from kvik.config.kernels import ASKED
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import read_model_spec
-from kvik.config.resolve import resolve
+from kvik.config.model_spec import ModelSpec
+from kvik.config.resolve import Notes, choose_device, resolve
+from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.speculative_choice import wish_of
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.client import EngineClient, InprocClient
 from kvik.engine.core import EngineCore
-from kvik.engine.defaults import read_default_params
 from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
+from kvik.model_files import model_files
+from kvik.text.shared_vocabulary import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvik.worker.building import BuiltWeights
+    from kvik.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +44,7 @@ class Engine:
 
     resolved: ResolvedConfig
     client: EngineClient
-    tokenizer: Tokenizer | None  # None: the folder has none; prompts are token ids
+    tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
     default_params: SamplingParams
     executor: Executor
 
@@ -49,17 +61,39 @@ def launch(config: EngineConfig) -> Engine:
 def start(resolved: ResolvedConfig) -> Engine:
     """Load what was decided on."""
     _tell_what_is_slow(resolved)
-    folder = Path(resolved.runner.model_path)
-    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
-    default_params = read_default_params(folder)
+    default_params = model_files(Path(resolved.runner.model_path)).default_params()
+    with ThreadPoolExecutor(1) as aside:
+        reading = aside.submit(load_tokenizer, resolved)
 
-    from kvik.executors.inproc import InprocExecutor
-    from kvik.worker.worker import Worker
+        from kvik.executors.inproc import InprocExecutor  # brings in torch, which takes longer
 
-    executor = InprocExecutor(lambda: Worker(resolved))
+    tokenizer = reading.result()
+    executor = InprocExecutor(lambda: load_worker(resolved))
     executor.start()
     client = _client(resolved, executor)
     return Engine(resolved, client, tokenizer, default_params, executor)
+
+
+def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
+    """None: the model has none."""
+    files = model_files(Path(resolved.runner.model_path))
+    return files.tokenizer() if files.has_tokenizer() else None
+
+
+def load_worker(resolved: ResolvedConfig) -> Worker:
+    """The model alone, for a caller that makes the plans itself."""
+    from kvik.worker.worker import Worker
+
+    return Worker(resolved)
+
+
+def build_weights(
+    resolved: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
+) -> BuiltWeights:
+    """Write the weights as the worker would have them in memory."""
+    from kvik.worker import building
+
+    return building.build_weights(resolved, file, progress)
 
 
 def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:
@@ -88,7 +122,57 @@ def _tell_what_is_slow(resolved: ResolvedConfig) -> None:
 def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Every decision with its reason, before anything is loaded."""
     check_config(config)  # before a model is downloaded in vain
-    folder = find_model(config.model)
-    spec = read_model_spec(folder)
+    path = find_model(config.model)
+    spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
-    return resolve(config, spec, detect(gpus), str(folder))
+    wish = wish_of(config)
+    return resolve(config, spec, detect(gpus), str(path), _draft_source(wish, path, spec))
+
+
+def find_device(device: str) -> str:
+    """What computes where no model is served: "cpu" or "cuda:N".
+
+    Args:
+        device: as `EngineConfig.device`.
+
+    Raises:
+        ConfigError: it cannot be, or is not there.
+    """
+    config = EngineConfig(device=device)
+    check_config(config)
+    gpus = () if device == "cpu" else find_gpus()
+    return choose_device(config, detect(gpus), Notes())[0]
+
+
+def _draft_source(wish: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
+    """The draft model or the heads, if any are wanted."""
+    if wish is None or wish.method not in MODEL_METHODS:
+        return NO_SOURCE
+    if wish.method in KINDS:
+        folder = _find_drafter(wish.model) if wish.model else shipped_heads(wish.method, model)
+        heads = heads_for(folder, wish.method, spec.hidden_size, spec.vocab_size)
+        return DraftSource(str(folder), heads=heads)
+    path = _find_drafter(wish.model)
+    ours, theirs = model_files(model), model_files(path)
+    try:
+        draft = theirs.spec()
+    except ModelError as error:
+        raise ModelError("spec_model", str(error)) from None
+    if ours.has_tokenizer() and theirs.has_tokenizer():
+        meanings = shared_vocabulary(ours.tokenizer(), theirs.tokenizer())
+    elif spec.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            "spec_model",
+            f"must have {spec.vocab_size} tokens as the model has, not {draft.vocab_size}: without "
+            "tokenizers their tokens cannot be told apart",
+        )
+    else:
+        meanings = None
+    return DraftSource(str(path), draft, meanings)
+
+
+def _find_drafter(model: str) -> Path:
+    try:
+        return find_model(model)
+    except ModelError as error:
+        raise ModelError("spec_model", error.message) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvik.engine.output import OutputProcessor, Processed, RequestOutput, TextDe
 from kvik.engine.stats import EngineStats
 from kvik.interrupts import deferred_interrupt
 from kvik.launch import launch
+from kvik.model_files import model_files
 from kvik.progress import BatchProgress
 from kvik.text.bad_words import bad_word_ids
 from kvik.text.chat_template import ChatTemplate
@@ -31,7 +33,7 @@ class LLM:
     One thread at a time may use it: a call runs the engine's steps itself.
 
     Args:
-        model: folder in Hugging Face format, hub id, or "" for the bundled story model.
+        model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
         config: any field of `EngineConfig`.
 
     Raises:
@@ -56,9 +58,10 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `ModelError` if the model's folder has none; token ids can still be given."""
+        """Raises `ModelError` if the model has none; token ids can still be given."""
         if self._tokenizer is None:
-            return Tokenizer.load(self.resolved.runner.model_path)  # says what is missing
+            path = Path(self.resolved.runner.model_path)
+            return model_files(path).tokenizer()  # says what is missing
         return self._tokenizer
 
     def generate(

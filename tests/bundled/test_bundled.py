@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import kvik
+from kvik import LLM, SamplingParams
 
 BUNDLED = Path(kvik.__file__).parent / "bundled"
 NAMES = ("stories", "stories-draft")
@@ -178,3 +179,28 @@ def test_chat_template() -> None:
 def test_chat_template_refuses_other_roles() -> None:
     with pytest.raises(TemplateError, match="unknown role"):
         chat([{"role": "tool", "content": "42"}])
+
+
+def test_the_heads_are_for_the_model() -> None:
+    name = "stories-medusa"
+    config, heads = read("stories", "config.json"), read(name, "config.json")
+    sizes = {key: config[key] for key in ("hidden_size", "vocab_size")}
+    assert {key: heads[key] for key in sizes} == sizes
+    assert dtypes(name) == {"BF16"} and parameters(name) == 4 * (256 * 256 + 256)
+    licence = (BUNDLED / "stories" / "ATTRIBUTION.md").read_bytes()
+    assert (BUNDLED / name / "ATTRIBUTION.md").read_bytes() == licence
+
+
+def test_the_heads_guess_what_the_model_says() -> None:
+    """More than 1.7 tokens of a step, and not one of them another."""
+    prompts = ["Once upon a time there was a", "The king said to his daughter", "One day the fox"]
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    wish = {"method": "medusa", "num_speculative_tokens": 16, "adaptive": False}
+    with LLM(max_num_seqs=4) as llm:
+        expected = llm.generate(prompts, params)
+    with LLM(max_num_seqs=4, speculative_config=wish) as llm:
+        found = llm.generate(prompts, params)
+    for output, other in zip(found, expected, strict=True):
+        assert output.completions[0].token_ids == other.completions[0].token_ids
+    tokens = sum(output.num_output_tokens for output in found)
+    assert tokens / (tokens - sum(output.num_accepted_tokens for output in found)) > 1.7

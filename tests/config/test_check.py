@@ -37,6 +37,19 @@ BAD: dict[str, list[Any]] = {
     "threads": [0, -1, 100_000, 1.0],
     "load_format": ["pickle", None],
     "seed": [None, 1 << 64, 0.5, "x"],
+    "speculative_config": [
+        "ngram",
+        {"method": "fast"},
+        {"kind": "ngram"},
+        {"method": "ngram", "num_speculative_tokens": 0},
+        {"method": "ngram", "adaptive": 1},
+        {"method": "ngram", "ngram_min": 3, "ngram_max": 2},
+        {"method": "suffix", "shared": "yes"},
+        {"method": "draft_model", "model": "x", "quantization": "int2"},
+    ],
+    "spec_method": ["fast", "", 3, "draft-model"],
+    "spec_model": [3, "a\0b"],
+    "spec_tokens": [0, -1, 65, 2.0, True],
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.files import can_write, write_whole
+from kvik.config.files import can_write, write_whole, writing_whole, writing_whole_folder
 
 
 def test_a_file_is_written_with_the_permissions_of_any_new_one(tmp_path: Path) -> None:
@@ -23,19 +23,13 @@ def test_a_file_is_written_with_the_permissions_of_any_new_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError])
 def test_an_interruption_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: type[BaseException]
+    tmp_path: Path, problem: type[BaseException]
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-
-    def half(draft: Path, data: bytes) -> int:
-        with draft.open("wb") as file:
-            file.write(data[:1])
+    with pytest.raises(problem), writing_whole(path) as file:
+        file.write(b"n")
         raise problem
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(problem):
-        write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -71,3 +65,57 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert not can_write(tmp_path / "new")
     assert not can_write(tmp_path / "folder" / "new")
+
+
+def test_a_folder_takes_the_place_of_another_in_one_go(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder"
+    for text in ("one", "two"):
+        with writing_whole_folder(path) as draft:
+            assert draft.parent == path.parent
+            (draft / text).write_text(text)
+        assert [entry.name for entry in path.iterdir()] == [text]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_of_two_at_once_the_last_one_stays_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with writing_whole_folder(path) as last:
+        with writing_whole_folder(path) as first:
+            (first / "first").write_text("")
+        (last / "last").write_text("")
+    assert list(tmp_path.iterdir()) == [path]
+    assert [entry.name for entry in path.iterdir()] == ["last"]
+
+
+def test_a_place_that_was_taken_in_between_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "folder", Path.replace
+    path.mkdir()
+
+    def taken(source: Path, target: Path) -> Path:
+        if source == path:
+            replace(source, target)
+            path.mkdir()
+            (path / "theirs").write_text("")
+            return target
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", taken)
+    with pytest.raises(OSError), writing_whole_folder(path) as draft:
+        (draft / "ours").write_text("")
+    assert list(tmp_path.iterdir()) == [path]
+    assert [entry.name for entry in path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError])
+def test_an_interruption_leaves_the_folder_that_was_there(
+    tmp_path: Path, problem: type[BaseException]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("old")
+    with pytest.raises(problem), writing_whole_folder(tmp_path / "folder") as draft:
+        (draft / "new").write_text("new")
+        raise problem
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+    assert (tmp_path / "folder" / "old").read_text() == "old"

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from kvik.config.errors import ModelError
-from kvik.config.model_source import BUNDLED, find_config, find_model
+from kvik.config.model_source import BUNDLED, find_config, find_model, is_gguf
 
 
 @pytest.fixture
@@ -63,10 +63,37 @@ def test_a_path_that_is_not_there_never_reaches_the_hub(name: str, hub: list[Any
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.touch()
-    with pytest.raises(ModelError, match="is a file"):
+    with pytest.raises(ModelError, match=r"a folder, a .gguf file or a hub id.* is another file"):
         find_model(str(file))
+
+
+def test_a_gguf_file_is_one(tmp_path: Path, hub: list[Any]) -> None:
+    file = tmp_path / "model.GGUF"
+    file.touch()
+    assert find_model(str(file)) == file and is_gguf(file)
+    link = tmp_path / "named.gguf"  # the hub's own cache has no names but of links
+    link.symlink_to(file)
+    assert find_model(str(link)) == link
+    with pytest.raises(ModelError, match="there is no file '/"):
+        find_model(str(tmp_path / "other.gguf"))
+    with pytest.raises(ModelError, match=r"there is no file 'owner/model.gguf'"):
+        find_model("owner/model.gguf")
+    assert not hub
+
+
+def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    assert find_model(str(tmp_path)) == tmp_path.resolve() / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelError, match=r"name one of the 2 GGUF files .*: a.gguf, b.gguf"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").touch()  # then it is a folder in Hugging Face format
+    assert find_model(str(tmp_path)) == tmp_path.resolve()
+    named_like_one = tmp_path / "folder.gguf"
+    named_like_one.mkdir()
+    assert not is_gguf(find_model(str(named_like_one)))
 
 
 def hub_error(kind: type[Exception], status: int) -> Exception:

@@ -137,7 +137,7 @@ def sizes(most: int) -> st.SearchStrategy[int]:
 configs = st.builds(
     EngineConfig,
     dtype=st.sampled_from(["auto", "auto", "float32", "bfloat16", "float16"]),
-    quantization=st.sampled_from(["none", "none", "int8", "int8-weight-only", "int4"]),
+    quantization=st.sampled_from(["none", "none", "int8", "int8-weight-only", "int4", "fp8"]),
     device=st.sampled_from(["auto", "auto", "auto", "cpu", "cpu", "cuda:1"]),
     max_model_len=maybe(sizes(18)),
     max_num_seqs=maybe(sizes(12)),
@@ -289,7 +289,13 @@ def test_rotary_positions_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "low", "high"),
-    [("none", 2.0, 2.0), ("int8", 1.0, 1.01), ("int8-weight-only", 1.0, 1.01), ("int4", 0.5, 0.67)],
+    [
+        ("none", 2.0, 2.0),
+        ("int8", 1.0, 1.01),
+        ("int8-weight-only", 1.0, 1.01),
+        ("int4", 0.5, 0.67),
+        ("fp8", 1.0, 1.01),
+    ],
 )
 def test_quantised_weights_leave_room(quantization: str, low: float, high: float) -> None:
     """Bytes per parameter; the tied embedding of Llama-3.2-1B stays at eight bits."""

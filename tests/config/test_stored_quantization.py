@@ -12,7 +12,7 @@ from kvik.config.errors import ModelError
 from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
 from kvik.config.model_spec import ModelSpec
 from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
-from kvik.config.stored_quantization import StoredScheme
+from kvik.config.stored_quantization import StoredScheme, stored_alike
 
 DOWN = "model.layers.3.mlp.down_proj"
 FLOAT8 = {"num_bits": 8, "type": "float"}
@@ -43,6 +43,7 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
         (compressed_config("naive-quantized", **FLOAT8, strategy="block",
                            block_structure=[128, 64]), StoredScheme("fp8", 8, 64, 128)),
         (fp8_config(), StoredScheme("fp8", 8, 128, 128)),
+        (fp8_config(fmt="e5m2"), StoredScheme("fp8", 8, 128, 128, wide=True)),
         (fp8_config(weight_block_size=None), StoredScheme("fp8", 8, band=0)),
         ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None}, StoredScheme("fp8", 8)),
     ],
@@ -160,7 +161,7 @@ def test_formats_of_groups() -> None:
         (compressed_config() | {"transform_config": {"a": 1}}, "transform_config: must be empty"),
         (compressed_config() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
          "sparsity_config format: must be dense"),
-        (fp8_config(fmt="e5m2"), "fmt: must be one of e4m3"),
+        (fp8_config(fmt="e3m4"), "fmt: must be one of e4m3"),
         (fp8_config(scale_fmt="ue8m0"), "scale_fmt: must be one of float, not 'ue8m0'"),
         (fp8_config(weight_block_size=[128]), "weight_block_size: must be two positive integers"),
         (fp8_config(weight_block_size=[0, 128]), "weight_block_size: must be two positive"),
@@ -217,6 +218,17 @@ def test_a_matrix_has_one_scheme() -> None:
     # the same in memory, however it is stored
     other = replace(packed, layout="pack-quantized", lessened=True)
     assert matrix_scheme("none", 96, (packed, other), head=False) == scheme
+    # what no kernel multiplies is as good as floats
+    zeros = StoredScheme("gptq", 8, 32, symmetric=False)
+    assert matrix_scheme("none", 96, (zeros, None), head=False) is None
+    assert matrix_scheme("int8", 96, (zeros, None), head=False) == int8
+
+
+def test_neighbours_that_are_stored_alike() -> None:
+    one, other = StoredScheme("gptq", 4, 32), StoredScheme("gptq", 8, 32)
+    assert stored_alike((None, None, None)) == [3]
+    assert stored_alike((one, one, other)) == [2, 1]
+    assert stored_alike((one, None, one)) == [1, 1, 1]
 
 
 LLAMA = {
@@ -233,14 +245,14 @@ LLAMA = {
 
 
 def test_the_plan_counts_what_is_stored() -> None:
-    """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which makes
-    floats of Q, K and V, and for all of the last layer."""
+    """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which is
+    a matrix of its own then, and for all of the last layer."""
     config = awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2"])
     spec = ModelSpec.from_config(LLAMA | {"quantization_config": config})
     assert spec.quantization is not None
     q, kv, o, up = 128 * 128, 2 * 128 * 64, 128 * 128, 2 * 128 * 256
     packed = 4 / 8 + 5 / 32  # bytes of a weight
-    quantised = 2 * (o + up + up // 2) + q + kv
+    quantised = 2 * (o + up + up // 2 + kv) + q
     saved = quantised * (2 - packed)
     assert weight_bytes(spec, "bfloat16", "none") == spec.weight_bytes("bfloat16") - saved
     head = ModelSpec.from_config(LLAMA | {"quantization_config": gptq_config(lm_head=True)})

@@ -41,6 +41,7 @@ def run(seed: int, policy: str, windows: tuple[int | None, ...], depth: int) -> 
         max_num_seqs=rng.choice([3, 6]),
         depth=depth,
         caching=rng.random() < 0.8,
+        lookahead=seed % 3 * 4,
     )
     sim = Simulation(setup)
     heads = [[rng.randint(0, 2) for _ in range(20)] for _ in range(3)]

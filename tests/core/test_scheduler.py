@@ -148,6 +148,44 @@ def test_rejected_drafts_are_computed_again() -> None:
     assert request.num_draft_tokens == 0  # the result brought none
 
 
+def test_drafts_are_counted() -> None:
+    sim = Simulation(Setup())
+    request = sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)[0]
+    answer(sim, plan_of(sim), [1])
+    for drafts, tokens in ((2, [1, 2]), (0, [1])):
+        request.num_draft_tokens = drafts
+        sim.worker.rows[request.slot].drafts = [1] * drafts
+        (delta,) = answer(sim, plan_of(sim), tokens)
+    assert delta.report is not None
+    assert (delta.report.num_drafted_tokens, delta.report.num_accepted_tokens) == (2, 1)
+    counts = sim.scheduler.drafts
+    assert (counts.rows, counts.drafts, counts.accepted) == (1, 2, 1)
+    assert (counts.at, counts.accepted_at) == ([1, 1], [1, 0])
+    assert (counts.mean_length, counts.acceptance) == (2.0, 0.5)
+
+
+def test_places_are_kept_for_what_a_drafter_writes() -> None:
+    sim = Simulation(Setup(block_size=2, lookahead=3))
+    request = sim.add([0, 0], max_tokens=6, stop_ids=NO_STOP)[0]
+    held = []
+    while not request.finished:
+        answer(sim, plan_of(sim), [1])
+        held.append(len(request.block_ids[0]) if request.block_ids else None)
+    # Positions up to three beyond those of the step, of which the request never has more than 8.
+    assert held == [3, 3, 4, 4, 4, None]
+    plain = sim.add([0, 0], max_tokens=6, params=SamplingParams(speculation=False))[0]
+    plan_of(sim)
+    assert len(plain.block_ids[0]) == 1
+
+
+def test_nobody_is_preempted_for_what_a_drafter_writes() -> None:
+    sim = Simulation(Setup(block_size=2, num_blocks=3, lookahead=3))
+    request = sim.add([0, 0, 0], max_tokens=1, stop_ids=NO_STOP)[0]
+    plan_of(sim)
+    assert len(request.block_ids[0]) == 2
+    sim.drain()
+
+
 def test_drafts_are_not_scheduled_behind_drafts_in_flight() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=20)[0]

@@ -19,9 +19,13 @@ PROMPTS = ["Once upon a time", "The fox", "A little bird", "In the village"]
 VICTIM = 1
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+DRAFTS = {"speculative_config": {"method": "ngram", "ngram_max": 2, "adaptive": False}}
+
+
+@pytest.fixture(scope="module", params=[{}, DRAFTS], ids=["plain", "drafts"])
+def llm(request) -> Iterator[LLM]:
     config = {"max_num_seqs": 8, "max_model_len": 128, "enable_prefix_caching": False}
+    config |= request.param
     with LLM("", dtype="float32", device="cpu", threads=1, **config) as llm:
         yield llm
 
@@ -60,10 +64,10 @@ def _throw_in_sampling(monkeypatch) -> None:
             victims.add(slot)
         genuine_set(self, slot, params, seed, *rest)
 
-    def broken(self, slots, positions):
+    def broken(self, slots, positions, *rest):
         if next(calls) > 2 and victims & set(slots.tolist()):
             raise ArithmeticError("sampling")
-        return genuine_batch(self, slots, positions)
+        return genuine_batch(self, slots, positions, *rest)
 
     monkeypatch.setattr(SamplingTable, "set", spy)
     monkeypatch.setattr(SamplingTable, "batch", broken)

@@ -189,3 +189,25 @@ def test_deltas_of_a_discarded_request_are_dropped(tokenizer):
     processor.discard("a")
     out = processor.process([RequestDelta("a", 0, [3], FinishReason.STOP, report=REPORT)])
     assert (out.deltas, out.finished, out.to_end) == ([], [], [])
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH, FinishReason.STOP])
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_a_stop_string_cuts_inside_a_delta(tokenizer, reason, min_tokens):
+    processor = start(tokenizer, stop=("b",), min_tokens=min_tokens, logprobs=0)
+    ids = tokenizer.encode("abcabca")
+    logprobs = [TokenLogprobs(token, -float(i), 1) for i, token in enumerate(ids)]
+    report = None if reason is None else REPORT
+    deltas = [RequestDelta("a", 0, ids, reason, logprobs=logprobs, report=report)]
+    out = processor.process(deltas)
+    kept = 5 if min_tokens else 2
+    (shown,) = out.deltas
+    assert (shown.token_ids, shown.logprobs) == (ids[:kept], logprobs[:kept])
+    if reason is None:
+        assert out.to_end == [("a", 0, FinishReason.STOP, None)]
+        out = processor.process([RequestDelta("a", 0, [], FinishReason.STOP, report=REPORT)])
+    (output,) = out.finished
+    (completion,) = output.completions
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "b")
+    assert (completion.token_ids, completion.logprobs) == (ids[:kept], logprobs[:kept])
+    assert output.text == shown.text == ("abca" if min_tokens else "a")

@@ -121,3 +121,42 @@ def llama_file(
     return write_with_package(
         path, architecture, {**facts, **(values or {})}, {**embedding, **(tensors or {})}
     )
+
+
+# Where the fp16 numbers of a block lie, for types that the package does not write.
+NUMBERS: Mapping[str, tuple[int, ...]] = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+# Their products with whole scales and codes are weights of about 0.06.
+SIZES_OF_NUMBERS: Mapping[str, tuple[float, ...]] = {
+    "Q2_K": (6e-3, 6e-3),
+    "Q3_K": (1.5e-3,),
+    "Q4_K": (2.4e-4, 1.2e-3),
+    "Q5_K": (1.2e-4, 1.2e-3),
+    "Q6_K": (6e-5,),
+}
+
+
+def some_rows(type: str, values: np.ndarray, seed: int = 0) -> np.ndarray:
+    """values [rows, weights] fp32 -> bytes [rows, bytes] of a type; of one that the package does
+    not write, the bytes of other weights of that shape."""
+    kind = gguf.GGMLQuantizationType[type]
+    if type not in NUMBERS:
+        return gguf.quants.quantize(values, kind).view(np.uint8)
+    weights, size = gguf.quants.GGML_QUANT_SIZES[kind]
+    rows, width = values.shape
+    draw = np.random.default_rng(seed)
+    blocks = draw.integers(0, 256, (rows, width // weights, size), dtype=np.uint8)
+    for at, number in zip(NUMBERS[type], SIZES_OF_NUMBERS[type], strict=True):
+        own = number * draw.uniform(0.5, 1.5, blocks.shape[:2])
+        blocks[..., at : at + 2] = own.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def weights_of(type: str, rows: np.ndarray) -> np.ndarray:
+    """bytes [rows, bytes] -> [rows, weights] fp32, by the package."""
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[type])

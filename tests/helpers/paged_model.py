@@ -10,14 +10,15 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.config.kv_spec import group_layers, stored_as
-from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.config.model_spec import ModelSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.model_files import model_files
 from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.opening import open_weights
 
 
 class PagedModel:
@@ -38,8 +39,8 @@ class PagedModel:
         max_model_len: int = 0,
         seed: int = 0,
     ) -> None:
-        """A model from a folder, or of `spec` with random weights when folder is None."""
-        self.spec = spec or read_model_spec(folder)
+        """A model from a folder or file, or of `spec` with random weights when it is None."""
+        self.spec = spec or model_files(folder).spec()
         specs = stored_as(self.spec.kv_specs(dtype.itemsize), kv_format)
         self.groups = group_layers(specs)
         self.backend = backend or ReferenceAttention(ops)
@@ -51,7 +52,7 @@ class PagedModel:
             dtype=dtype,
             device=device,
             max_model_len=max_model_len or self.spec.max_position_embeddings,
-            checkpoint=open_checkpoint(folder) if folder else None,
+            checkpoint=open_weights(folder) if folder else None,
             stored_quantization=self.spec.quantization,
             quantization=quantization,
         )

@@ -39,6 +39,7 @@ class Setup:
     ageing: float = 10.0
     max_queued_requests: int = 1000
     max_queued_tokens: int = 100_000
+    lookahead: int = 0
 
     @property
     def cache(self) -> CacheConfig:
@@ -57,6 +58,7 @@ class Setup:
             ageing=self.ageing,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
+            num_lookahead_tokens=self.lookahead,
         )
 
 

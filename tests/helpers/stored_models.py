@@ -79,8 +79,8 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
         names = {"weight_scale_inv": ()} if config.get("weight_block_size") else {}
         format = FORMATS[scheme.layout](scheme, shape, names)
         if isinstance(format, Fp8):
-            scales = fp8_scales(tensor, torch.float8_e4m3fn, format.block)
-            values = round_fp8(tensor, scales, torch.float8_e4m3fn, format.block)
+            scales = fp8_scales(tensor, format.dtype, format.block)
+            values = round_fp8(tensor, scales, format.dtype, format.block)
             tensors = format.save(values, scales)
             plain[name] = unround_fp8(values, scales, format.block)
         else:

@@ -13,10 +13,7 @@ from kvik.nn.gguf_blocks import (
     dequantize,
     permute_rotary,
     quantize,
-    split_q4_0,
-    split_q4_k,
-    split_q6_k,
-    split_q8_0,
+    take_apart,
     unpermute_rotary,
 )
 
@@ -91,59 +88,35 @@ def test_quantised_to_the_same_bits(type: str, dtype: torch.dtype) -> None:
     assert np.array_equal(found.numpy(), expected)
 
 
-def test_q8_0_taken_apart() -> None:
-    rows = quantize("Q8_0", weights())
-    values, scales = split_q8_0(rows)
-    assert (values.dtype, values.shape) == (torch.int8, (40, WIDTH))
-    assert (scales.dtype, scales.shape) == (torch.float16, (40, WIDTH // 32))
-    made = values.float() * scales.float().repeat_interleave(32, dim=1)
-    assert torch.equal(made, dequantize("Q8_0", rows))
+# What codes can be, and how many weights share a scale.
+CODES = {
+    "Q8_0": (-128, 127, 32),
+    "Q4_0": (-8, 7, 32),
+    "Q4_1": (0, 15, 32),
+    "Q5_0": (-16, 15, 32),
+    "Q5_1": (0, 31, 32),
+    "Q2_K": (0, 3, 16),
+    "Q3_K": (-4, 3, 16),
+    "Q4_K": (0, 15, 32),
+    "Q5_K": (0, 31, 32),
+    "Q6_K": (-32, 31, 16),
+}
 
 
-def unpaired(pairs: Tensor) -> Tensor:
-    """[rows, weights / 2] -> [rows, weights]; the low half is the even weight."""
-    codes = torch.empty(len(pairs), 2 * pairs.shape[1])
-    codes[:, 0::2] = (pairs & 15).float()
-    codes[:, 1::2] = (pairs >> 4).float()
-    return codes
-
-
-def test_q4_0_taken_apart() -> None:
-    rows = quantize("Q4_0", weights())
-    pairs, scales = split_q4_0(rows)
-    assert (pairs.dtype, pairs.shape) == (torch.uint8, (40, WIDTH // 2))
-    assert (scales.dtype, scales.shape) == (torch.float16, (40, WIDTH // 32))
-    made = (unpaired(pairs) - 8) * scales.float().repeat_interleave(32, dim=1)
-    assert torch.equal(made, dequantize("Q4_0", rows))
-
-
-def finite_rows(type: str, places: tuple[int, ...]) -> Tensor:
-    """Blocks whose fp16 numbers at these bytes are below 2."""
-    rows = random_rows(type).view(9, -1, BLOCK_TYPES[type].size)
-    for place in places:
-        rows[..., place + 1] &= 0b10111111
-    return rows.view(9, -1)
-
-
-def test_q4_k_taken_apart() -> None:
-    rows = finite_rows("Q4_K", (0, 2))
-    pairs, scales, minima = split_q4_k(rows)
-    assert (pairs.dtype, pairs.shape) == (torch.uint8, (9, WIDTH // 2))
-    for part in (scales, minima):
-        assert (part.dtype, part.shape) == (torch.float32, (9, WIDTH // 32))
-    made = unpaired(pairs) * scales.repeat_interleave(32, dim=1)
-    made -= minima.repeat_interleave(32, dim=1)
-    assert np.array_equal(made.numpy(), reference("Q4_K", rows))
-
-
-def test_q6_k_taken_apart() -> None:
-    rows = finite_rows("Q6_K", (208,))
-    values, scales = split_q6_k(rows)
-    assert (values.dtype, values.shape) == (torch.int8, (9, WIDTH))
-    assert (values.min(), values.max()) == (-32, 31)
-    assert (scales.dtype, scales.shape) == (torch.float32, (9, WIDTH // 16))
-    made = values.float() * scales.repeat_interleave(16, dim=1)
-    assert np.array_equal(made.numpy(), reference("Q6_K", rows))
+@pytest.mark.parametrize("type", CODES)
+def test_taken_apart(type: str) -> None:
+    low, high, group = CODES[type]
+    rows = random_rows(type)
+    parts = take_apart(type, rows)
+    assert parts.codes.shape == (9, WIDTH)
+    assert (parts.codes.min(), parts.codes.max()) == (low, high)
+    assert (parts.minima is None) == (low < 0)
+    made = parts.codes.float() * parts.scales.repeat_interleave(group, dim=1)
+    if parts.minima is not None:
+        made -= parts.minima.repeat_interleave(group, dim=1)
+    assert torch.equal(made.nan_to_num(7.0), dequantize(type, rows).nan_to_num(7.0))
+    for part in (parts.scales, parts.scales if parts.minima is None else parts.minima):
+        assert (part.dtype, part.shape) == (torch.float32, (9, WIDTH // group))
 
 
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])

@@ -8,7 +8,7 @@ import torch
 from kvik.attention.base import LayerKV
 from kvik.config.kv_formats import KV_FORMATS
 from kvik.config.kv_spec import KVCacheSpec, KVGroup, KVKind, block_bytes, group_layers, stored_as
-from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.kv_formats import allocate_apart, allocate_kv
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -68,6 +68,15 @@ def test_layers_of_one_group_never_share(skipped) -> None:
         assert len({kv[layer].k.data_ptr() for layer in group.layers}) == len(group.layers)
     if skipped in ((), (0, 1)):  # as many of each format in both groups
         assert kv[0].k is kv[1].k and kv[3].k is kv[2].k and kv[0].v is not kv[0].k
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_where_blocks_belong_to_all_groups_no_layer_shares(windows) -> None:
+    groups = group_layers(stored_as(specs(windows), "int8", (1,)))
+    kv = allocate_apart(groups, 10, 16, BF16, CPU)
+    assert [layer.k.dtype == BF16 for layer in kv] == [i == 1 for i in range(len(windows))]
+    assert len({t.data_ptr() for layer in kv for t in layer.tensors}) == 4 * len(windows) - 2
+    assert pool_bytes(kv) == 10 * 16 * sum(group.bytes_per_token for group in groups)
 
 
 @pytest.mark.parametrize(

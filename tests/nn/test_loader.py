@@ -41,7 +41,8 @@ def test_parts_land_in_their_rows_of_the_fused_weight(llama: Path) -> None:
     stored = load_file(llama / SINGLE)
     attention = PagedModel(llama).model.layers[1].attention.qkv
     scope = "model.layers.1.self_attn"
-    matrix = attention.matrix
+    (linear,) = attention.linears
+    matrix = linear.matrix
     for suffix, fused in (("weight", matrix.data.values), ("bias", matrix.bias)):
         parts = [stored[f"{scope}.{name}.{suffix}"] for name in ("q_proj", "k_proj", "v_proj")]
         assert torch.equal(fused, torch.cat(parts))
@@ -124,8 +125,8 @@ def test_random_weights_depend_on_the_seed_alone(llama: Path) -> None:
     assert torch.isfinite(first).all()
     layer = PagedModel(None, spec=spec).model.layers[0]
     assert torch.equal(layer.mlp_norm.weight, torch.ones(32))
-    assert torch.equal(layer.attention.qkv.matrix.bias, torch.zeros(64))
-    assert 0.01 < float(layer.attention.qkv.matrix.data.values.std()) < 0.03
+    assert torch.equal(layer.attention.qkv.linears[0].matrix.bias, torch.zeros(64))
+    assert 0.01 < float(layer.attention.qkv.linears[0].matrix.data.values.std()) < 0.03
 
 
 def test_large_random_matrices_repeat_their_rows(

@@ -17,10 +17,18 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.linear import stored_weight
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import (
+    FloatWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    Weight,
+)
 from kvik.nn.checkpoint import SINGLE
 
-QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4")
+QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "fp8")
 FAMILIES = {
     # a group of 64 divides the hidden size, 32 the inner size, none the heads' width
     "llama-tied": ("Llama", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 20,
@@ -50,6 +58,7 @@ def size(weight: Weight) -> int:
     tensors = {
         FloatWeight: ("values",),
         Int8Weight: ("values", "scales"),
+        Fp8Weight: ("values", "scales"),
         Int4Weight: ("values", "scales", "zeros"),
     }[type(weight)]
     return sum(getattr(weight, name).nbytes for name in tensors)
@@ -77,12 +86,12 @@ def test_layers_of_each_kind(tmp_path: Path) -> None:
     save_tiny(tmp_path, name, **options)
     model = PagedModel(tmp_path, quantization="int4").model
     layer = model.layers[1]
-    assert layer.attention.qkv.matrix.data.group == 64
+    assert layer.attention.qkv.linears[0].matrix.data.group == 64
     assert layer.mlp.gate_up.matrix.data.group == 64
     assert layer.mlp.down.matrix.data.group == 32
     assert layer.attention.o.matrix.data.quantize_activations  # 80 inputs: no group divides them
     assert model.lm_head.matrix.data.quantize_activations
-    assert model.embed.head is model.lm_head
+    assert model.embed.matrix is model.lm_head.matrix
     alone = PagedModel(tmp_path, quantization="int8-weight-only").model
     assert not alone.lm_head.matrix.data.quantize_activations
 

@@ -11,6 +11,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind, block_bytes, group_layers
 from kvik.config.memory import GIB
+from kvik.config.quantization import SCHEMES
 from kvik.config.resolve import resolve
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
@@ -26,6 +27,7 @@ MACHINES = {
     "gpu": replace(CPU_ONLY, gpus=(GPU,), cuda_build=True),
 }
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+QUANTIZED = [name for name in SCHEMES if name != "none"]
 H200 = find_device("h200")
 
 
@@ -40,7 +42,7 @@ def device_of(hardware: Hardware) -> Device:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp16", "int8", "int8-weight-only", "int4"])
+@pytest.mark.parametrize("weights", [*DTYPES, *QUANTIZED])
 @pytest.mark.parametrize("name", ["bundled", "qwen2.5-0.5b", "llama-3.2-1b", "gpt2"])
 def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str) -> None:
     model, hardware = shape(name), MACHINES[machine]

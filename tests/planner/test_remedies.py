@@ -45,7 +45,7 @@ def test_weights_that_are_too_large_alone() -> None:
 
 def test_a_smaller_format_alone() -> None:
     found = offers("llama-3-70b", "h200", Question(context=8192))
-    assert list(found) == ["--dtype fp8", "--tp 2"]
+    assert list(found) == ["--dtype int8", "--tp 2"]
 
 
 def test_beyond_one_machine_stages_come() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.launch import resolve_config
 from kvik.models import registry
@@ -24,17 +26,19 @@ from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
+from kvik.worker.draft_tree import DraftTree
 from kvik.worker.graphs import Eager, Network
 from kvik.worker.input_batch import build_input_batch
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.request_table import RequestTable
-from kvik.worker.step_inputs import FixedInputs, FreshInputs
+from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
 from kvik.worker.worker import Worker
 
 if not NATIVE:
     pytest.skip("kvik was installed without native kernels", allow_module_level=True)
 
 SEQS, TOKENS, LENGTH = 6, 48, 64
+TREE = DraftTree((-1, 0, 0, 1, 2, 2), (0, 0, 1, 0, 0, 1))
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # heads of 16
 MODELS = {
     "llama": small(**WIDE, attention_bias=True, mlp_bias=True),
@@ -63,6 +67,7 @@ FORMATS = [
     ("bfloat16", "int8"),
     ("bfloat16", "int8-weight-only"),
     ("bfloat16", "int4"),
+    ("bfloat16", "fp8"),
 ]
 # Tokens of each slot, and the slots that sample.
 STEPS: list[tuple[dict[int, int], set[int]]] = [
@@ -118,7 +123,16 @@ class Twins:
                 )
                 for _ in range(2)
             )
-            self.graph, self.inputs = native.graph(self.taped)
+            speculation = config.speculation
+            self.graph, self.inputs = native.graph(
+                self.taped,
+                StepSizes.of(
+                    scheduler.max_num_batched_tokens,
+                    scheduler.max_num_seqs,
+                    speculation.max_draft_rows if speculation else 0,
+                ),
+                trees=speculation is not None and speculation.trees,
+            )
         assert isinstance(self.inputs, FixedInputs)
         self.table = RequestTable(
             scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
@@ -137,18 +151,25 @@ class Twins:
             new = NewRequest(slot, tokens, length, 0, ids, SamplingParams(), frozenset(), 0)
             self.table.add(new)
 
-    def step(self, scheduled: dict[int, int], sampling: set[int]) -> tuple[Tensor, Tensor]:
-        """Run a step both ways and compare; its hidden states and logits."""
+    def step(
+        self, scheduled: dict[int, int], sampling: set[int], drafts: dict[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step both ways and compare; its hidden states and logits.
+
+        Args:
+            drafts: of slots, how many of their tokens are the first nodes of TREE behind its root.
+        """
         slots = list(scheduled)
         lengths = list(scheduled.values())
-        plan = SchedulerOutput(0, slots, lengths, [0] * len(slots), [s in sampling for s in slots])
+        counts = [(drafts or {}).get(slot, 0) for slot in slots]
+        plan = SchedulerOutput(0, slots, lengths, counts, [s in sampling for s in slots])
         with torch.inference_mode():
-            batch = build_input_batch(plan, self.table, self.inputs)
+            batch = build_input_batch(plan, self.table, self.inputs, TREE)
             found = self.graph.run(batch)
-            fresh = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
+            fresh = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")), TREE)
             expected = Eager(self.eager).run(fresh)
         assert expected.hidden.shape[0] == sum(lengths)
-        assert expected.logits.shape[0] == len(sampling)
+        assert expected.logits.shape[0] == len(sampling) + sum(counts)
         assert torch.equal(found.hidden, expected.hidden)
         assert torch.equal(found.logits, expected.logits)
         assert torch.equal(found.top, expected.top)
@@ -202,6 +223,22 @@ def test_small_steps_whose_sizes_could_be_mistaken(seqs: int, budget: int, tmp_p
     for _ in range(3):
         twins.step(dict.fromkeys(range(seqs), 1), everyone)
         twins.step({seqs - 1: 1}, {seqs - 1})
+
+
+@pytest.mark.parametrize("model", ["llama", "windowed"])
+def test_trees_and_no_trace_of_them_in_later_steps(model: str, tmp_path: Path) -> None:
+    config = resolved(save(tmp_path, model), dtype="bfloat16")
+    speculation = ResolvedSpeculation("medusa", num_draft_tokens=TREE.drafts, max_draft_rows=16)
+    twins = Twins(replace(config, speculation=speculation))
+    twins.step({0: 20, 1: 9, 2: 5}, {0, 1, 2})
+    everyone = {0, 1, 2}
+    twins.step({0: 6, 1: 1, 2: 4}, everyone, {0: 5, 2: 3})
+    twins.step({0: 6, 1: 7, 2: 1}, everyone, {0: 5})  # a chunk where a tree was
+    twins.step({0: 6, 1: 6, 2: 6}, everyone)  # and chunks alone
+    with_tree, _ = twins.step({3: 6}, {3}, {3: 5})
+    twins.table.num_computed[3] = 0
+    plain, _ = twins.step({3: 6}, {3})
+    assert torch.equal(with_tree[:2], plain[:2]) and not torch.equal(with_tree[2:], plain[2:])
 
 
 def test_a_larger_step_than_the_tape_was_made_for_is_refused(tmp_path: Path) -> None:
@@ -301,8 +338,8 @@ def test_close_frees_weights_cache_and_tape(
     kept: list[weakref.ref] = []
     graph = NativePlatform.graph
 
-    def watch(self, network):
-        tape, inputs = graph(self, network)
+    def watch(self, network, sizes, *, trees=False):
+        tape, inputs = graph(self, network, sizes, trees=trees)
         weights = network.model.layers[0].mlp.down.matrix.data.weight
         for thing in (network.kv[0].k, weights, tape, tape.output.hidden, inputs, self.native):
             kept.append(weakref.ref(thing))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.worker.draft_tree import DraftTree
 from kvik.worker.input_batch import build_input_batch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
 
 SLOTS, LENGTH = 8, 64
+TREE = DraftTree((-1, 0, 0, 1, 3), (0, 0, 1, 0, 0))
 CPU = torch.device("cpu")
 
 
@@ -80,3 +83,45 @@ def test_every_row_stands_where_it_should(
     assert batch.sampling_rows.tolist() == [i for i, sample in enumerate(samples) if sample]
     ends = batch.starts[1:] - 1
     assert batch.logits_indices.tolist() == [ends[i] for i, sample in enumerate(samples) if sample]
+
+
+@pytest.mark.parametrize("tree", [None, TREE])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_drafts_stand_behind_what_is_known(tree: DraftTree | None, fixed: bool) -> None:
+    """A chunk of a prompt, a decode, and requests with four and two drafts."""
+    table = RequestTable(SLOTS, LENGTH, 1, 4)
+    for slot, (known, computed) in enumerate([(9, 2), (5, 4), (7, 6), (3, 2)]):
+        ids = [100 * slot + i for i in range(known)]
+        blocks = [[1 + 10 * slot + i for i in range(4)]]
+        table.add(NewRequest(slot, ids, 1, computed, blocks, SamplingParams(), frozenset(), 0))
+    counts = np.array([4, 2])
+    table.put_drafts(np.array([2, 3]), counts, np.array([50, 51, 52, 53, 60, 61]))
+    plan = SchedulerOutput(0, [0, 1, 2, 3], [3, 1, 5, 3], [0, 0, 4, 2], [False, True, True, True])
+    inputs: StepInputs = FreshInputs(CPU)
+    if fixed:
+        sizes = StepSizes(SLOTS * LENGTH, SLOTS, SLOTS + 1)
+        inputs = FixedInputs(sizes, 1, LENGTH, trees=True)
+    batch = build_input_batch(plan, table, inputs, tree)
+    ids = [2, 3, 4, 104, 206, 50, 51, 52, 53, 302, 60, 61]
+    assert batch.input_ids.tolist() == ids
+    assert batch.num_drafts is not None
+    assert batch.num_drafts.tolist() == [0, 4, 2]
+    assert batch.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    (layout,) = batch.layouts
+    places = [2, 3, 4, 4, 6, 7, 8, 9, 10, 2, 3, 4]
+    firsts = [0] * 3 + [1] + [2] * 5 + [3] * 3
+    mapping = [
+        (1 + 10 * slot + place // 4) * 4 + place % 4
+        for slot, place in zip(firsts, places, strict=True)
+    ]
+    assert layout.slot_mapping.tolist() == mapping
+    assert layout.contexts == (5, 5, 11, 5)
+    if tree is None:
+        assert batch.positions.tolist() == places
+        assert layout.tree is None
+    else:
+        assert batch.positions.tolist() == [2, 3, 4, 4, 6, 7, 7, 8, 9, 2, 3, 3]
+        words = [0b1, 0b11, 0b101, 0b1011, 0b11011]
+        assert layout.tree is not None
+        assert layout.tree.tolist() == [0] * 4 + words + words[:3]
+        assert layout.tree_words == tuple([0] * 4 + words + words[:3])

@@ -22,7 +22,7 @@ def edited(
     """Each request: its row, its parameters, its output so far."""
     rules = [(row, TokenRules(p, output, stop), len(output)) for row, p, output in requests]
     out = logits.clone()
-    gather_edits(rules, CPU).apply(out)
+    gather_edits(rules, CPU, {}).apply(out)
     return out
 
 

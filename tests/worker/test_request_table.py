@@ -47,3 +47,17 @@ def test_the_context_can_be_filled_to_the_end() -> None:
     table.add(request(0, [1, 2, 3, 4], [[1, 2]]))
     table.append_tokens(np.array([0]), np.array([5]))
     assert table.token_ids[0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_runs_are_appended_and_drafts_stand_behind() -> None:
+    table = RequestTable(4, 32, 1, 8)
+    table.add(request(0, [1, 2], [[1]]))
+    table.add(request(3, [7], [[2]]))
+    slots = np.array([3, 0])
+    table.put_drafts(slots, np.array([2, 0]), np.array([20, 21]))
+    assert table.num_tokens.tolist() == [2, 0, 0, 1]
+    assert table.drafts(slots, np.array([2, 0])).tolist() == [20, 21]
+    table.append_runs(slots, np.array([2, 1]), np.array([20, 8, 9]))
+    assert table.token_ids[3, :3].tolist() == [7, 20, 8]
+    assert table.token_ids[0, :3].tolist() == [1, 2, 9]
+    assert table.num_tokens.tolist() == [3, 0, 0, 3]

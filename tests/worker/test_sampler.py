@@ -361,3 +361,12 @@ def test_token_logprobs_of_given_tokens() -> None:
 def test_equally_likely_tokens_are_reported_by_id() -> None:
     (found,) = token_logprobs(torch.zeros(1, 50), torch.tensor([9]), 3)
     assert [token for token, _ in found.top] == [0, 1, 2] and found.rank == 1
+
+
+def test_of_many_equal_ones_no_more_are_taken_than_are_reported() -> None:
+    """A flat distribution over a large vocabulary must not become a list of it."""
+    logits = torch.zeros(2, 50)
+    logits[0, 7], logits[0, 30:] = 2.0, 1.0
+    first, second = token_logprobs(logits, torch.tensor([9, 9]), 3)
+    assert [token for token, _ in first.top] == [7, 30, 31] and first.rank == 22
+    assert [token for token, _ in second.top] == [0, 1, 2]

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Truncation
 from kvik.kernels.torch_ops import TORCH
+from kvik.worker.noise import DRAFT, uniform
 from kvik.worker.sampler import Sampler
-from kvik.worker.sampling_batch import SamplingBatch
+from kvik.worker.sampling_batch import Guesses, SamplingBatch, Supposed
 from kvik.worker.sampling_table import SamplingTable
 
 CPU = torch.device("cpu")
@@ -92,10 +96,96 @@ def test_bad_words_see_appended_tokens() -> None:
     assert greedy(t, [0]) == [9]
 
 
+def test_several_tokens_of_a_slot_count_in_their_order() -> None:
+    t = table()
+    t.set(0, PENALISED, 0, [0], [], frozenset())
+    t.set(1, GREEDY.with_changes(bad_words=((4, 5, 9),)), 0, [0], [], frozenset())
+    t.append(np.array([0, 1, 0, 1]), np.array([9, 4, 9, 5]))
+    assert greedy(t, [0, 1]) == [8, 8]
+    t.append(np.array([0, 0]), np.array([8, 8]))
+    assert greedy(t, [0]) == [7]
+
+
+tokens = st.lists(st.integers(0, 3), max_size=4)
+RULES = SamplingParams(
+    temperature=0.5,
+    repetition_penalty=1.5,
+    frequency_penalty=0.5,
+    bad_words=((1,), (0, 1), (2, 2), (0, 1, 2), (1, 1, 3)),
+    min_tokens=4,
+    seed=3,
+)
+
+
+@given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=3))
+def test_supposed_tokens_count_like_appended_ones(
+    requests: list[tuple[list[int], list[int]]],
+) -> None:
+    """Rows of several requests, each with an output and what it supposes to come next."""
+    supposing, appended = table(), table()
+    for slot, (output, more) in enumerate(requests):
+        params = RULES if slot % 2 == 0 else RULES.with_changes(bad_words=(), min_tokens=0)
+        supposing.set(slot, params, slot, [3], output, frozenset({3}))
+        appended.set(slot, params, slot, [3], output, frozenset({3}))
+        appended.append(np.full(len(more), slot), np.array(more, np.int64))
+    lengths = [len(more) for _, more in requests]
+    slots = np.arange(len(requests))
+    supposed = Supposed(
+        np.repeat(slots, lengths), np.array([t for _, more in requests for t in more], np.int64)
+    )
+    positions = np.array([1 + len(output) + len(more) for output, more in requests])
+    logits = torch.randn(len(requests), 10, generator=torch.Generator().manual_seed(0))
+    found, expected = logits.clone(), logits.clone()
+    for batch, shaped in (
+        (supposing.batch(slots, positions, supposed), logits.clone()),
+        (supposing.batch(slots, positions, supposed), found),  # the first changed nothing
+        (appended.batch(slots, positions), expected),
+    ):
+        assert batch.edits is not None and batch.penalties is not None
+        batch.edits.apply(shaped)
+        batch.penalties.apply(shaped)
+    assert torch.equal(found, expected)
+
+
+def test_a_row_that_judges_a_drawn_draft_draws_nothing_itself() -> None:
+    t = table()
+    for slot, params in enumerate((SamplingParams(), GREEDY, SamplingParams(top_k=2))):
+        t.set(slot, params, 7 + slot, [1], [], frozenset())
+    slots, positions = np.array([0, 0, 1, 2]), np.array([1, 2, 1, 1])
+    guesses = Guesses(np.array([0, 3]), np.array([4, 5]), torch.eye(10)[4:6])
+    batch = t.batch(slots, positions, judged=guesses)
+    assert batch.random is not None and batch.random.rows is not None
+    assert batch.random.rows.tolist() == [1] and batch.guessed is not None
+    assert batch.guessed.rows.tolist() == [0, 3]
+    assert batch.guessed.token_ids.tolist() == [4, 5]
+    numbers = {batch.guessed.accept[0].item(), batch.guessed.draws.uniforms[0].item()}
+    drawn = t.batch(slots[:1], positions[:1], stream=DRAFT).random
+    assert drawn is not None
+    numbers.add(drawn.draws.uniforms[0].item())
+    assert len(numbers) == 3  # each use has a number of its own
+    expected = uniform(np.array([7], np.uint64), np.array([1]), DRAFT)[0]
+    assert drawn.draws.uniforms[0].item() == expected
+    assert batch.guessed.draws.truncation.top_k is not None
+    assert batch.guessed.draws.truncation.top_k.tolist() == [10, 2]
+    everything = t.batch(slots[:1], positions[:1], judged=guesses.part(0, 1))
+    assert everything.random is None and everything.guessed is not None
+
+
 def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
     t = table()
     t.set(0, GREEDY.with_changes(min_tokens=2), 0, [1, 2, 3], [], frozenset({9}))
     assert [greedy(t, [0], position)[0] for position in (3, 4, 5, 6)] == [8, 8, 9, 9]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 1.0}, {"logprobs": 0}, {"presence_penalty": 0.5}, {"min_tokens": 1}]
+)
+def test_plain_requests_ask_for_nothing(asked: dict[str, float]) -> None:
+    t = table()
+    t.set(0, GREEDY, 0, [1], [], frozenset({9}))
+    t.set(2, GREEDY.with_changes(**asked), 0, [1], [], frozenset({9}))
+    assert t.plain(np.array([0])) and not t.plain(np.array([0, 2]))
+    assert not t.plain(np.array([2]))
 
 
 def test_what_takes_much_memory_is_sampled_in_parts() -> None:
@@ -111,3 +201,4 @@ def test_what_takes_much_memory_is_sampled_in_parts() -> None:
     assert table.rows_at_once(every, room) == 2
     assert table.rows_at_once(np.array([3]), room) == 2000 // 80
     assert table.rows_at_once(every, 1) == 1
+    assert table.rows_at_once(np.array([3]), room, shares=True) == 2

@@ -10,11 +10,13 @@ from kvik.worker.step_inputs import FixedInputs, StepSizes
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 10])
 @pytest.mark.parametrize("seqs", [1, 2, 7, 8, 9])
-def test_sizes_differ_and_are_large_enough(tokens: int, seqs: int) -> None:
-    sizes = StepSizes.of(tokens, seqs)
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_sizes_differ_and_are_large_enough(tokens: int, seqs: int, drafts: int) -> None:
+    sizes = StepSizes.of(tokens, seqs, drafts)
     assert len({sizes.tokens, sizes.seqs, sizes.samples}) == 3
     assert sizes.tokens == tokens
-    assert seqs <= sizes.seqs <= seqs + 2 and seqs <= sizes.samples <= seqs + 2
+    assert seqs <= sizes.seqs <= seqs + 2
+    assert seqs + drafts <= sizes.samples <= seqs + drafts + 2
 
 
 def test_arrays_go_to_the_same_memory_every_step() -> None:

@@ -20,7 +20,8 @@ class WindowRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MatrixNames:
-    """The linear layers that a matrix is made of, by their names in checkpoints; {} is the block.
+    """The linear layers that a matrix is made of, and the vectors of tokens, by their names in
+    checkpoints; {} is the block.
 
     `models/` declares the same ones; the memory plan reads them here, where it needs no torch.
     """
@@ -29,6 +30,7 @@ class MatrixNames:
     o: tuple[str, ...]
     up: tuple[str, ...]
     down: tuple[str, ...]
+    embedding: str
     head: str = "lm_head"
 
 
@@ -38,6 +40,7 @@ LLAMA_MATRICES = MatrixNames(
     o=(f"{_LLAMA}self_attn.o_proj",),
     up=(f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
     down=(f"{_LLAMA}mlp.down_proj",),
+    embedding="model.embed_tokens",
 )
 _GPT2 = "transformer.h.{}."
 GPT2_MATRICES = MatrixNames(
@@ -45,6 +48,7 @@ GPT2_MATRICES = MatrixNames(
     o=(f"{_GPT2}attn.c_proj",),
     up=(f"{_GPT2}mlp.c_fc",),
     down=(f"{_GPT2}mlp.c_proj",),
+    embedding="transformer.wte",
 )
 
 

@@ -11,6 +11,7 @@ from kvik.config.errors import ConfigError
 from kvik.config.kv_formats import AUTO, KV_FORMATS
 from kvik.config.model_spec import MAX_LAYERS
 from kvik.config.quantization import SCHEMES
+from kvik.config.speculative import speculative_wish
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -77,6 +78,9 @@ def check_config(config: EngineConfig) -> None:
             "enable_prefix_caching",
             f"must be true or false, not {_shown(config.enable_prefix_caching)}",
         )
+    speculative_wish(
+        config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
+    )
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
 

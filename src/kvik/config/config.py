@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import KVGroup
 from kvik.config.model_spec import ModelSpec
+from kvik.config.speculative import ResolvedSpeculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +16,10 @@ class EngineConfig:
     """Wishes of the user. None (or "auto") lets `resolve` decide and say why.
 
     Attributes:
-        model: folder in Hugging Face format, hub id, or "" for the bundled model.
+        model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model.
         dtype: "auto", "float32", "bfloat16" or "float16".
         quantization: of the weights as they are loaded: "none" (as stored), "int8" (activations
-            too), "int8-weight-only" or "int4".
+            too), "int8-weight-only", "int4" or "fp8".
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: longest prompt + output of a request, in tokens.
         max_num_seqs: requests that run at the same time.
@@ -42,6 +44,13 @@ class EngineConfig:
         threads: CPU threads; None: the cores this process may use.
         load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
         seed: of requests that bring none.
+        speculative_config: speculative decoding as one JSON object, such as {"method": "ngram",
+            "num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output
+            keeps its distribution, unless "typical_acceptance": true gives that up for speed.
+        spec_method: what guesses tokens ahead: "draft_model", "ngram", "suffix", "medusa", "eagle"
+            or "off".
+        spec_model: folder, GGUF file or hub id of the draft model, or folder of the heads.
+        spec_tokens: most tokens guessed for a request in one step.
     """
 
     model: str = ""
@@ -69,6 +78,10 @@ class EngineConfig:
     threads: int | None = None
     load_format: str = "safetensors"
     seed: int = 0
+    speculative_config: Mapping[str, object] | None = None
+    spec_method: str | None = None
+    spec_model: str | None = None
+    spec_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,9 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """`num_lookahead_tokens`: places in the KV cache that a decoding request is given beyond its
+    step, where there are blocks to spare."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -92,6 +108,7 @@ class SchedulerConfig:
     ageing: float = 10.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
+    num_lookahead_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +159,4 @@ class ResolvedConfig:
     memory: MemoryPlan
     seed: int
     decisions: tuple[Decision, ...]
+    speculation: ResolvedSpeculation | None = None  # None: off

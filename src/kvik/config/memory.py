@@ -1,9 +1,10 @@
 """How many bytes each part of the engine takes, before anything is loaded.
 
 What is planned is the resident memory of the engine's process at its peak, as the system counts it
-(VmHWM on Linux): what it wrote itself, and the pages of libraries that it ran. Files are read and
-not mapped, so a checkpoint is not in it, and nothing is shared between processes. Memory that is
-only reserved does not count until it is written: each part is planned as if all of it were.
+(VmHWM on Linux): what it wrote itself, the pages of libraries that it ran, and those of an engine
+folder, which are mapped. Files of a checkpoint are read and not mapped, so they are not in it.
+Memory that is only reserved does not count until it is written: each part is planned as if all of
+it were.
 
 The figures are upper bounds taken from the shapes of one step: better a few blocks fewer than a
 process killed for memory in the middle of a request. They are near ones too, because what is
@@ -13,9 +14,10 @@ planned in vain holds no tokens; `tests/test_memory_plan.py` measures both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import (
     KVCacheSpec,
@@ -58,6 +60,8 @@ DRAW_BYTES, RULES_BYTES = 96, 4
 PROMPT_ROWS, PROMPT_COPIED_ROWS, PROMPT_BYTES_PER_LOGIT = 32, 8, 24
 # What penalties count of a request, for each entry of the vocabulary.
 SEEN_BYTES_PER_TOKEN = 5
+# Tokens of a step in which a draft model makes up for what it has not computed.
+CATCH_UP_TOKENS = 512
 # Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
 GATHERED_KEYS = 16384
 # Copies in fp32 of a number of K or V that torch rounds for the cache, or gathers from it.
@@ -112,6 +116,14 @@ class StepSize:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_draft_rows: int = 0  # drafts of a step, each a row of logits
+
+    @property
+    def of_draft_model(self) -> StepSize:
+        """What a draft model computes at once beside this step."""
+        rows = max(1, min(self.max_num_seqs, self.max_draft_rows))
+        tokens = max(rows, min(CATCH_UP_TOKENS, self.max_num_batched_tokens))
+        return replace(self, max_num_seqs=rows, max_num_batched_tokens=tokens, max_draft_rows=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,10 @@ class Footprint:
     runtime: int  # bytes that are gone before the model comes
     kv_format: str = AUTO  # see `EngineConfig.kv_cache_dtype`
     kv_skipped: tuple[int, ...] = ()  # layers that keep the model's dtype
+    native: bool = False  # the native kernels multiply
+    mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
+    draft: Footprint | None = None  # of the draft model beside it
+    heads: HeadsFootprint | None = None  # of draft heads
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -135,7 +151,12 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        return weight_bytes(self.spec, self.dtype, self.quantization)
+        drafting = self.draft.weights if self.draft else 0
+        drafting += self.heads.weights if self.heads else 0
+        if self.mapped is not None:
+            return self.mapped + drafting
+        own = weight_bytes(self.spec, self.dtype, self.quantization, native=self.native)
+        return own + drafting
 
     @property
     def stored_as(self) -> str:
@@ -151,7 +172,11 @@ class Footprint:
 
     @property
     def block_bytes(self) -> int:
-        return block_bytes(self.groups, self.block_size)
+        """With a draft model's keys and values, which lie beside the model's in it."""
+        drafting = 0
+        if self.draft is not None:
+            drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
+        return block_bytes(self.groups, self.block_size) + drafting
 
     @property
     def block_cost(self) -> int:
@@ -182,7 +207,11 @@ class Footprint:
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
-        return self._tape(size) if self._taped else self._eager(size)
+        own = self._tape(size) if self._taped else self._eager(size)
+        drafting = self._drafting(size, self.draft) if self.draft else 0
+        if self.heads:
+            drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))
+        return own + drafting
 
     def overhead(self, size: StepSize) -> int:
         """Runtime, the tables of running requests and of rotary positions, what loading takes."""
@@ -200,11 +229,21 @@ class Footprint:
             loading = max(0, loading - self.activations(size))
         return total + loading
 
+    def _drafting(self, size: StepSize, draft: Footprint) -> int:
+        """A draft model's step, its rotary positions, and what drafts were drawn from: until they
+        are judged, and twice while they are put together."""
+        small = size.of_draft_model
+        rotation = size.max_model_len * draft.spec.head_dim * 4 if draft.spec.rope else 0
+        drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
+        return draft.activations(small) + rotation + drawn
+
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size)
 
     def _loading(self) -> int:
+        if self.mapped is not None:
+            return 0
         total = LOADING_BYTES
         if not self.spec.gated_mlp:  # GPT-2: stored transposed, so matrices come whole, in fp32
             total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
@@ -248,7 +287,7 @@ class Footprint:
         """Of the rows that sample, and what sampling takes, or reading those of a prompt, whichever
         is larger."""
         vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
-        rows = min(size.max_num_seqs, tokens)
+        rows = min(size.max_num_seqs + size.max_draft_rows, tokens)
         beside = vocab * (DRAW_BYTES + RULES_BYTES)  # of a row
         at_once = max(beside, min(rows * beside, SAMPLER_BYTES[self.device]))
         prompt_rows, copied = min(PROMPT_ROWS, tokens), min(PROMPT_COPIED_ROWS, tokens)
@@ -258,7 +297,7 @@ class Footprint:
     def _quantized_product(self, size: StepSize) -> int:
         """x and its rounded copy, y before and after its activation, in fp32 if weights are
         quantised."""
-        if self.quantization == "none" and not self._stored:
+        if self.quantization == "none" and not self._stored and self.mapped is None:
             return 0
         spec, item = self.spec, self._item
         inputs = max(spec.hidden_size, self._queries, spec.intermediate_size)

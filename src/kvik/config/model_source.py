@@ -1,4 +1,4 @@
-"""What `MODEL` names -> a folder on this machine: the bundled model, a folder, or a hub id."""
+"""What `MODEL` names -> files here: the bundled model, a folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvik.config.fields import shown
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
 CONFIG = "config.json"
+GGUF = ".gguf"
+MAX_LISTED = 4  # files named in an error
 # Only what kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
 WEIGHTS = ("*.safetensors",)
@@ -20,29 +22,51 @@ IGNORED = ("*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path that `find_model` gave is a GGUF file; else it is a folder."""
+    return path.suffix.lower() == GGUF and not path.is_dir()
+
+
 def find_model(model: str, *, weights: bool = True) -> Path:
-    """The folder of a model; a hub id is downloaded into the hub's own cache first.
+    """The folder of a model, or its GGUF file, which a folder without config.json may hold; a hub
+    id is downloaded into the hub's own cache first.
 
     Args:
         weights: False leaves them on the hub: the description is wanted alone.
 
     Raises:
-        ModelError: there is no such folder, or the hub does not give it.
+        ModelError: there is no such folder or file, or the hub does not give it.
     """
     if not model:
         return BUNDLED
     path = os.path.expanduser(model)  # os.path: a name that cannot be a path is no error there
     if os.path.isdir(path):
-        return Path(path).resolve()
+        return _in_folder(Path(path).resolve())
     if os.path.exists(path):
-        raise ModelError("model", f"must be a folder or a hub id; {shown(model)} is a file")
+        if os.path.isfile(path) and is_gguf(Path(path)):
+            return Path(path).absolute()  # not resolved: a link keeps its name
+        what = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
+        raise ModelError("model", what)
+    if model.lower().endswith(GGUF):
+        raise ModelError("model", f"there is no file {shown(model)}")
     if not HUB_ID.fullmatch(model):
         raise ModelError("model", f"there is no folder {shown(model)}")
     return _download(model, DESCRIPTION + (WEIGHTS if weights else ()))
 
 
+def _in_folder(folder: Path) -> Path:
+    if (folder / CONFIG).exists():
+        return folder
+    found = sorted(path for path in folder.iterdir() if is_gguf(path))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:MAX_LISTED])
+        raise ModelError("model", f"name one of the {len(found)} GGUF files of the folder: {names}")
+    return found[0] if found else folder
+
+
 def find_config(model: str) -> Path:
-    """The config.json of a model: a file named itself, one in a folder, or the hub's, alone.
+    """The config.json of a model: a file named itself, one in a folder, or the hub's, alone; or a
+    GGUF file, which says the same.
 
     Raises:
         ModelError: there is no such file or folder, or the hub does not give it.
@@ -53,7 +77,8 @@ def find_config(model: str) -> Path:
     if model.endswith(".json"):
         raise ModelError("model", f"there is no file {shown(model)}")
     if not model or os.path.isdir(path) or not HUB_ID.fullmatch(model):
-        return find_model(model, weights=False) / CONFIG
+        found = find_model(model, weights=False)
+        return found if is_gguf(found) else found / CONFIG
     return _download(model, (CONFIG,)) / CONFIG
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.config.architectures import ARCHITECTURES, Architecture, WindowRule
+from kvik.config.engine_files import read_built
+from kvik.config.engine_manifest import Built
 from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
 from kvik.config.kv_spec import KVCacheSpec, KVKind
@@ -16,6 +18,7 @@ from kvik.config.stored_quantization import (
     StoredQuantization,
     StoredScheme,
     read_stored_quantization,
+    stored_alike,
 )
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,7 +57,8 @@ class LinearLayers:
 
     Attributes:
         count: how many.
-        head: the layer makes the logits; it may share its weights with the embedding.
+        head: the layer makes the logits; it may share its weights with the embedding, which counts
+            as one too.
         stored: how the checkpoint stores the layers that it is made of; None: as floats.
     """
 
@@ -66,8 +70,10 @@ class LinearLayers:
 
     @property
     def stored_bytes(self) -> int:
-        """Of one layer in the checkpoint, if it is stored quantised: at most, without scales."""
-        bits = max((part.bits for part in self.stored if part), default=0)
+        """Of one layer in the checkpoint, if it is stored quantised and has to be read as a whole:
+        at most, without scales."""
+        whole = (part.bits for part in self.stored if part and not part.in_runs)
+        bits = max(whole, default=0)
         return self.inputs * self.outputs * bits // 8
 
 
@@ -99,6 +105,7 @@ class ModelSpec:
     quantization: StoredQuantization | None = None  # of the checkpoint; None: plain floats
     rms_norm: bool = True  # else LayerNorm, which has biases too
     gated_mlp: bool = True  # three matrices, else two
+    built: Built | None = None  # of an engine folder; None: its weights are still to be made ready
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelSpec:
@@ -192,33 +199,53 @@ class ModelSpec:
         return self.parameters.total * DTYPE_BYTES[dtype]
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """All matrices that activations are multiplied with, Q, K and V as one, gate and up too."""
+        """All matrices that activations are multiplied with. Those of Q, K and V that are stored
+        alike are one, and gate and up always are. An embedding that is stored quantised and is not
+        the head comes first."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names = ARCHITECTURES[self.architecture].matrices
         sizes = (
-            (names.qkv, hidden, queries + 2 * keys),
             (names.o, queries, hidden),
             (names.up, hidden, (2 if self.gated_mlp else 1) * inner),
             (names.down, inner, hidden),
         )
-        found = [
+        found: list[LinearLayers] = []
+        embedding, head = self._stored_ends()
+        if embedding is not None and not self.tie_word_embeddings:
+            found.append(LinearLayers(1, hidden, self.vocab_size, True, (embedding,)))
+        widths = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
+        for stored, count in Counter(self._stored(names.qkv)).items():
+            first = 0
+            for size in stored_alike(stored):
+                last = first + size
+                outputs = sum(widths[first:last])
+                found.append(LinearLayers(count, hidden, outputs, stored=stored[first:last]))
+                first = last
+        found += [
             LinearLayers(count, inputs, outputs, stored=stored)
             for layers, inputs, outputs in sizes
             for stored, count in Counter(self._stored(layers)).items()
         ]
-        head = None
-        if self.quantization is not None and not self.tie_word_embeddings:
-            head = self.quantization.scheme(names.head)
         return (*found, LinearLayers(1, hidden, self.vocab_size, head=True, stored=(head,)))
 
     def _stored(self, names: Sequence[str]) -> Iterator[tuple[StoredScheme | None, ...]]:
         """How the checkpoint stores the named layers, block by block."""
         for block in range(self.num_layers):
             if self.quantization is None:
-                yield (None,)
+                yield (None,) * len(names)
             else:
                 yield tuple(self.quantization.scheme(name.format(block)) for name in names)
+
+    def _stored_ends(self) -> tuple[StoredScheme | None, StoredScheme | None]:
+        """How the checkpoint stores the embedding and the head, which may be the same."""
+        if self.quantization is None:
+            return None, None
+        names = ARCHITECTURES[self.architecture].matrices
+        embedding = self.quantization.embedding_scheme(names.embedding)
+        if self.tie_word_embeddings:
+            return embedding, embedding
+        return embedding, self.quantization.scheme(names.head)
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         """What each layer stores per token, at `dtype_bytes` for each number."""
@@ -254,7 +281,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)
         if eos:
             spec = replace(spec, eos_token_ids=eos)
-    return spec
+    return replace(spec, built=read_built(folder))
 
 
 _RENAMED = (

@@ -6,6 +6,7 @@ Command-line flags and environment variables are both made from it, so an option
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -92,6 +93,14 @@ def parse_biases(text: str) -> dict[int, float]:
     return {parse_int(token): float(bias) for token, _, bias in pairs}
 
 
+def parse_object(text: str) -> dict[str, object]:
+    """A JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
 # Type of a field (None aside) -> reader, "must be ...", placeholder, one entry per use.
 _READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
     str: (str, "text", "TEXT", False),
@@ -101,6 +110,7 @@ _READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
     tuple[str, ...]: (str, "text", "TEXT", True),
     tuple[int, ...]: (parse_ids, "integers separated by commas", "N,N", False),
     tuple[str | tuple[int, ...], ...]: (str, "text", "TEXT", True),
+    Mapping[str, object]: (parse_object, "a JSON object", "JSON", False),
     Mapping[int, float]: (parse_biases, "ID:BIAS pairs separated by commas", "ID:BIAS,..", False),
 }
 

@@ -19,6 +19,7 @@ SCHEMES: Mapping[str, str] = {
     "int8": "weights and activations in 8 bits, a scale for each output and each token",
     "int8-weight-only": "weights in 8 bits, a scale for each output",
     "int4": "weights in 4 bits in groups of up to 128 inputs; the head in 8 bits",
+    "fp8": "weights in eight-bit floats (E4M3), a scale for each output",
 }
 INT4_GROUPS = (128, 64, 32)  # of inputs; the first that divides them is taken
 
@@ -28,6 +29,8 @@ MIN_INT4_GROUP, MIN_INT8_GROUP = (
 )  # inputs that kernels multiply at a time; groups have whole ones
 
 SCALE_BYTES = 4
+# Of a group in the native kernels, which keep the size of an output's scales beside them.
+NATIVE_GROUP_SCALE_BYTES = 2
 ORDER_BYTES = 4
 
 
@@ -38,7 +41,8 @@ class LayerScheme:
     Attributes:
         group: inputs that share a scale; 0: all of them.
         quantize_activations: its inputs are rounded to 8 bits too.
-        zeros: groups of four bits have zero points.
+        zeros: groups of four bits have zero points, or minima.
+        minima: they are minima: w = q * scale - minimum.
         float8: its 8 bits are E4M3 floats.
         ordered: inputs are reordered, so that those of a group are neighbours.
     """
@@ -47,17 +51,25 @@ class LayerScheme:
     group: int = 0
     quantize_activations: bool = False
     zeros: bool = True
+    minima: bool = False
     float8: bool = False
     ordered: bool = False
 
-    def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Scales, zero points and the order of inputs included."""
+    def weight_bytes(self, inputs: int, outputs: int, *, native: bool = False) -> int:
+        """Scales, zero points and the order of inputs included.
+
+        Args:
+            native: as the native kernels keep it, else as torch's do.
+        """
         values = inputs * outputs * self.bits // 8
         values += inputs * ORDER_BYTES if self.ordered else 0
+        if native or not self.group:
+            values += outputs * SCALE_BYTES
         if not self.group:
-            return values + outputs * SCALE_BYTES
-        of_group = SCALE_BYTES + (1 if self.bits == 4 and self.zeros else 0)
-        return values + -(-inputs // self.group) * outputs * of_group
+            return values
+        scale = NATIVE_GROUP_SCALE_BYTES if native and not self.float8 else SCALE_BYTES
+        zero = (scale if self.minima else 1) if self.bits == 4 and self.zeros else 0
+        return values + -(-inputs // self.group) * outputs * (scale + zero)
 
 
 def layer_scheme(quantization: str, inputs: int, *, head: bool) -> LayerScheme | None:
@@ -72,6 +84,8 @@ def layer_scheme(quantization: str, inputs: int, *, head: bool) -> LayerScheme |
         for group in INT4_GROUPS:
             if inputs % group == 0:
                 return LayerScheme(4, group)
+    if quantization == "fp8":
+        return LayerScheme(8, float8=True)
     return LayerScheme(8, quantize_activations=quantization != "int8-weight-only")
 
 
@@ -80,7 +94,8 @@ def loaded_scheme(stored: StoredScheme, inputs: int) -> LayerScheme | None:
     digits of scales; None: floats, because no kernel multiplies it."""
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
-        return None if group % MIN_INT8_GROUP else LayerScheme(8, group, float8=True)
+        multiplied = group % MIN_INT8_GROUP == 0 and not stored.wide
+        return LayerScheme(8, group, float8=True) if multiplied else None
     ordered = stored.ordered and group > 0
     if stored.bits > 4 or stored.layout == "int-quantized":
         if not stored.symmetric or group % MIN_INT8_GROUP:
@@ -90,7 +105,7 @@ def loaded_scheme(stored: StoredScheme, inputs: int) -> LayerScheme | None:
     # large groups are cut into small ones of the same scale
     for part in (width, *INT4_GROUPS):
         if part <= INT4_GROUPS[0] and width % part == 0 and part % MIN_INT4_GROUP == 0:
-            return LayerScheme(4, part, zeros=zeros, ordered=ordered)
+            return LayerScheme(4, part, zeros=zeros, minima=stored.minima, ordered=ordered)
     return None
 
 
@@ -98,11 +113,11 @@ def matrix_scheme(
     quantization: str, inputs: int, stored: Sequence[StoredScheme | None], *, head: bool
 ) -> LayerScheme | None:
     """Of a matrix made of several layers that have the same inputs; None: floats. A matrix has one
-    scheme, so layers that differ become floats."""
+    scheme, so layers that differ become floats. What is stored in a way that no kernel multiplies
+    is quantised as if it were stored as floats."""
     schemes = {
-        layer_scheme(quantization, inputs, head=head)
-        if part is None
-        else loaded_scheme(part, inputs)
+        (loaded_scheme(part, inputs) if part else None)
+        or layer_scheme(quantization, inputs, head=head)
         for part in stored
     }
     return schemes.pop() if len(schemes) == 1 else None
@@ -116,14 +131,18 @@ class Weighed(Protocol):
     def linear_layers(self) -> Iterable[LinearLayers]: ...
 
 
-def weight_bytes(model: Weighed, dtype: str, quantization: str) -> int:
-    """Bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`."""
+def weight_bytes(model: Weighed, dtype: str, quantization: str, *, native: bool = False) -> int:
+    """Bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`.
+
+    Args:
+        native: for the native kernels, else for torch's.
+    """
     item = DTYPE_BYTES[dtype]
     total = model.weight_bytes(dtype)
     for like in model.linear_layers():
         scheme = matrix_scheme(quantization, like.inputs, like.stored, head=like.head)
         if scheme is not None:
             saved = like.inputs * like.outputs * item
-            saved -= scheme.weight_bytes(like.inputs, like.outputs)
+            saved -= scheme.weight_bytes(like.inputs, like.outputs, native=native)
             total -= like.count * saved
     return total

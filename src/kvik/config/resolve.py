@@ -6,10 +6,12 @@ is touched, and what cannot fit is an error that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
+from kvik.config.built import BUILT_IN, built_in, settled
 from kvik.config.capacity import (
     MIN_BUDGET,
     MIN_CONTEXT,
@@ -44,6 +46,14 @@ from kvik.config.memory import (
 )
 from kvik.config.model_spec import ModelSpec
 from kvik.config.quantization import SCHEMES, weight_bytes
+from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.config.speculative_choice import (
+    choose_speculation,
+    draft_tokens,
+    wish_of,
+    with_draft_rows,
+    with_drafter,
+)
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic
@@ -57,9 +67,16 @@ _T = TypeVar("_T")
 
 
 def resolve(
-    config: EngineConfig, spec: ModelSpec, hardware: Hardware, model_path: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    hardware: Hardware,
+    model_path: str,
+    source: DraftSource = NO_SOURCE,
 ) -> ResolvedConfig:
     """Decide everything.
+
+    Args:
+        source: of drafts.
 
     Raises:
         ConfigError: a field that is out of range, or contradicts the model or another field.
@@ -67,12 +84,19 @@ def resolve(
     """
     check_config(config)
     if config.load_format == "random":
-        spec = replace(spec, quantization=None)  # made as floats, however it is stored
+        spec = replace(spec, quantization=None, built=None)  # made as floats, however it is stored
     notes = Notes()
-    device, gpu = _device(config, hardware, notes)
+    if spec.built is not None:
+        config = settled(config, spec.built, hardware)
+        notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
+    device, gpu = choose_device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
     dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
     kernels, footprint = choose_footprint(config, spec, hardware, device, dtype, notes)
+    if spec.built is not None:
+        footprint = replace(footprint, mapped=spec.built.weight_bytes)
+    wish = wish_of(config)
+    footprint = with_drafter(footprint, wish, source)
     choose_kv_format(config, spec, dtype, notes.add)
     asked = ASKED if config.quantization != "none" else "the default"
     words = SCHEMES[config.quantization]
@@ -81,7 +105,8 @@ def resolve(
     size = step_size(config, footprint, limit, notes)
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
-    size = _cut_seqs(config, size, num_blocks, notes)
+    size = _cut_seqs(config, footprint, size, num_blocks, notes)
+    speculation = choose_speculation(wish, size, footprint.groups, source, notes.add)
     threads = config.threads or hardware.cores
     notes.add(
         "threads",
@@ -104,6 +129,7 @@ def resolve(
             ageing=config.ageing,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
+            num_lookahead_tokens=speculation.num_lookahead_tokens if speculation else 0,
         ),
         runner=RunnerConfig(
             model_path=model_path,
@@ -119,21 +145,24 @@ def resolve(
         memory=plan,
         seed=config.seed,
         decisions=tuple(notes.decisions),
+        speculation=speculation,
     )
 
 
 class Notes:
-    """Collects decisions in the order they are made."""
+    """Collects decisions in the order they are made; of what is settled the reason is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, settled: Mapping[str, str] = MappingProxyType({})) -> None:
         self.decisions: list[Decision] = []
+        self._settled = settled
 
     def add(self, name: str, value: _T, reason: str) -> _T:
-        self.decisions.append(Decision(name, str(value), reason))
+        self.decisions.append(Decision(name, str(value), self._settled.get(name, reason)))
         return value
 
 
-def _device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
+def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
+    """ "cpu", or "cuda:N" and what that is."""
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
     if config.device == "cpu" or (config.device == "auto" and not gpus):
         reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
@@ -210,6 +239,7 @@ def choose_footprint(
         runtime,
         config.kv_cache_dtype,
         config.kv_cache_dtype_skip_layers,
+        kernels == "native",
     )
     return kernels, footprint
 
@@ -219,12 +249,14 @@ def step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: N
     what the weights leave. `max_model_len` of the result is only a first guess."""
     context = footprint.spec.max_context
     default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
+    wish = wish_of(config)
+    each, drafts = (1, 0) if wish is None else (2, 2 * draft_tokens(wish))  # tokens of a request
     size = StepSize(
         max_model_len=config.max_model_len or min(context, 4096),
         max_num_seqs=config.max_num_seqs
-        or min(MAX_NUM_SEQS, config.max_num_batched_tokens or MAX_NUM_SEQS),
+        or max(1, min(MAX_NUM_SEQS, (config.max_num_batched_tokens or GPU_BUDGET) // each)),
         max_num_batched_tokens=config.max_num_batched_tokens
-        or max(default, config.block_size, config.max_num_seqs or 0),
+        or max(default, config.block_size, (config.max_num_seqs or 0) + drafts),
     )
     if config.policy in ("static", "dynamic"):
         if config.max_num_seqs is None:
@@ -234,9 +266,10 @@ def step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: N
                 "batch_size",
                 f"must be at most max_num_seqs ({config.max_num_seqs}), not {config.batch_size}",
             )
+    size = with_draft_rows(wish, size, footprint.device)
     asked = size
     room = (limit.size - footprint.weights - footprint.overhead(size)) // 4
-    floor = max(MIN_BUDGET, config.block_size, config.max_num_seqs or 0)
+    floor = max(MIN_BUDGET, config.block_size, (config.max_num_seqs or 0) + drafts)
     while footprint.activations(size) > room:
         smaller = []
         if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
@@ -247,6 +280,7 @@ def step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: N
             smaller.append(replace(size, max_num_seqs=seqs))
         if not smaller:
             break
+        smaller = [with_draft_rows(wish, one, footprint.device) for one in smaller]
         size = min(smaller, key=footprint.activations)
     reason = "enough to keep the arithmetic units busy"
     if size.max_num_batched_tokens < asked.max_num_batched_tokens:
@@ -361,7 +395,9 @@ def _num_blocks(
     return count
 
 
-def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: Notes) -> StepSize:
+def _cut_seqs(
+    config: EngineConfig, footprint: Footprint, size: StepSize, num_blocks: int, notes: Notes
+) -> StepSize:
     """No more requests at a time than there are blocks to give them."""
     if config.max_num_seqs is not None:
         notes.add("max_num_seqs", config.max_num_seqs, ASKED)
@@ -373,7 +409,7 @@ def _cut_seqs(config: EngineConfig, size: StepSize, num_blocks: int, notes: Note
     elif count < MAX_NUM_SEQS:
         reason = "sampling for more would take too much memory, or more tokens than a step has"
     notes.add("max_num_seqs", count, reason)
-    return replace(size, max_num_seqs=count)
+    return with_draft_rows(wish_of(config), replace(size, max_num_seqs=count), footprint.device)
 
 
 def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:

@@ -1,23 +1,30 @@
 """How a quantised checkpoint stores its linear layers: config.json's quantization_config.
 
 The words are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel), compressed-tensors, and fp8
-as transformers and DeepSeek write it.
+as transformers and DeepSeek write it. GGUF files name a type of blocks for each tensor instead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import groupby
+from typing import Literal, get_args
 
 from kvik.config.fields import Fields, shown
 
-Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
+# Of GGUF: rows of blocks, each with its scales.
+BlockLayout = Literal[
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"
+]
+Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"] | BlockLayout
+BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
 GPTQ_BITS = (2, 3, 4, 8)
+E4M3, E5M2 = ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
 HEAD = "lm_head"
 LINEAR, REGEX = "Linear", "re:"  # a class of layers; what a regular expression begins with
 
@@ -31,9 +38,11 @@ class StoredScheme:
         group: inputs that share a scale; 0: all of them.
         band: outputs that share a scale; 0: all of them.
         symmetric: no zero points are needed.
+        minima: there are numbers in place of zero points: w = q * scale - minimum.
         ordered: the inputs of a group may be anywhere; a tensor names the group of each.
         lessened: zero points are stored less one.
         quantize_activations: inputs are meant to be rounded to 8 bits too.
+        wide: eight-bit floats are E5M2 and not E4M3.
     """
 
     layout: Layout
@@ -41,12 +50,23 @@ class StoredScheme:
     group: int = 0
     band: int = 1
     symmetric: bool = True
+    minima: bool = False
     ordered: bool = False
     lessened: bool = False
     quantize_activations: bool = False
+    wide: bool = False
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether any rows of the layer can be read on their own."""
+        return self.layout in BLOCK_LAYOUTS
 
     def __str__(self) -> str:
-        number = "fp8" if self.layout == "fp8" else f"{self.bits} bits"
+        if self.layout in BLOCK_LAYOUTS:
+            return self.layout
+        number = f"{self.bits} bits"
+        if self.layout == "fp8":
+            number = "fp8 (E5M2)" if self.wide else "fp8"
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
         elif self.group:
@@ -94,10 +114,12 @@ class StoredQuantization:
     Attributes:
         method: `quant_method`.
         rules: the first that matches a name decides; without one the layer is plain floats.
+        embeddings: the rules are also for the vectors of tokens; else those are plain floats.
     """
 
     method: str
     rules: tuple[Rule, ...]
+    embeddings: bool = False
 
     def scheme(self, layer: str) -> StoredScheme | None:
         """Of a linear layer, by its name in the checkpoint."""
@@ -106,9 +128,18 @@ class StoredQuantization:
                 return rule.scheme
         return None
 
+    def embedding_scheme(self, name: str) -> StoredScheme | None:
+        """Of the vectors of tokens, by their name in the checkpoint."""
+        return self.scheme(name) if self.embeddings else None
+
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(rule.scheme) for rule in self.rules if rule.scheme)
         return f"{self.method}: {'; '.join(schemes)}"
+
+
+def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
+    """How many neighbours are each stored alike: what can be one matrix without losing that."""
+    return [len(list(same)) for _, same in groupby(stored)]
 
 
 def read_stored_quantization(fields: Fields) -> StoredQuantization | None:
@@ -169,14 +200,13 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
 
 
 def _fp8(fields: Fields) -> list[Rule]:
-    if "fmt" in fields:
-        fields.choice("fmt", ("e4m3", "float8_e4m3fn"))
+    number = fields.choice("fmt", (*E4M3, *E5M2), E4M3[0])
     if "scale_fmt" in fields:
         fields.choice("scale_fmt", ("float",))
     band, group = _block(fields, "weight_block_size") or (0, 0)
     fields.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
-    return [skipped, _rest(StoredScheme("fp8", 8, group, band))]
+    return [skipped, _rest(StoredScheme("fp8", 8, group, band, wide=number in E5M2))]
 
 
 def _fbgemm_fp8(fields: Fields) -> list[Rule]:

@@ -24,6 +24,7 @@ class NewRequest:
     params: SamplingParams
     stop_ids: frozenset[int]  # masked until min_tokens
     seed: int
+    cache_salt: str = ""  # the tenant: what is learned of its texts is for its requests alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,29 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTimes:
+    """What guessing ahead took in a step, in seconds.
+
+    Attributes:
+        proposing: to make the drafts of the step, or to find none.
+        checking: that and the step itself, but for making drafts of the next one. 0.0 if nobody was
+            asked for drafts, or the step held chunks of prompts, or `plain` is not known.
+        plain: what steps without drafts take for as many tokens, by those that were measured.
+    """
+
+    proposing: float
+    checking: float = 0.0
+    plain: float = 0.0
+
+    def __add__(self, other: DraftTimes) -> DraftTimes:
+        return DraftTimes(
+            self.proposing + other.proposing,
+            self.checking + other.checking,
+            self.plain + other.plain,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order."""
 
@@ -59,3 +83,4 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
     seconds: float = 0.0
+    draft_times: DraftTimes | None = None  # None: nothing guesses ahead

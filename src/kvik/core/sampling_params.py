@@ -14,6 +14,7 @@ MAX_STOP_BYTES = 1024
 MAX_LIST_ENTRIES = 4096
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it the softmax of scaled logits overflows: greedy is meant
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculation")
 _INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
@@ -46,6 +47,7 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string in the text.
+        speculation: guess tokens of this request ahead, where the engine does so at all.
     """
 
     n: int = 1
@@ -70,6 +72,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -106,7 +109,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ParamError(name, f"must be true or false, not {_shown(getattr(self, name))}")
 

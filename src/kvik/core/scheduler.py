@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.core.counters import DraftCounts, SchedulerCounters
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.policy import make_policy
@@ -29,18 +30,6 @@ from kvik.core.types import (
     TokenLogprobs,
 )
 from kvik.core.work import WorkMeter
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    steps: int = 0
-    scheduled_tokens: int = 0
-    delivered_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0  # tokens looked up
-    prefix_hits: int = 0  # tokens found
 
 
 class _Rows:
@@ -66,6 +55,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
         self.running: list[Request] = []  # sorted by `order`
         self.counters = SchedulerCounters()
+        self.drafts = DraftCounts()
         self.meter = WorkMeter(cache.groups)
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -127,6 +117,8 @@ class Scheduler:
             copies, new_requests = self._schedule_waiting(rows, budget, now)
         if not rows.slots:
             return None
+        if self.config.num_lookahead_tokens:
+            self._look_ahead(rows, new_blocks)
         if len(self.waiting):
             self.meter.left_waiting(
                 blocks_short=preempted or rows.short, slots_short=not self._free_slots
@@ -216,6 +208,17 @@ class Scheduler:
                 budget -= used
                 preempted |= evicted
         return budget, preempted
+
+    def _look_ahead(self, rows: _Rows, new_blocks: list[tuple[int, int, list[int]]]) -> None:
+        """Places for what a drafter computes beyond the step, if there are blocks to spare."""
+        for request, samples in zip(rows.requests, rows.samples, strict=True):
+            if samples and request.params.speculation:
+                end = request.num_computed_tokens + self.config.num_lookahead_tokens
+                end = min(end, request.max_length)
+                if end > len(request.block_ids[0]) * self.kv.block_size:
+                    new = self.kv.extend(request, end)
+                    if new is not None:
+                        new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
 
     def _schedule_prefill(
         self,
@@ -312,6 +315,7 @@ class Scheduler:
             params=request.params,
             stop_ids=request.stop_ids,
             seed=request.seed,
+            cache_salt=request.cache_salt,
         )
 
     def _add_row(self, rows: _Rows, request: Request, chunk: int) -> None:
@@ -397,6 +401,10 @@ class Scheduler:
             request.num_computed_tokens -= rejected
             request.num_written_tokens -= rejected
             self.meter.take_back(request, rejected)
+        if drafts:
+            request.num_drafted_tokens += drafts
+            request.num_accepted_tokens += len(tokens) - 1
+            self.drafts.add(drafts, len(tokens) - 1)
         reason = None
         known = request.token_ids
         before = len(known)
@@ -472,6 +480,8 @@ class Scheduler:
                 finished=now,
                 num_cached_tokens=request.num_cached_tokens,
                 num_preemptions=request.num_preemptions,
+                num_drafted_tokens=request.num_drafted_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
             ),
         )
 

@@ -72,6 +72,8 @@ class Request:
     num_written_tokens: int = 0  # K/V written by steps whose results are known here
     num_pending_tokens: int = 0  # sampled by steps in flight, ids not known here yet
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
+    num_drafted_tokens: int = 0  # drafts computed so far
+    num_accepted_tokens: int = 0  # and found right
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
     num_metered_tokens: int = 0  # of those computed, whose work is counted
@@ -123,3 +125,5 @@ class RequestReport:
     finished: float
     num_cached_tokens: int
     num_preemptions: int
+    num_drafted_tokens: int = 0  # guessed ahead, by speculation
+    num_accepted_tokens: int = 0  # and right

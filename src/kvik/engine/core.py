@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import CapacityError, ParamError
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.seeds import derive_seed
 from kvik.core.types import EngineRequest, FinishReason, Request, RequestDelta
-from kvik.engine.stats import EngineStats
+from kvik.engine.stats import EngineStats, SpeculationStats
 
 
 class EngineCore:
@@ -25,6 +25,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._num_unseeded = 0
+        self._draft_times = DraftTimes(0.0)
 
     def add(self, request: EngineRequest, now: float) -> None:
         """Queue a request.
@@ -124,6 +125,8 @@ class EngineCore:
 
     def finish_step(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
         """Take in the result of the oldest plan in flight."""
+        if output.draft_times is not None:
+            self._draft_times += output.draft_times
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
@@ -161,7 +164,15 @@ class EngineCore:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             work=scheduler.meter.read(scheduler.running),
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> SpeculationStats | None:
+        if self.config.speculation is None:
+            return None
+        times = self._draft_times
+        drafts = self.scheduler.drafts.copy()
+        return SpeculationStats(drafts, times.proposing, times.checking, times.plain)
 
     def _max_length(self, request: EngineRequest) -> int:
         """Prompt + output at most: what was asked for, never past the context."""

@@ -1,8 +1,10 @@
-"""Sampling defaults that a model's authors recommend, from its generation_config.json."""
+"""Sampling defaults that a model's authors recommend, as generation_config.json has them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvik.config.errors import ModelError, ParamError
 from kvik.config.fields import read_json
@@ -29,11 +31,21 @@ def read_default_params(folder: Path) -> SamplingParams:
     """
     if not (folder / FILE).exists():
         return SamplingParams()
-    stored = read_json(folder / FILE)
-    given = {ours: stored[key] for ours, key in _KEYS.items() if stored.get(key) is not None}
+    return default_params(read_json(folder / FILE), FILE)
+
+
+def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
+    """Of the parsed values of a file.
+
+    Raises:
+        ModelError: an impossible value.
+    """
+    given: dict[str, Any] = {
+        ours: stored[key] for ours, key in _KEYS.items() if stored.get(key) is not None
+    }
     if stored.get("do_sample") is False:
         given["temperature"] = 0.0
     try:
         return SamplingParams().with_changes(**given)
     except ParamError as error:
-        raise ModelError(FILE, f"{_KEYS[error.field]} {error.message}") from None
+        raise ModelError(file, f"{_KEYS[error.field]} {error.message}") from None

@@ -84,6 +84,8 @@ class RequestOutput:
     num_preemptions: int
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     metrics: RequestMetrics
+    num_drafted_tokens: int = 0  # guessed ahead, by speculation
+    num_accepted_tokens: int = 0  # of these, right
 
     @property
     def text(self) -> str:
@@ -162,17 +164,20 @@ class OutputProcessor:
             if delta.prompt_logprobs is not None:
                 entry.prompt_logprobs = delta.prompt_logprobs
             completion = entry.completions[delta.index]
-            text, tokens = "", []
+            text, first = "", len(completion.token_ids)
             if completion.matched is None and completion.error is None:
-                tokens = delta.token_ids
                 try:
-                    text = self._grow(entry, completion, delta)
+                    for piece in _pieces(completion, delta):
+                        text += self._grow(entry, completion, piece)
+                        if completion.matched is not None:
+                            break
                 except Exception as error:
                     completion.error = f"{type(error).__name__}: {error}"
                 if delta.finish_reason is None:
                     self._ask_to_end(entry, completion, delta.index, out)
             if delta.finish_reason is not None:
                 self._finish(entry, completion, delta, out)
+            tokens = completion.token_ids[first:]
             if entry.streaming and (text or tokens or delta.finish_reason):
                 result = completion.result
                 out.deltas.append(
@@ -183,7 +188,9 @@ class OutputProcessor:
                         tokens,
                         finish_reason=result.finish_reason if result else None,
                         error=completion.error,
-                        logprobs=delta.logprobs if tokens else None,
+                        logprobs=delta.logprobs[: len(tokens)]
+                        if tokens and delta.logprobs
+                        else None,
                     )
                 )
         return out
@@ -249,6 +256,24 @@ class OutputProcessor:
             out.finished.append(_output(entry))
 
 
+def _pieces(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
+    """The delta token by token where a stop string may end the output at any of them."""
+    tokens, logprobs = delta.token_ids, delta.logprobs
+    if completion.stops is None or len(tokens) < 2:
+        return [delta]
+    pieces = [
+        RequestDelta(
+            delta.request_id,
+            delta.index,
+            [token],
+            logprobs=None if logprobs is None else logprobs[i : i + 1],
+        )
+        for i, token in enumerate(tokens)
+    ]
+    pieces[-1].finish_reason, pieces[-1].stop_reason = delta.finish_reason, delta.stop_reason
+    return pieces
+
+
 def _output(entry: _Entry) -> RequestOutput:
     reports = entry.reports.values()
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -262,6 +287,8 @@ def _output(entry: _Entry) -> RequestOutput:
         num_cached_tokens=entry.reports[0].num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
         prompt_logprobs=prompt_logprobs,
+        num_drafted_tokens=sum(r.num_drafted_tokens for r in reports),
+        num_accepted_tokens=sum(r.num_accepted_tokens for r in reports),
         metrics=RequestMetrics(
             arrival=min(r.arrival for r in reports),
             first_scheduled=min(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvik.core.counters import DraftCounts
 from kvik.core.work import Work
 
 
@@ -34,6 +35,27 @@ class LoopTime:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """How guessing ahead fared, as totals since the start. A row is one request's part of a step.
+
+    Attributes:
+        drafts: how many were computed, how many were right, and where.
+        proposing, checking, plain: seconds; see `DraftTimes`.
+    """
+
+    drafts: DraftCounts
+    proposing: float = 0.0
+    checking: float = 0.0
+    plain: float = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """How much faster tokens came than they would have without drafts, as estimated from the
+        steps that had none; None before there is anything to tell."""
+        return self.plain / self.checking if self.checking else None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges hold at the time of the call, counters since the start; tokens unless said."""
 
@@ -51,6 +73,7 @@ class EngineStats:
     prefix_hits: int  # and found there
     work: Work = field(default_factory=Work)
     time: LoopTime = field(default_factory=LoopTime)
+    speculation: SpeculationStats | None = None  # None: off
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvik.config.errors import ModelError
-from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
 from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
 from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
+from kvik.gguf.stored import stored_quantization
 
 # `general.architecture` -> the architecture that config.json would name. Mistral is a llama there.
 ARCHITECTURES: Mapping[str, str] = {
@@ -40,6 +42,29 @@ def architecture(file: GgufFile) -> str:
     return name
 
 
+def head_size(file: GgufFile) -> int:
+    """Numbers of a head of queries, keys or values.
+
+    Raises:
+        ModelError: a value that cannot be.
+    """
+    name, metadata = architecture(file), file.metadata
+    hidden = metadata.integer(f"{name}.embedding_length", 1, MAX_WIDTH)
+    heads = metadata.integer(f"{name}.attention.head_count", 1, MAX_HEADS)
+    usual = max(1, hidden // heads)
+    return metadata.integer(f"{name}.attention.key_length", 1, MAX_WIDTH, usual)
+
+
+def model_spec(file: GgufFile) -> ModelSpec:
+    """The facts of the model in a file.
+
+    Raises:
+        ModelError: an unknown architecture, or a value that cannot be.
+    """
+    spec = ModelSpec.from_config(model_config(file))
+    return replace(spec, quantization=stored_quantization(file))
+
+
 def model_config(file: GgufFile) -> dict[str, object]:
     """The facts as a config.json has them, for `ModelSpec.from_config`.
 
@@ -51,18 +76,17 @@ def model_config(file: GgufFile) -> dict[str, object]:
     def size(key: str, most: int, default: int | None = None) -> int:
         return metadata.integer(f"{name}.{key}", 1, most, default)
 
-    hidden = size("embedding_length", MAX_WIDTH)
-    heads = size("attention.head_count", MAX_HEADS)
-    head_dim = size("attention.key_length", MAX_WIDTH, max(1, hidden // heads))
+    head_dim = head_size(file)
     for key in ("attention.value_length", "rope.dimension_count"):
         if size(key, MAX_WIDTH, head_dim) != head_dim:
             raise metadata.error(f"{name}.{key}", f"must be the size of a head, {head_dim}")
+    heads = size("attention.head_count", MAX_HEADS)
     context = size("context_length", MAX_POSITIONS)
     theta = metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0)
     names = {tensor.name for tensor in file.tensors}
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[name]],
-        "hidden_size": hidden,
+        "hidden_size": size("embedding_length", MAX_WIDTH),
         "intermediate_size": size("feed_forward_length", MAX_WIDTH),
         "num_hidden_layers": size("block_count", MAX_LAYERS),
         "num_attention_heads": heads,

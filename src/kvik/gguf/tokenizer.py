@@ -54,6 +54,11 @@ class GgufTokenizer:
     chat_template: str | None
 
 
+def has_tokenizer(metadata: Metadata) -> bool:
+    """Whether a file names a tokenizer; some say that they have "no_vocab"."""
+    return metadata.raw(f"{AT}.model") not in (None, "no_vocab", "none")
+
+
 def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     """The tokenizer in the metadata of a file.
 

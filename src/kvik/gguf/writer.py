@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedWriter
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
+from kvik.config.files import writing_whole
 from kvik.gguf.types import DEFAULT_ALIGNMENT, MAGIC, STRUCT_CODES, BlockType, ValueKind
 
 Scalar = bool | int | float | str
@@ -35,7 +33,12 @@ class OutTensor:
     data: Callable[[], Iterable[Buffer]]
 
     @property
+    def weights(self) -> int:
+        return prod(self.shape)
+
+    @property
     def size(self) -> int:
+        """In bytes."""
         return self.type.row_bytes(self.shape[-1]) * prod(self.shape[:-1])
 
 
@@ -53,23 +56,15 @@ def write_gguf(
     """
     head = _head(metadata, tensors)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(head)
-                for tensor in tensors:
-                    _write_data(file, tensor)
-            Path(name).chmod(0o644)  # mkstemp's files are private
-            Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
+        with writing_whole(path) as file:
+            file.write(head)
+            for tensor in tensors:
+                _write_data(file, tensor)
     except OSError as error:
         raise ModelError(path.name, f"cannot be written ({error.strerror})") from None
 
 
-def _write_data(file: BufferedWriter, tensor: OutTensor) -> None:
+def _write_data(file: BinaryIO, tensor: OutTensor) -> None:
     written = 0
     for piece in tensor.data():
         written += file.write(piece)

@@ -68,10 +68,17 @@ class GPT2:
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
-        x = self.embed_position.add(ctx.positions, self.embed(ids))
+        return self.norm(self.blocks(self.enter(ids, ctx), ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        return self.embed_position.add(ctx.positions, self.embed(ids))
+
+    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
         for layer in self.layers:
             x = layer(x, ctx)
-        return self.norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""

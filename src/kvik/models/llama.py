@@ -21,14 +21,12 @@ class LlamaAttention:
 
     def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.split = (heads, kv_heads, kv_heads)
-        self.heads = (heads + 2 * kv_heads, dim)
-        self.qkv = builder.linear(
+        self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
             spec.hidden_size,
-            (heads * dim, kv_heads * dim, kv_heads * dim),
+            (heads, kv_heads, kv_heads),
+            dim,
             bias=spec.qkv_bias,
-            shard="column",
         )
         self.rope = rope
         self.attend = builder.attention(layer, dim)
@@ -41,8 +39,7 @@ class LlamaAttention:
         self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        qkv = self.qkv(x).view(-1, *self.heads)  # [tokens, heads + 2 kv_heads, head_dim]
-        q, k, v = qkv.split_with_sizes(self.split, 1)
+        q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
         q, k = self.rope.rotate(q, k, rotation)
         return self.o(self.attend(q, k, v, ctx), residual)
 
@@ -97,11 +94,18 @@ class Llama:
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
+        return self.norm(self.blocks(self.enter(ids, ctx), ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        return self.embed(ids)
+
+    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
         rotation = self.rope.at(ctx.positions)
-        x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, rotation, ctx)
-        return self.norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""

@@ -16,14 +16,12 @@ class Qwen3Attention:
 
     def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.split = (heads, kv_heads, kv_heads)
-        self.heads = (heads + 2 * kv_heads, dim)
-        self.qkv = builder.linear(
+        self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
             spec.hidden_size,
-            (heads * dim, kv_heads * dim, kv_heads * dim),
+            (heads, kv_heads, kv_heads),
+            dim,
             bias=spec.qkv_bias,
-            shard="column",
         )
         self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
         self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
@@ -37,8 +35,7 @@ class Qwen3Attention:
         self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        qkv = self.qkv(x).view(-1, *self.heads)  # [tokens, heads + 2 kv_heads, head_dim]
-        q, k, v = qkv.split_with_sizes(self.split, 1)
+        q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
         q, k = self.rope.rotate(self.q_norm(q), self.k_norm(k), rotation)
         return self.o(self.attend(q, k, v, ctx), residual)
 

@@ -21,6 +21,10 @@ from kvik.nn.loader import load_weights, random_weights
 class Model(Protocol):
     """A network without state: weights only, the cache comes with the context."""
 
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        ...
+
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden], normalised."""
         ...
@@ -30,7 +34,15 @@ class Model(Protocol):
         ...
 
 
-MODELS: Mapping[str, Callable[[ModelSpec, Builder], Model]] = {
+class Network(Model, Protocol):
+    """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids)))."""
+
+    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
+        ...
+
+
+MODELS: Mapping[str, Callable[[ModelSpec, Builder], Network]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
@@ -42,7 +54,7 @@ MODELS: Mapping[str, Callable[[ModelSpec, Builder], Model]] = {
 def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
     """The model that `spec` describes, with the weights of the builder's checkpoint.
 
-    A builder without a checkpoint makes random weights from `seed`.
+    Without a checkpoint, what the builder's storage does not hold becomes random, from `seed`.
 
     Raises:
         ModelError: the checkpoint does not fit the spec, or cannot be quantised.

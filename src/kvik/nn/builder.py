@@ -17,20 +17,22 @@ from kvik.attention.base import AttentionBackend
 from kvik.config.kv_spec import KVGroup
 from kvik.config.quantization import matrix_scheme
 from kvik.config.rope_spec import RopeSpec
-from kvik.config.stored_quantization import StoredQuantization, StoredScheme
+from kvik.config.stored_quantization import StoredQuantization, StoredScheme, stored_alike
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.embedding import Embedding, TiedEmbedding
+from kvik.nn.embedding import Embedding, MatrixEmbedding
 from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
+from kvik.nn.heads import Heads
 from kvik.nn.linear import Linear
 from kvik.nn.mlp import MLP, GatedMLP
 from kvik.nn.norm import LayerNorm, RMSNorm
 from kvik.nn.parts import Part, Rows
 from kvik.nn.quantizer import Quantizer, weight_kind
 from kvik.nn.rope import Rope
+from kvik.nn.storage import FreshStorage, Storage
 
 BIAS = "bias"
 # Calibrated steps of a quantised cache; the engine finds its own.
@@ -84,6 +86,7 @@ class Builder:
         checkpoint: Checkpoint | None,
         stored_quantization: StoredQuantization | None = None,
         quantization: str = "none",
+        storage: Storage | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +95,7 @@ class Builder:
             checkpoint: None: random weights, which are floats.
             stored_quantization: how the checkpoint stores linear layers; None: as floats.
             quantization: of linear layers as they are loaded, as in `EngineConfig`.
+            storage: of the weights; None: new memory.
         """
         self.ops = ops
         self.backend = backend
@@ -101,6 +105,7 @@ class Builder:
         self.checkpoint = checkpoint
         self.stored_quantization = stored_quantization
         self.quantization = quantization
+        self.storage = storage or FreshStorage(ops)
         self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
@@ -108,6 +113,7 @@ class Builder:
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, _, last = name.rpartition(".")
             self._stored.setdefault(layer, {})[last] = entry.shape
+        self._stored |= {name: {} for name in self.storage.names}
 
     def at(self, name: str | int, *, optional: bool = False) -> Builder:
         """The builder of a narrower scope.
@@ -148,7 +154,27 @@ class Builder:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed) for width in outputs]
-        return self._linear(names, shapes, bias=bias, shard=shard, activation=activation)
+        stored = [self._scheme(name) for name in names]
+        return self._linear(names, shapes, stored, bias=bias, shard=shard, activation=activation)
+
+    def heads(
+        self,
+        names: tuple[str, ...],
+        inputs: int,
+        heads: tuple[int, ...],
+        head_dim: int,
+        *,
+        bias: bool,
+    ) -> Heads:
+        """Projections of x [tokens, inputs], each into its number of heads."""
+        linears, parts, first = [], [], 0
+        for size in self._alike(names):
+            some = slice(first, first + size)
+            widths = tuple(count * head_dim for count in heads[some])
+            linears.append(self.linear(names[some], inputs, widths, bias=bias, shard="column"))
+            parts.append(heads[some])
+            first += size
+        return Heads(linears, parts, head_dim)
 
     def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> GatedMLP:
         """gate_proj, up_proj and down_proj of this scope."""
@@ -181,30 +207,38 @@ class Builder:
 
     def embedding(self, name: str, rows: int, hidden: int, *, shard: Shard = None) -> Embedding:
         """A table [rows, hidden]; "column" lets ranks divide its rows."""
-        table = self._empty(rows, hidden)
+        table = self._empty(f"{name}.weight", rows, hidden)
         self._declare(self._name(f"{name}.weight"), table, "matrix", 0 if shard else None)
         return Embedding(self.ops, table)
 
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool
-    ) -> Embedding | TiedEmbedding:
+    ) -> Embedding | MatrixEmbedding:
         """The vectors of tokens; tied: their matrix is the head's too."""
-        if tied:
-            return TiedEmbedding(self._head(name, vocab, hidden, tied=True), self.dtype)
-        return self.embedding(name, vocab, hidden, shard="column")
+        scheme = None
+        if self.checkpoint is not None and self.stored_quantization is not None:
+            scheme = self.stored_quantization.embedding_scheme(self._name(name))
+        held = self._name(name) in self.storage.names
+        if not tied and scheme is None and not held:
+            return self.embedding(name, vocab, hidden, shard="column")
+        shape = LinearShape(hidden, vocab)
+        linear = self._linear((name,), [shape], [scheme], bias=False, shard="column", head=True)
+        return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied)
 
-    def lm_head(self, name: str, embedding: Embedding | TiedEmbedding) -> Linear:
+    def lm_head(self, name: str, embedding: Embedding | MatrixEmbedding) -> Linear:
         """Logits over the rows of `embedding`, by its weight or by a matrix of their own."""
-        if isinstance(embedding, TiedEmbedding):
+        if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
-            return embedding.head
-        return self._head(name, *embedding.table.shape, tied=False)
+            return Linear(self.ops, embedding.matrix)
+        vocab, hidden = embedding.shape
+        shape, stored = LinearShape(hidden, vocab), self._scheme(name)
+        return self._linear((name,), [shape], [stored], bias=False, shard="column", head=True)
 
     def rms_norm(self, name: str, dim: int, eps: float) -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
 
     def layer_norm(self, name: str, dim: int, eps: float) -> LayerNorm:
-        weight, bias = self._gain(name, dim), self._empty(dim)
+        weight, bias = self._gain(name, dim), self._empty(f"{name}.bias", dim)
         self._declare(self._name(f"{name}.bias"), bias, "bias", None)
         return LayerNorm(self.ops, weight, bias, eps)
 
@@ -216,30 +250,27 @@ class Builder:
         self.ignore(*KV_SCALES)
         return Attention(self.backend, layer, self._group_of[layer], head_dim**-0.5)
 
-    def _head(self, name: str, vocab: int, hidden: int, *, tied: bool) -> Linear:
-        """Its logits are fp32, because their differences are what counts. Tied, it is stored as an
-        embedding, and those are floats."""
-        shape = LinearShape(hidden, vocab)
-        return self._linear(
-            (name,), [shape], bias=False, shard="column", head=True, quantized=not tied
-        )
-
     def _linear(
         self,
         names: tuple[str, ...],
         shapes: Sequence[LinearShape],
+        stored: Sequence[StoredScheme | None],
         *,
         bias: bool,
         shard: Shard,
         activation: Activation | None = None,
         head: bool = False,
-        quantized: bool = True,
     ) -> Linear:
+        """
+        Args:
+            stored: how the checkpoint stores each layer; None: as floats.
+            head: its logits are fp32, because their differences are what counts. The embedding is
+                its like: neither is rounded to less than eight bits.
+        """
         layers = [self._name(name) for name in names]
-        stored = [self._scheme(layer) if quantized else None for layer in layers]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
         scheme = matrix_scheme(self.quantization, inputs, stored, head=head)
-        quantizer = Quantizer(scheme, " + ".join((layers[0], *names[1:])))
+        quantizer = Quantizer(scheme, self._joined(names))
         spec = MatrixSpec(
             weight_kind(scheme, self.dtype),
             rows,
@@ -249,7 +280,9 @@ class Builder:
             torch.float32 if head else self.dtype,
             self.device,
         )
-        matrix = self.ops.matrix(spec)
+        matrix = self.storage.matrix(quantizer.layer, spec)
+        if self.storage.names:
+            return Linear(self.ops, matrix)
         target, first = Rows(self.ops, matrix, quantizer), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
             format = self._format(layer, shape, own)
@@ -275,10 +308,25 @@ class Builder:
             first += shape.outputs
         return Linear(self.ops, matrix)
 
-    def _scheme(self, layer: str) -> StoredScheme | None:
+    def _scheme(self, name: str) -> StoredScheme | None:
         if self.checkpoint is None or self.stored_quantization is None:
             return None
-        return self.stored_quantization.scheme(layer)
+        return self.stored_quantization.scheme(self._name(name))
+
+    def _alike(self, names: tuple[str, ...]) -> list[int]:
+        """How many neighbours are one matrix."""
+        if not self.storage.names:
+            return stored_alike([self._scheme(name) for name in names])
+        sizes: list[int] = []
+        while (first := sum(sizes)) < len(names):
+            ends = range(len(names), first, -1)
+            whole = (end for end in ends if self._joined(names[first:end]) in self.storage.names)
+            sizes.append(next(whole, first + 1) - first)
+        return sizes
+
+    def _joined(self, names: tuple[str, ...]) -> str:
+        """The name of the matrix of some layers."""
+        return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
         shapes = {name: size for name, size in self._stored.get(layer, {}).items() if name != BIAS}
@@ -287,14 +335,16 @@ class Builder:
         return format
 
     def _gain(self, name: str, dim: int) -> Tensor:
-        weight = self._empty(dim)
+        weight = self._empty(f"{name}.weight", dim)
         self._declare(self._name(f"{name}.weight"), weight, "gain", None)
         return weight
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def _empty(self, name: str, *shape: int) -> Tensor:
+        return self.storage.tensor(self._name(name), shape, self.dtype, self.device)
 
     def _declare(self, name: str, target: Tensor, kind: str, shard_axis: int | None) -> None:
+        if self.storage.names:
+            return
         self.declared.tensors.append(
             DeclaredTensor(
                 name,

@@ -1,10 +1,11 @@
-"""The weights of a model folder: every tensor by name, read a run of rows at a time."""
+"""Stored weights: every tensor by name, read a run of rows at a time; and those of a folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,32 @@ class Run:
     values: Tensor
 
 
+class Checkpoint(Protocol):
+    """Weights under the names that models declare; opening them read and checked no more than what
+    they are."""
+
+    @property
+    def facts(self) -> str:
+        """The file that says of what sizes the model is, for errors."""
+        ...
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """All tensors, by name."""
+        ...
+
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
+        """The named tensors in an order that is good to read, in pieces.
+
+        Args:
+            in_runs: whether a tensor may come in runs of rows; else it comes whole.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A `Run` to be read: where it lies in its file."""
@@ -68,24 +95,18 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class FolderCheckpoint:
     """The validated headers of a model's safetensors files; data is read only by `runs`."""
 
     files: tuple[tuple[Path, tuple[TensorEntry, ...]], ...]
+    facts: str = "config.json"
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
     def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
-        """The named tensors file by file and layer by layer, in pieces.
-
-        Args:
-            in_runs: whether a tensor may come in runs of rows; else it comes whole.
-
-        Raises:
-            ModelError: a file cannot be read.
-        """
+        """See `Checkpoint`: file by file and layer by layer."""
         for path, entries in self.files:
             pieces = [
                 piece
@@ -98,7 +119,7 @@ class Checkpoint:
                 yield Run(piece.name, piece.first, data.view(piece.dtype).view(piece.shape))
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
     """Find and validate the weights in a folder: one file, or several with an index.
 
     Raises:
@@ -106,7 +127,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     if (folder / SINGLE).is_file():
-        return Checkpoint(((folder / SINGLE, read_header(folder / SINGLE)),))
+        return FolderCheckpoint(((folder / SINGLE, read_header(folder / SINGLE)),))
     if (folder / INDEX).is_file():
         return _open_sharded(folder)
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -120,7 +141,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     raise ModelError("model", f"must hold {SINGLE} or {INDEX}; {str(folder)!r} has neither")
 
 
-def _open_sharded(folder: Path) -> Checkpoint:
+def _open_sharded(folder: Path) -> FolderCheckpoint:
     index = Fields(read_json(folder / INDEX), INDEX)
     owners = index.mapping("weight_map")
     if not owners:
@@ -142,7 +163,7 @@ def _open_sharded(folder: Path) -> Checkpoint:
     for name, file in owners.items():
         if name not in present:
             raise index.error("weight_map", f"puts tensor {shown(name)} in {file}, which lacks it")
-    return Checkpoint(tuple(files))
+    return FolderCheckpoint(tuple(files))
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

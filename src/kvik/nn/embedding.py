@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
-from kvik.nn.linear import Linear
+from kvik.kernels.weights import Matrix
 
 
 class Embedding:
@@ -18,6 +18,12 @@ class Embedding:
         self.ops = ops
         self.table = table  # [rows, hidden]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width."""
+        rows, width = self.table.shape
+        return rows, width
+
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
         return self.ops.gather_rows(self.table, ids)
@@ -27,15 +33,23 @@ class Embedding:
         return self.ops.add(x, self(ids))
 
 
-class TiedEmbedding:
-    """Vectors of tokens that are also the rows of the head (Press and Wolf 2017): one matrix."""
+class MatrixEmbedding:
+    """Vectors of tokens that are rows of a matrix: because it is the head's too (Press and Wolf
+    2017), or because it is stored in a format that kernels unpack."""
 
-    __slots__ = ("dtype", "head")
+    __slots__ = ("dtype", "matrix", "ops", "tied")
 
-    def __init__(self, head: Linear, dtype: torch.dtype) -> None:
-        self.head = head
+    def __init__(self, ops: Ops, matrix: Matrix, dtype: torch.dtype, tied: bool) -> None:
+        self.ops = ops
+        self.matrix = matrix
         self.dtype = dtype  # of the vectors
+        self.tied = tied  # the matrix is the head's
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width."""
+        return self.matrix.spec.rows, self.matrix.spec.inputs
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
-        return self.head.ops.matrix_rows(self.head.matrix, ids, self.dtype)
+        return self.ops.matrix_rows(self.matrix, ids, self.dtype)

@@ -3,26 +3,52 @@
 Rows are bytes [rows, bytes of a row] as they lie in the file. The layouts are described in ggml's
 ggml-common.h. Every sum and product is done in the order of the format's reference implementation,
 so that values agree to the last bit.
-
-`split_*` take blocks apart into the codes and scales that kernels want, without making weights of
-them; `dequantize` makes the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
 
-SUPER = 256  # weights of a block of the "K" types, which has smaller ones inside
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Blocks taken apart: w = code * scale, or w = code * scale - minimum.
+
+    Attributes:
+        codes: [rows, weights]; int8 around 0, or uint8 from 0 where there are minima.
+        scales: [rows, groups] fp32; a group is as many neighbouring weights as share a scale.
+        minima: [rows, groups] fp32; None: there are none.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """[rows, weights] fp32."""
+        groups = self.codes.view(*self.scales.shape, -1).float()
+        groups *= self.scales[..., None]
+        if self.minima is not None:
+            groups -= self.minima[..., None]
+        return groups.view(self.codes.shape)
+
+
+def take_apart(type: str, rows: Tensor) -> Parts:
+    """rows [rows, bytes] uint8 of a type of integers."""
+    return _PARTS[type](_blocks(type, rows))
 
 
 def dequantize(type: str, rows: Tensor) -> Tensor:
-    """rows [rows, bytes] uint8 of a type -> [rows, weights] fp32."""
-    return _DEQUANTIZE[type](rows)
+    """rows [rows, bytes] uint8 of any type -> [rows, weights] fp32."""
+    if type in FLOAT_TYPES:
+        return rows.contiguous().view(FLOAT_TYPES[type]).float()
+    return take_apart(type, rows).weights()
 
 
 def quantize(type: str, weights: Tensor) -> Tensor:
@@ -30,46 +56,9 @@ def quantize(type: str, weights: Tensor) -> Tensor:
 
     Types: F32, F16, BF16, Q8_0, Q4_0.
     """
+    if type in FLOAT_TYPES:
+        return _as_bytes(weights.to(FLOAT_TYPES[type]))
     return _QUANTIZE[type](weights)
-
-
-def split_q8_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """-> values [rows, weights] int8, scales [rows, weights / 32] fp16; w = value * scale."""
-    blocks = _blocks("Q8_0", rows)
-    values = blocks[..., 2:].contiguous().view(torch.int8)
-    return values.flatten(1), _halves(blocks, 0).squeeze(-1)
-
-
-def split_q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """-> codes [rows, weights / 2] uint8, scales [rows, weights / 32] fp16.
-
-    w = (code - 8) * scale; two codes to a byte, the low half is the even weight.
-    """
-    blocks = _blocks("Q4_0", rows)
-    return _pairs(_nibbles(blocks[..., 2:], 16)), _halves(blocks, 0).squeeze(-1)
-
-
-def split_q4_k(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-> codes [rows, weights / 2] uint8, scales and minima [rows, weights / 32] fp32.
-
-    w = code * scale - minimum; two codes to a byte, the low half is the even weight.
-    """
-    blocks = _blocks("Q4_K", rows)
-    scales, minima = _k_scales(blocks)
-    return _pairs(_nibbles(blocks[..., 16:], 32)), scales.flatten(1), minima.flatten(1)
-
-
-def split_q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """-> values [rows, weights] int8 in -32..31, scales [rows, weights / 16] fp32.
-
-    w = value * scale.
-    """
-    blocks = _blocks("Q6_K", rows)
-    low = _nibbles(blocks[..., :128], 64)
-    high = _bits(blocks[..., 128:192], 32, 2)
-    values = (low | high << 4).view(torch.int8) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return values.flatten(1), (_floats(blocks, 208) * scales).flatten(1)
 
 
 def unpermute_rotary(rows: Tensor, head_dim: int) -> Tensor:
@@ -88,19 +77,21 @@ def permute_rotary(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
+FLOAT_TYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
 def _blocks(type: str, rows: Tensor) -> Tensor:
     """[rows, blocks, bytes of a block]"""
     return rows.reshape(len(rows), -1, BLOCK_TYPES[type].size)
 
 
-def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The fp16 number at a byte of each block: [..., 1]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)
-
-
-def _floats(blocks: Tensor, at: int) -> Tensor:
-    """The same, as fp32."""
-    return _halves(blocks, at).float()
+def _numbers(blocks: Tensor, at: int) -> Tensor:
+    """The fp16 number at a byte of each block: [rows, blocks, 1] fp32."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _bits(data: Tensor, width: int, bits: int) -> Tensor:
@@ -115,16 +106,13 @@ def _nibbles(data: Tensor, width: int) -> Tensor:
     return _bits(data, width, 4)
 
 
-def _pairs(codes: Tensor) -> Tensor:
-    """codes [rows, blocks, weights] -> [rows, weights / 2] with neighbours in a byte."""
-    flat = codes.flatten(1)
-    return flat[:, ::2] | flat[:, 1::2] << 4
+def _around(middle: int, codes: Tensor, scales: Tensor) -> Parts:
+    """codes [rows, blocks, weights] uint8 whose zero is `middle`."""
+    return Parts((codes.view(torch.int8) - middle).flatten(1), scales.flatten(1))
 
 
-def _unpaired(pairs: Tensor, group: int) -> Tensor:
-    """[rows, weights / 2] -> [rows, groups, group] fp32."""
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1)
-    return codes.view(len(pairs), -1, group).float()
+def _above(codes: Tensor, scales: Tensor, minima: Tensor) -> Parts:
+    return Parts(codes.flatten(1), scales.flatten(1), minima.flatten(1))
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,48 +125,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = blocks[..., 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
     minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
-    return _floats(blocks, 0) * scales.float(), _floats(blocks, 2) * minima.float()
-
-
-def _f32(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.float32)
-
-
-def _f16(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.float16).float()
-
-
-def _bf16(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.bfloat16).float()
-
-
-def _q8_0(rows: Tensor) -> Tensor:
-    values, scales = split_q8_0(rows)
-    groups = values.view(len(rows), -1, 32).float()
-    return groups.mul_(scales.float()[..., None]).flatten(1)
-
-
-def _q4_0(rows: Tensor) -> Tensor:
-    codes, scales = split_q4_0(rows)
-    return (_unpaired(codes, 32).sub_(8) * scales.float()[..., None]).flatten(1)
-
-
-def _q4_1(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q4_1", rows)
-    codes = _nibbles(blocks[..., 4:], 16).float()
-    return (codes * _floats(blocks, 0) + _floats(blocks, 2)).flatten(1)
-
-
-def _q5_0(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q5_0", rows)
-    codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6]) << 4
-    return ((codes.float() - 16) * _floats(blocks, 0)).flatten(1)
-
-
-def _q5_1(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q5_1", rows)
-    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8]) << 4
-    return (codes.float() * _floats(blocks, 0) + _floats(blocks, 2)).flatten(1)
+    return _numbers(blocks, 0) * scales.float(), _numbers(blocks, 2) * minima.float()
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
@@ -186,47 +133,57 @@ def _fifth_bits(data: Tensor) -> Tensor:
     return _bits(data, 1, 1)
 
 
-def _q2_k(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q2_K", rows)
+def _q8_0(blocks: Tensor) -> Parts:
+    return _around(0, blocks[..., 2:].contiguous(), _numbers(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    return _around(8, _nibbles(blocks[..., 2:], 16), _numbers(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    return _above(_nibbles(blocks[..., 4:], 16), _numbers(blocks, 0), -_numbers(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6]) << 4
+    return _around(16, codes, _numbers(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8]) << 4
+    return _above(codes, _numbers(blocks, 0), -_numbers(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> Parts:
     packed = blocks[..., :16]
-    scales = _floats(blocks, 80) * (packed & 15).float()
-    minima = _floats(blocks, 82) * (packed >> 4).float()
-    codes = _bits(blocks[..., 16:80], 32, 2).unflatten(-1, (16, 16)).float()
-    return (codes * scales[..., None] - minima[..., None]).flatten(1)
+    scales = _numbers(blocks, 80) * (packed & 15).float()
+    minima = _numbers(blocks, 82) * (packed >> 4).float()
+    return _above(_bits(blocks[..., 16:80], 32, 2), scales, minima)
 
 
-def _q3_k(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q3_K", rows)
-    low = _bits(blocks[..., 32:96], 32, 2)
-    high = _bits(blocks[..., :32], 32, 1)  # 0: four less
-    codes = low.view(torch.int8) - (high.view(torch.int8) ^ 1) * 4
+def _q3_k(blocks: Tensor) -> Parts:
+    codes = _bits(blocks[..., 32:96], 32, 2) | _bits(blocks[..., :32], 32, 1) << 2
     packed = _nibbles(blocks[..., 96:104], 8) | _bits(blocks[..., 104:108], 4, 2) << 4
-    scales = _floats(blocks, 108) * (packed.view(torch.int8) - 32).float()
-    return (codes.unflatten(-1, (16, 16)).float() * scales[..., None]).flatten(1)
+    return _around(4, codes, _numbers(blocks, 108) * (packed.view(torch.int8) - 32).float())
 
 
-def _q4_k(rows: Tensor) -> Tensor:
-    codes, scales, minima = split_q4_k(rows)
-    return (_unpaired(codes, 32) * scales[..., None] - minima[..., None]).flatten(1)
+def _q4_k(blocks: Tensor) -> Parts:
+    return _above(_nibbles(blocks[..., 16:], 32), *_k_scales(blocks))
 
 
-def _q5_k(rows: Tensor) -> Tensor:
-    blocks = _blocks("Q5_K", rows)
-    scales, minima = _k_scales(blocks)
+def _q5_k(blocks: Tensor) -> Parts:
     codes = _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48], 32, 1) << 4
-    groups = codes.unflatten(-1, (8, 32)).float()
-    return (groups * scales[..., None] - minima[..., None]).flatten(1)
+    return _above(codes, *_k_scales(blocks))
 
 
-def _q6_k(rows: Tensor) -> Tensor:
-    values, scales = split_q6_k(rows)
-    return (values.view(len(rows), -1, 16).float() * scales[..., None]).flatten(1)
+def _q6_k(blocks: Tensor) -> Parts:
+    codes = _nibbles(blocks[..., :128], 64) | _bits(blocks[..., 128:192], 32, 2) << 4
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return _around(32, codes, _numbers(blocks, 208) * scales)
 
 
-_DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "F32": _f32,
-    "F16": _f16,
-    "BF16": _bf16,
+_PARTS: Mapping[str, Callable[[Tensor], Parts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -242,18 +199,6 @@ _DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def _as_bytes(weights: Tensor) -> Tensor:
     return weights.contiguous().view(torch.uint8)
-
-
-def _to_f32(weights: Tensor) -> Tensor:
-    return _as_bytes(weights.float())
-
-
-def _to_f16(weights: Tensor) -> Tensor:
-    return _as_bytes(weights.to(torch.float16))
-
-
-def _to_bf16(weights: Tensor) -> Tensor:
-    return _as_bytes(weights.to(torch.bfloat16))
 
 
 def _to_q8_0(weights: Tensor) -> Tensor:
@@ -289,10 +234,4 @@ def _stored(scales: Tensor, codes: Tensor) -> Tensor:
     return torch.cat((_as_bytes(scales.to(torch.float16)), codes), dim=-1).flatten(1)
 
 
-_QUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "F32": _to_f32,
-    "F16": _to_f16,
-    "BF16": _to_bf16,
-    "Q8_0": _to_q8_0,
-    "Q4_0": _to_q4_0,
-}
+_QUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {"Q8_0": _to_q8_0, "Q4_0": _to_q4_0}

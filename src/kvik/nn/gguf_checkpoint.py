@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
+from pathlib import Path
 
 from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.config.model_spec import ModelSpec
-from kvik.gguf.facts import architecture
+from kvik.gguf.facts import architecture, head_size
 from kvik.gguf.names import ROPE_FACTORS, has_rotary_rows, hf_name
-from kvik.gguf.reader import GgufFile, GgufTensor
-from kvik.nn.checkpoint import RUN_BYTES, Run
-from kvik.nn.gguf_blocks import dequantize, unpermute_rotary
+from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
+from kvik.nn.checkpoint import RUN_BYTES, TORCH_DTYPES, Run
+from kvik.nn.gguf_blocks import unpermute_rotary
 from kvik.nn.reading import read_ahead
 from kvik.nn.runs import ROW_MULTIPLE, run_length
 from kvik.nn.safetensors import TensorEntry
 
-FP32_BYTES = 4
+BYTES = "U8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,14 @@ class _Piece:
 
     @property
     def span(self) -> tuple[int, int]:
-        row_bytes = self.tensor.type.row_bytes(self.tensor.shape[-1])
+        row_bytes = _row_bytes(self.tensor)
         return self.tensor.start + self.first * row_bytes, self.rows * row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """What `Checkpoint` is of safetensors files; every tensor is fp32 here.
+    """See `Checkpoint`. Floats are what they are; blocks are bytes [rows, bytes of a row], for a
+    weight format to take apart.
 
     Attributes:
         tensors: by their names in checkpoints, in the order of the file.
@@ -51,23 +52,18 @@ class GgufCheckpoint:
     head_dim: int | None
 
     @property
+    def facts(self) -> str:
+        return f"the metadata of {self.file.path.name}"
+
+    @property
     def entries(self) -> Mapping[str, TensorEntry]:
         return {
-            name: TensorEntry(
-                name, "F32", tensor.shape, tensor.start, prod(tensor.shape) * FP32_BYTES
-            )
+            name: TensorEntry(name, _dtype(tensor), _shape(tensor), tensor.start, tensor.size)
             for name, tensor in self.tensors.items()
         }
 
     def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
-        """The named tensors in the order of the file, in pieces.
-
-        Args:
-            in_runs: whether a tensor may come in runs of rows; else it comes whole.
-
-        Raises:
-            ModelError: the file cannot be read.
-        """
+        """See `Checkpoint`: in the order of the file."""
         pieces = [
             (name, piece)
             for name, tensor in self.tensors.items()
@@ -79,10 +75,10 @@ class GgufCheckpoint:
             yield Run(name, piece.first, self._values(piece, read))
 
     def _pieces(self, tensor: GgufTensor, in_runs: bool) -> Iterator[_Piece]:
-        rows, width = prod(tensor.shape[:-1]), tensor.shape[-1]
+        rows = prod(tensor.shape[:-1])
         step = rows
         if in_runs and len(tensor.shape) == 2:
-            step = run_length(RUN_BYTES // (width * FP32_BYTES))
+            step = run_length(RUN_BYTES // _row_bytes(tensor))
             if (size := self._head(tensor)) is not None:
                 whole = lcm(size, ROW_MULTIPLE)
                 step = max(1, step // whole) * whole
@@ -91,9 +87,9 @@ class GgufCheckpoint:
 
     def _values(self, piece: _Piece, read: Tensor) -> Tensor:
         """read [bytes] -> the values of a piece."""
-        values = dequantize(piece.tensor.type.name, read.view(piece.rows, -1))
-        shape = piece.tensor.shape
-        values = values.view(piece.rows, shape[-1]) if len(shape) == 2 else values.view(shape)
+        _, *rest = _shape(piece.tensor)
+        values = read.view(TORCH_DTYPES[_dtype(piece.tensor)])
+        values = values.view(piece.rows, *rest) if rest else values
         size = self._head(piece.tensor)
         return values if size is None else unpermute_rotary(values, size)
 
@@ -101,15 +97,17 @@ class GgufCheckpoint:
         return self.head_dim if has_rotary_rows(tensor.name) else None
 
 
-def open_gguf(file: GgufFile, spec: ModelSpec) -> GgufCheckpoint:
-    """The weights of a file whose facts are `spec`.
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """The weights of a file.
 
     A tensor without a name in checkpoints keeps its own, for the loader to complain of.
 
     Raises:
-        ModelError: queries or keys are no whole heads.
+        ModelError: it is no GGUF file, of an unknown architecture, or queries or keys are no whole
+            heads.
     """
-    head_dim = spec.head_dim if architecture(file) == "llama" else None
+    file = read_gguf(path)
+    head_dim = head_size(file) if architecture(file) == "llama" else None
     tensors = {
         hf_name(tensor.name) or tensor.name: tensor
         for tensor in file.tensors
@@ -118,7 +116,22 @@ def open_gguf(file: GgufFile, spec: ModelSpec) -> GgufCheckpoint:
     for tensor in tensors.values():
         if head_dim is not None and has_rotary_rows(tensor.name) and tensor.shape[0] % head_dim:
             raise ModelError(
-                file.path.name,
+                path.name,
                 f"tensor {shown(tensor.name)} must have whole heads, of {head_dim} rows each",
             )
     return GgufCheckpoint(file, tensors, head_dim)
+
+
+def _dtype(tensor: GgufTensor) -> str:
+    return tensor.type.name if tensor.type.name in TORCH_DTYPES else BYTES
+
+
+def _shape(tensor: GgufTensor) -> tuple[int, ...]:
+    """Of its values: the last dimension of blocks counts their bytes."""
+    if _dtype(tensor) != BYTES:
+        return tensor.shape
+    return *tensor.shape[:-1], _row_bytes(tensor)
+
+
+def _row_bytes(tensor: GgufTensor) -> int:
+    return tensor.type.row_bytes(tensor.shape[-1])

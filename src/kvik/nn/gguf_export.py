@@ -16,10 +16,16 @@ from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
-from kvik.nn.gguf_blocks import permute_rotary, quantize
+from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary, quantize
 from kvik.nn.safetensors import TensorEntry
 
 FINER = {"Q4_0": "Q8_0"}  # the embedding and the head are more sensitive than the rest
+# Largest magnitude that a type holds: of the numbers, or of their scales, which are fp16.
+LARGEST = {
+    **{type: torch.finfo(dtype).max for type, dtype in FLOAT_TYPES.items()},
+    "Q8_0": 127 * torch.finfo(torch.float16).max,
+    "Q4_0": 8 * torch.finfo(torch.float16).max,
+}
 
 
 def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[OutTensor]:
@@ -76,5 +82,8 @@ def _tensor(
 def _bytes(type: str, name: str, values: Tensor) -> memoryview:
     if not torch.isfinite(values).all():
         raise ModelError("model", f"tensor {shown(name)} must hold finite numbers")
+    if values.numel() and values.abs().max() > LARGEST[type]:
+        told = f"tensor {shown(name)} has numbers above {LARGEST[type]:.6g}, too large for {type}"
+        raise ModelError("model", told)
     rows = values if values.dim() == 2 else values.view(1, -1)
     return quantize(type, rows).numpy().data.cast("B")

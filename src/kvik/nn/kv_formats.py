@@ -126,3 +126,25 @@ def allocate_kv(
         for layers in sharing:
             by_layer |= zip(layers, storages, strict=False)
     return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+
+def allocate_apart(
+    groups: Sequence[KVGroup],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    zeros: Zeros = torch.zeros,
+) -> tuple[LayerKV, ...]:
+    """The same where a block belongs to all groups at once, so that no two layers can share."""
+    specs = {
+        layer: spec
+        for group in groups
+        for layer, spec in zip(group.layers, group.specs, strict=True)
+    }
+    return tuple(
+        kv_format(specs[layer].format, dtype, zeros).allocate(
+            num_blocks, block_size, specs[layer], device
+        )
+        for layer in range(len(specs))
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,6 @@ from kvik.config.errors import ModelError
 from kvik.config.fields import shown
 from kvik.nn.builder import Declarations, DeclaredTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
-from kvik.nn.safetensors import TensorEntry
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
@@ -31,9 +30,9 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
         ModelError: tensors missing, left over, or of the wrong shape or type, found before the
             first one is read; or weights that cannot be quantised.
     """
+    check_weights(declared, checkpoint)
     wanted = {tensor.name: tensor for tensor in declared.tensors}
     entries = checkpoint.entries
-    _check(wanted, entries, declared.ignored)
     in_runs = {name: tensor.in_runs for name, tensor in wanted.items()}
     total = sum(entries[name].size for name in wanted)
     with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
@@ -67,13 +66,16 @@ def _draw(tensor: DeclaredTensor, device: torch.device, generator: torch.Generat
         tensor.fill(first, drawn[: rows - first])
 
 
-def _check(
-    wanted: dict[str, DeclaredTensor], entries: Mapping[str, TensorEntry], ignored: set[str]
-) -> None:
+def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        ModelError: tensors missing, left over, or of the wrong shape or type. No value is read.
+    """
+    wanted, entries = {tensor.name: tensor for tensor in declared.tensors}, checkpoint.entries
     missing = [name for name in wanted if name not in entries]
     if missing:
         raise ModelError("model", f"its weights lack {_listed(missing)}")
-    extra = [name for name in entries if name not in wanted and name not in ignored]
+    extra = [name for name in entries if name not in wanted and name not in declared.ignored]
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():
@@ -82,8 +84,8 @@ def _check(
             because = f" ({tensor.because})" if tensor.because else ""
             raise ModelError(
                 "model",
-                f"tensor {shown(name)} must have shape {list(tensor.shape)} by config.json"
-                f"{because}, not {list(entry.shape)}",
+                f"tensor {shown(name)} must have shape {list(tensor.shape)} by "
+                f"{checkpoint.facts}{because}, not {list(entry.shape)}",
             )
         allowed = _allowed(tensor.dtype)
         if entry.dtype not in allowed:

@@ -9,12 +9,13 @@ import torch
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
 from kvik.config.quantization import LayerScheme
-from kvik.kernels.rounding import round_int4, round_int8
+from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.weights import (
     FloatKind,
     FloatWeight,
     Fp8Kind,
     Int4Kind,
+    Int4MinKind,
     Int8Kind,
     OrderedKind,
     PlainKind,
@@ -29,6 +30,8 @@ def weight_kind(scheme: LayerScheme | None, dtype: torch.dtype) -> WeightKind:
         return FloatKind(dtype)
     if scheme.float8:
         plain: PlainKind = Fp8Kind(scheme.group)
+    elif scheme.minima:
+        plain = Int4MinKind(scheme.group)
     elif scheme.bits == 4:
         plain = Int4Kind(scheme.group, scheme.zeros)
     else:
@@ -60,6 +63,8 @@ class Quantizer:
         if self.scheme is None:
             return weight
         try:
+            if self.scheme.float8:
+                return round_to_fp8(weight.values)
             if self.scheme.bits == 4:
                 return round_int4(weight.values, self.scheme.group, symmetric=False)
             return round_int8(weight.values, self.scheme.quantize_activations)

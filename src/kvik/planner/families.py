@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvik.config.architectures import ARCHITECTURES
+from kvik.config.engine_files import read_built
 from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
-from kvik.config.model_source import find_config
+from kvik.config.model_source import CONFIG, find_config, is_gguf
 from kvik.config.model_spec import ModelSpec
+from kvik.gguf.facts import model_config, model_spec
+from kvik.gguf.reader import GgufFile, read_gguf
+from kvik.gguf.stored import METHOD, usual_bits
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
@@ -39,16 +43,31 @@ DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of a model: a folder, a hub id, the path of a config.json, or "": the bundled one.
+    """The shape of a model: a folder, an engine folder, a hub id, the path of a config.json or GGUF
+    file, or "": the bundled one.
 
     Raises:
-        ModelError: nothing is found, or its config.json cannot be read as a decoder.
+        ModelError: nothing is found, or what is found cannot be read as a decoder.
     """
     path = find_config(model)
-    name = path.parent.name if path.name == "config.json" else path.stem
+    name = path.parent.name if path.name == CONFIG else path.stem
     if model and not os.path.exists(os.path.expanduser(model)):
         name = model.rpartition("/")[2]  # the hub's cache calls the folder by its commit
-    return shape_from_config(read_json(path), name)
+    if is_gguf(path):
+        return _gguf_shape(read_gguf(path), name)
+    shape = shape_from_config(read_json(path), name)
+    built = read_built(path.parent) if path.name == CONFIG else None
+    if built is None or built.quantization == "none":
+        return shape
+    return replace(shape, stored=built.quantization, notes=(*shape.notes, str(built)))
+
+
+def _gguf_shape(file: GgufFile, name: str) -> ModelShape:
+    config, bits = model_config(file), usual_bits(file)
+    if bits is not None:
+        nearest = 4 if bits <= 4 else 8
+        config["quantization_config"] = {"quant_method": METHOD, "bits": nearest}
+    return replace(shape_from_config(config, name), spec=model_spec(file))
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:

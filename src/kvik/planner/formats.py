@@ -19,9 +19,9 @@ class WeightFacts:
         bits: of a weight, with the scales of its group where groups are of a fixed size; scales
             of whole rows come on top of it (`matrix_bytes` counts them all).
         units: by kind of device, the unit that multiplies: a key of `Device.rates`.
-        quantization: as `EngineConfig.quantization` calls it; "": not made by this engine.
+        quantization: as `EngineConfig.quantization` calls it; "": not quantised.
         dtype: of a format that is a plain dtype, which the whole model then has; else "".
-        head: whether the head is stored in it too.
+        head: whether checkpoints that are stored in it have the head in it too.
     """
 
     name: str
@@ -35,10 +35,9 @@ class WeightFacts:
         """Of a linear layer's matrix stored in this format, scales and zero points included."""
         if self.dtype:
             return inputs * outputs * DTYPE_BYTES[self.dtype]
-        scheme = layer_scheme(self.quantization, inputs, head=head) if self.quantization else None
-        if scheme is not None:
-            return scheme.weight_bytes(inputs, outputs)
-        return -(-inputs * outputs * round(self.bits) // 8) + outputs * SCALE_BYTES
+        scheme = layer_scheme(self.quantization, inputs, head=head)
+        assert scheme is not None
+        return scheme.weight_bytes(inputs, outputs)
 
 
 _INT4_BITS = 4 + 8 * (SCALE_BYTES + 1) / INT4_GROUPS[0]
@@ -49,10 +48,9 @@ WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
         WeightFacts("fp32", 32, {"cpu": "fp32", "cuda": "fp32"}, dtype="float32"),
         WeightFacts("bf16", 16, {"cpu": "bf16", "cuda": "bf16"}, dtype="bfloat16"),
         WeightFacts("fp16", 16, {"cpu": "fp16", "cuda": "fp16"}, dtype="float16"),
-        # Published fp8 checkpoints leave the head alone.
-        WeightFacts("fp8", 8, {"cpu": "bf16", "cuda": "fp8"}, head=False),
         WeightFacts("int8", 8, {"cpu": "int8", "cuda": "int8"}, "int8"),
         WeightFacts("int8-weight-only", 8, {"cpu": "bf16", "cuda": "bf16"}, "int8-weight-only"),
+        WeightFacts("fp8", 8, {"cpu": "bf16", "cuda": "fp8"}, "fp8", head=False),
         # On a CPU activations are rounded to 8 bits for it; on a GPU weights are widened.
         WeightFacts("int4", _INT4_BITS, {"cpu": "int8", "cuda": "bf16"}, "int4"),
     )

@@ -72,6 +72,8 @@ def linear_kind(weight_format: str, matrix: Matrix) -> str:
     assert scheme is not None
     if scheme.group:
         return f"int4-g{scheme.group}"
+    if scheme.float8:
+        return "fp8"
     return "int8" if scheme.quantize_activations else "int8-weight-only"
 
 

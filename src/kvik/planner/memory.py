@@ -15,7 +15,7 @@ from kvik.config.config import EngineConfig, MemoryPlan
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind
 from kvik.config.memory import StepSize
-from kvik.config.model_spec import LinearLayers
+from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.config.resolve import Notes, choose_footprint, memory_plan, step_size
 from kvik.planner.devices import Device
 from kvik.planner.formats import kv_facts, weight_facts
@@ -107,12 +107,16 @@ class StoredModel:
         )
 
     def weight_bytes(self, dtype: str) -> int:
-        """In the format that this model is stored in, whatever is left of it in `dtype`."""
-        return self.shape.weight_bytes(self.weight_format, dtype)
+        """As floats; `linear_layers` are then counted as they are quantised."""
+        return self.shape.parameters * DTYPE_BYTES[dtype]
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """None: `weight_bytes` has them already as they are quantised."""
-        return ()
+        facts = weight_facts(self.weight_format)
+        return tuple(
+            LinearLayers(matrix.count, matrix.inputs, matrix.outputs, matrix.role == "head")
+            for matrix in self.shape.matrices
+            if self.shape.has_in(matrix, facts)
+        )
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
         return list(self.kv)
@@ -128,8 +132,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
     facts = weight_facts(at.weight_format)
     config = EngineConfig(
         dtype=working_dtype(shape, at.weight_format),
-        # fp8 is multiplied like int8: a rounded copy of the inputs, results in fp32.
-        quantization="none" if facts.dtype else facts.quantization or "int8",
+        quantization=facts.quantization or "none",
     )
     notes = Notes()
     _, footprint = choose_footprint(

@@ -49,11 +49,12 @@ class Traffic:
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """Speculation: `drafts` tokens guessed for each step, at `seconds` a step for all requests,
-    each accepted with probability `acceptance`."""
+    each accepted with probability `acceptance`, by a draft model or, without one, looked up."""
 
     drafts: int
     acceptance: float
     seconds: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,11 @@ class ModelShape:
         """That one token is computed with; embedding lookups are not counted."""
         return self.other_parameters + sum(m.active_parameters for m in self.matrices)
 
+    def has_in(self, matrix: Matrix, facts: WeightFacts) -> bool:
+        """Whether a matrix is stored in a format, if the model is; else it keeps the dtype."""
+        spared = matrix.role == "head" and not facts.head and facts.name == self.stored
+        return matrix.role not in UNQUANTIZED_ROLES and not spared
+
     def weight_bytes(self, weight_format: str, dtype: str | None = None) -> int:
         """Bytes of all weights.
 
@@ -141,7 +146,7 @@ class ModelShape:
             dtype: of what a quantised model leaves in it; the checkpoint's when not given.
         """
         facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
-        matrices = sum(m.count * _matrix_bytes(m, facts, item) for m in self.matrices)
+        matrices = sum(m.count * self._matrix_bytes(m, facts, item) for m in self.matrices)
         return matrices + self.other_parameters * item
 
     def read_bytes(self, weight_format: str, rows: int, dtype: str | None = None) -> float:
@@ -159,7 +164,7 @@ class ModelShape:
         """What `read_bytes` counts for the matrices of one kind."""
         facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
         if matrix.multiplied:
-            return matrix.touched(rows) * _matrix_bytes(matrix, facts, item)
+            return matrix.touched(rows) * self._matrix_bytes(matrix, facts, item)
         return float(min(rows, matrix.outputs) * matrix.inputs * item)
 
     def kv_bytes_per_token(self, kv_format: str) -> int:
@@ -211,6 +216,11 @@ class ModelShape:
     def _item(self, weight_format: str, dtype: str | None) -> int:
         return DTYPE_BYTES[weight_facts(weight_format).dtype or dtype or self.dtype]
 
+    def _matrix_bytes(self, matrix: Matrix, facts: WeightFacts, item: int) -> int:
+        if not self.has_in(matrix, facts):
+            return matrix.inputs * matrix.outputs * item
+        return facts.matrix_bytes(matrix.inputs, matrix.outputs, head=matrix.role == "head")
+
 
 def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:
     """(query, key) pairs that causal attention computes: each of the last `new_tokens` tokens of
@@ -219,10 +229,3 @@ def visible_pairs(new_tokens: int, context: int, window: int | None) -> int:
     free = new_tokens if window is None else min(max(window - first, 0), new_tokens)
     pairs = free * first + free * (free + 1) // 2
     return pairs + (new_tokens - free) * (window or 0)
-
-
-def _matrix_bytes(matrix: Matrix, facts: WeightFacts, item: int) -> int:
-    head = matrix.role == "head"
-    if matrix.role in UNQUANTIZED_ROLES or (head and not facts.head):
-        return matrix.inputs * matrix.outputs * item
-    return facts.matrix_bytes(matrix.inputs, matrix.outputs, head=head)

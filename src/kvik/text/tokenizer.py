@@ -72,6 +72,11 @@ class Tokenizer:
             chat_template=_find_template(folder, config),
         )
 
+    @property
+    def library(self) -> Library:
+        """What it is made of."""
+        return self._library
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, which may be empty.
 

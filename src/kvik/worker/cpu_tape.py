@@ -18,16 +18,18 @@ class CpuTape:
         native: Native,
         recording: Recording,
         output: StepOutput,
-        recorded: tuple[Network, FixedInputs],
+        network: Network,
+        inputs: FixedInputs,
     ) -> None:
         """
         Args:
-            recorded: what the recording points into; kept alive with it.
+            network, inputs: what the recording points into; kept alive with it.
         """
         self.native = native
         self.recording = recording
         self.output = output
-        self._recorded = recorded
+        self.network = network
+        self.inputs = inputs
 
     @staticmethod
     def capture(native: Native, network: Network, inputs: FixedInputs, block_size: int) -> CpuTape:
@@ -46,6 +48,7 @@ class CpuTape:
                 num_scheduled=(),  # known only in a replay
                 contexts=(),
                 block_size=block_size,
+                tree=inputs.whole("tree") if inputs.trees else None,
             )
             for group in range(len(network.groups))
         ]
@@ -56,11 +59,13 @@ class CpuTape:
                 layouts,
                 inputs.whole("logits_indices"),
             )
-        return CpuTape(native, recording, output, (network, inputs))
+        return CpuTape(native, recording, output, network, inputs)
 
     def run(self, batch: InputBatch) -> StepOutput:
         """The batch must lie in the inputs that were recorded."""
         tokens, samples = len(batch.input_ids), len(batch.logits_indices)
+        if self.inputs.trees and batch.layouts[0].tree is None:  # an earlier step's may lie there
+            self.inputs.whole("tree")[:tokens].zero_()
         self.native.replay(self.recording, (tokens, len(batch.slots), samples))
         output = self.output
         return StepOutput(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.core.plan import SchedulerOutput
+from kvik.worker.draft_tree import DraftTree
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import StepInputs
 
@@ -21,7 +22,9 @@ class InputBatch:
     slots: [rows] on the host.
     starts: [rows + 1] on the host, first token of each row.
     sampling_rows: rows that sample, on the host.
-    logits_indices: [sampling rows] int64, the last token of each.
+    logits_indices: [logit rows] int64, tokens whose logits are wanted: of each sampling row the
+        last one, and before it one for each of its drafts but the last.
+    num_drafts: [sampling rows] on the host; None: no row has any.
     """
 
     input_ids: Tensor
@@ -31,10 +34,21 @@ class InputBatch:
     starts: np.ndarray
     sampling_rows: np.ndarray
     logits_indices: Tensor
+    num_drafts: np.ndarray | None = None
 
 
-def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepInputs) -> InputBatch:
-    """Gather the step's inputs. The plan's diff must have been applied to the table."""
+def build_input_batch(
+    plan: SchedulerOutput,
+    table: RequestTable,
+    inputs: StepInputs,
+    tree: DraftTree | None = None,
+) -> InputBatch:
+    """Gather the step's inputs. The plan's diff must have been applied to the table, where a row's
+    drafts stand behind its tokens.
+
+    Args:
+        tree: whose first nodes after the root the drafts of every row are; None: they are chains.
+    """
     slots = np.array(plan.slots, np.int64)
     scheduled = np.array(plan.num_scheduled_tokens, np.int64)
     computed = table.num_computed[slots].astype(np.int64)
@@ -43,22 +57,32 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     np.cumsum(scheduled, out=starts[1:])
     total = int(starts[-1])
     if total == len(slots):  # only decodes
-        token_slots, positions = slots, computed
+        token_slots, places = slots, computed
     else:
         token_slots = np.repeat(slots, scheduled)
-        positions = np.repeat(computed - starts[:-1], scheduled) + np.arange(total)
-    input_ids = table.token_ids[token_slots, positions].astype(np.int64)
+        places = np.repeat(computed - starts[:-1], scheduled) + np.arange(total)
+    input_ids = table.token_ids[token_slots, places].astype(np.int64)
     sampling_rows = np.flatnonzero(np.array(plan.samples, np.bool_))
+    logits_indices = starts[1:][sampling_rows] - 1
+    positions, words, num_drafts = places, None, None
+    if total > len(slots) and any(plan.num_draft_tokens):
+        drafts = np.array(plan.num_draft_tokens, np.int64)
+        num_drafts = drafts[sampling_rows]
+        logits_indices = _with_drafts(logits_indices, num_drafts)
+        if tree is not None:
+            positions, words = _along(tree, places, starts, drafts)
 
     def kv_positions(block_table: np.ndarray) -> np.ndarray:
         return block_table[token_slots, block].astype(np.int64) * block_size + offset
 
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)
-    block, offset = np.divmod(positions, block_size)
+    block, offset = np.divmod(places, block_size)
     query_start_loc = inputs.put("query_start_loc", starts.astype(np.int32))
     seq_lens_tensor = inputs.put("seq_lens", seq_lens.astype(np.int32))
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
+    tree_tensor = None if words is None else inputs.put("tree", words)
+    tree_words = () if words is None else tuple(words.tolist())
     layouts = tuple(
         StepLayout(
             query_start_loc=query_start_loc,
@@ -68,6 +92,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             num_scheduled=num_scheduled,
             contexts=contexts,
             block_size=block_size,
+            tree=tree_tensor,
+            tree_words=tree_words,
         )
         for group, block_table in enumerate(table.block_tables)
     )
@@ -78,5 +104,32 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         slots=slots,
         starts=starts,
         sampling_rows=sampling_rows,
-        logits_indices=inputs.put("logits_indices", starts[1:][sampling_rows] - 1),
+        logits_indices=inputs.put("logits_indices", logits_indices),
+        num_drafts=num_drafts,
     )
+
+
+def _along(
+    tree: DraftTree, places: np.ndarray, starts: np.ndarray, drafts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the step's tokens, and their words of a tree, where rows have drafts.
+
+    Args:
+        places: [tokens], where each token lies among those of its request.
+        starts: [rows + 1]. drafts: [rows].
+    """
+    scheduled = np.diff(starts)
+    within = np.arange(len(places)) - np.repeat(starts[:-1], scheduled)
+    drafted = np.repeat(drafts > 0, scheduled)
+    nodes = within[drafted]
+    positions, words = places.copy(), np.zeros_like(places)
+    positions[drafted] += tree.depths[nodes] - nodes
+    words[drafted] = tree.words[nodes]
+    return positions, words
+
+
+def _with_drafts(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    """The last tokens of rows, and before each as many as it has drafts."""
+    counts = 1 + num_drafts
+    ends = np.cumsum(counts)
+    return np.repeat(last + 1 - ends, counts) + np.arange(ends[-1])

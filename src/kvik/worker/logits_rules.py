@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +49,18 @@ class TokenRules:
         if self._bad_words:
             self._output.append(token)
 
-    def banned(self, num_output_tokens: int) -> list[int]:
-        """Tokens that must not come next, after so many output tokens."""
+    def banned(self, num_output_tokens: int, supposed: Sequence[int] = ()) -> list[int]:
+        """Tokens that must not come next, after so many output tokens, of which the last are
+        `supposed`: nobody appended them."""
         banned = list(self._bad_tokens)
         if num_output_tokens < self._min_tokens:
             banned += self._stop_ids
-        if self._output:
-            for word in self._bad_words.get(self._output[-1], ()):
-                if tuple(self._output[1 - len(word) :]) == word[:-1]:
+        if self._bad_words and (supposed or self._output):
+            last = supposed[-1] if supposed else self._output[-1]
+            for word in self._bad_words.get(last, ()):
+                missing = len(word) - 1 - len(supposed)
+                begun = self._output[-missing:] if missing > 0 else []
+                if (*begun, *supposed[-len(word) + 1 :]) == word[:-1]:
                     banned.append(word[-1])
         return banned
 
@@ -88,13 +92,20 @@ class Edits:
         logits[self.banned] = -torch.inf
 
 
-def gather_edits(rules: Sequence[tuple[int, TokenRules, int]], device: torch.device) -> Edits:
+def gather_edits(
+    rules: Sequence[tuple[int, TokenRules, int]],
+    device: torch.device,
+    supposed: Mapping[int, Sequence[int]],
+) -> Edits:
     """Args:
     rules: row, its rules, its number of output tokens.
+    supposed: by row, the last of them, if the rules have not heard of them.
     """
     bias = [(row, r.bias_ids) for row, r, _ in rules]
     allowed = [(row, r.allowed) for row, r, _ in rules if r.allowed is not None]
-    banned = [(row, np.array(r.banned(count), np.int64)) for row, r, count in rules]
+    banned = [
+        (row, np.array(r.banned(count, supposed.get(row, ())), np.int64)) for row, r, count in rules
+    ]
     values = np.concatenate([r.bias_values for _, r, _ in rules])
     return Edits(
         bias=(*_flatten(bias, device), torch.from_numpy(values).to(device)),

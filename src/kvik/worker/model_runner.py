@@ -9,15 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS, SAMPLER_BYTES
-from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
+from kvik.core.plan import DraftTimes, ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
+from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
 from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Sampler, SampleResult, token_logprobs
+from kvik.worker.sampler import token_logprobs
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import StepInputs
+from kvik.worker.step_sampler import StepSampler, describe
 
 
 @dataclass(slots=True)
@@ -40,16 +43,22 @@ class ModelRunner:
         sampling: SamplingTable,
         device: torch.device,
         clock: Callable[[], float],
+        speculator: Speculator | None = None,
     ) -> None:
         self.network = network
         self.graph = graph
         self.inputs = inputs
         self.table = table
         self.sampling = sampling
-        self.sampler = Sampler(network.ops)
+        self.sampler = StepSampler(network.ops, sampling, device)
         self.device = device
         self.clock = clock
+        self.speculator = speculator
+        self.checker: DraftChecker | None = None
+        if speculator is not None:
+            self.checker = DraftChecker(network, table, self.sampler, speculator, device)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}  # by slot
+        self._ended = clock()  # the last step
 
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step.
@@ -60,30 +69,58 @@ class ModelRunner:
         """
         started = self.clock()
         refused = self._apply(plan)
-        batch = build_input_batch(plan, self.table, self.inputs)
-        output = self.graph.run(batch)
-        self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
+        batch, output = self._forward(plan)
         errors: dict[int, str] = {}
         if refused:
             errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
         prompt_logprobs = self._read_prompt_logprobs(batch, output.hidden, errors)
         token_ids: list[list[int]] = [[] for _ in plan.slots]
         logprobs: dict[int, list[TokenLogprobs]] = {}
+        proposed: list[int] | None = None
+        times: DraftTimes | None = None
         if len(batch.sampling_rows):
-            self._sample(batch, output, token_ids, logprobs, errors)
+            checked = self._sample(batch, output, token_ids, logprobs, errors)
+            guessing = self.speculator
+            if guessing is not None and (batch.num_drafts is not None or not guessing.rest()):
+                seconds = self.clock() - started
+                # Fewer steps also save what the engine does between them, unless it was idle.
+                seconds += min(started - self._ended, seconds)
+                times = self._observe(guessing, batch, checked, seconds)
+                proposed = self._propose(guessing, batch, output, checked, errors)
+        self._ended = self.clock()
         return ModelRunnerOutput(
             step=plan.step,
             token_ids=token_ids,
+            num_draft_tokens=proposed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            seconds=self.clock() - started,
+            seconds=self._ended - started,
+            draft_times=times,
         )
+
+    def read(self, plan: SchedulerOutput) -> Tensor:
+        """Compute a step that samples nothing, for a caller that wants more of it than tokens.
+
+        Returns:
+            [tokens, hidden], normalised, for the model's `logits`; valid until the next step.
+        """
+        self._apply(plan)
+        return self._forward(plan)[1].hidden
+
+    def _forward(self, plan: SchedulerOutput) -> tuple[InputBatch, StepOutput]:
+        tree = None if self.speculator is None else self.speculator.tree
+        batch = build_input_batch(plan, self.table, self.inputs, tree)
+        output = self.graph.run(batch)
+        self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
+        return batch, output
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
         """Bring the tables up to date. Returns slots whose request could not be set up, and why."""
         refused: dict[int, str] = {}
         for slot in plan.freed_slots:
+            if self.speculator is not None:
+                self.speculator.leave(slot)
             self.sampling.clear(slot)
             self._prompt_logprobs.pop(slot, None)
         for new in plan.new_requests:
@@ -93,6 +130,8 @@ class ModelRunner:
             except Exception as error:  # its parameters alone are at fault
                 self.sampling.clear(new.slot)
                 refused[new.slot] = describe(error)
+            if self.speculator is not None:
+                self.speculator.enter(new)
         for slot, group, ids in plan.new_blocks:
             self.table.add_blocks(slot, group, ids)
         if plan.block_copies:
@@ -116,42 +155,101 @@ class ModelRunner:
         token_ids: list[list[int]],
         logprobs: dict[int, list[TokenLogprobs]],
         errors: dict[int, str],
-    ) -> None:
-        """One token for each sampling row, many rows at once; row by row if one breaks that."""
+    ) -> CheckedDrafts | None:
+        """Tokens for the sampling rows: one for each, and one for each draft that was right.
+
+        Returns:
+            How the drafts fared; None if there were none.
+        """
         rows = batch.sampling_rows
         slots = batch.slots[rows]
-        positions = self.table.num_tokens[slots]  # of the token to be sampled
+        if batch.num_drafts is not None:
+            assert self.checker is not None
+            checked = self.checker.check(batch, output, batch.num_drafts)
+            self._take_in(batch, checked, token_ids, logprobs, errors)
+            return checked
+        found = self.sampler.sample(output, slots, self.table.num_tokens[slots])
+        self.table.append_tokens(slots, found.token_ids)
+        for i, failure in self.sampling.append(slots, found.token_ids).items():
+            errors[int(rows[i])] = describe(failure)
+        for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
+            token_ids[row] = token
+        for i, entry in found.logprobs.items():
+            logprobs[int(rows[i])] = [entry]
+        for i, why in found.bad_rows.items():
+            errors[int(rows[i])] = why
+        return None
 
-        def sample(part: slice) -> SampleResult:
-            return self.sampler.sample(
-                output.logits[part],
-                self.sampling.batch(slots[part], positions[part]),
-                (output.top[part], output.top_ids[part]),
-            )
+    def _take_in(
+        self,
+        batch: InputBatch,
+        checked: CheckedDrafts,
+        token_ids: list[list[int]],
+        logprobs: dict[int, list[TokenLogprobs]],
+        errors: dict[int, str],
+    ) -> None:
+        """What a step with drafts brought its requests."""
+        rows, found = batch.sampling_rows, checked.found
+        slots, tokens = batch.slots[rows], found.token_ids[checked.rows]
+        owners = np.repeat(rows, checked.lengths)
+        appended = self.sampling.append(np.repeat(slots, checked.lengths), tokens)
+        for i, failure in appended.items():
+            errors[int(owners[i])] = describe(failure)
+        for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
+            if first in found.bad_rows:
+                errors[row] = found.bad_rows[first]
+        for row, token, i in zip(
+            owners.tolist(), tokens.tolist(), checked.rows.tolist(), strict=True
+        ):
+            token_ids[row].append(token)
+            if i in found.logprobs:
+                logprobs.setdefault(row, []).append(found.logprobs[i])
 
-        parts: list[tuple[int, SampleResult]] = []
-        size = self.sampling.rows_at_once(slots, SAMPLER_BYTES[self.device.type])
-        for first in range(0, len(rows), size):
-            try:
-                parts.append((first, sample(slice(first, first + size))))
-            except Exception:
-                for i in range(first, min(first + size, len(rows))):
-                    try:
-                        parts.append((i, sample(slice(i, i + 1))))
-                    except Exception as error:
-                        errors[int(rows[i])] = describe(error)
-        for first, result in parts:
-            tokens = result.token_ids.cpu().numpy()
-            part = slice(first, first + len(tokens))
-            self.table.append_tokens(slots[part], tokens)
-            for i, failure in self.sampling.append(slots[part], tokens).items():
-                errors[int(rows[first + i])] = describe(failure)
-            for row, token in zip(rows[part].tolist(), tokens[:, None].tolist(), strict=True):
-                token_ids[row] = token
-            for i, found in result.logprobs.items():
-                logprobs[int(rows[first + i])] = [found]
-            for i, why in result.bad_rows.items():
-                errors[int(rows[first + i])] = why
+    @staticmethod
+    def _observe(
+        speculator: Speculator, batch: InputBatch, checked: CheckedDrafts | None, seconds: float
+    ) -> DraftTimes:
+        """How the drafts of the step fared, and what it took until its tokens were there."""
+        slots, num_tokens = batch.slots[batch.sampling_rows], int(batch.starts[-1])
+        if checked is None or batch.num_drafts is None:
+            none = np.zeros(len(slots), np.int64)
+            return speculator.observe(slots, none, none, seconds, pure=num_tokens == len(slots))
+        drafts, tree = batch.num_drafts, speculator.tree
+        return speculator.observe(
+            slots,
+            drafts,
+            checked.lengths - 1,
+            seconds,
+            pure=len(slots) == len(batch.slots) and num_tokens == len(slots) + int(drafts.sum()),
+            paths=None if tree is None else checked.paths(tree.drafts),
+        )
+
+    def _propose(
+        self,
+        speculator: Speculator,
+        batch: InputBatch,
+        output: StepOutput,
+        checked: CheckedDrafts | None,
+        errors: dict[int, str],
+    ) -> list[int]:
+        """How many drafts each row of the step gets for its next one."""
+        rows = batch.sampling_rows
+        newest = np.arange(len(rows)) if checked is None else checked.newest
+        if errors:
+            going_on = np.array([row not in errors for row in rows.tolist()], np.bool_)
+            rows, newest = rows[going_on], newest[going_on]
+
+        def hidden(chosen: np.ndarray) -> Tensor:
+            wanted = torch.from_numpy(newest[chosen]).to(self.device)
+            places = batch.logits_indices.index_select(0, wanted)
+            return output.hidden.index_select(0, places)
+
+        slots = batch.slots[rows]
+        speculator.propose(slots, hidden)
+        proposed = np.zeros(len(batch.slots), np.int64)
+        proposed[rows] = speculator.num_drafts[slots]
+        found: list[int] = proposed.tolist()
+        return found
 
     def _read_prompt_logprobs(
         self, batch: InputBatch, hidden: Tensor, errors: dict[int, str]
@@ -190,7 +288,3 @@ class ModelRunner:
         logits = self.network.model.logits(hidden)  # [rows, vocab]
         parts = zip(logits.split(PROMPT_COPIED_ROWS), ids.split(PROMPT_COPIED_ROWS), strict=True)
         return [found for part in parts for found in token_logprobs(*part, top)]
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

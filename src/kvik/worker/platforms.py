@@ -13,6 +13,8 @@ from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
+from kvik.kernels.packing import Packing
+from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.graphs import Eager, Graph, Network
@@ -30,6 +32,7 @@ class Parts:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    packing: Packing  # how these operations keep matrices
     draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
     kv_zeros: Zeros  # where the memory of the KV cache comes from
@@ -39,8 +42,15 @@ class Platform(Protocol):
     @property
     def parts(self) -> Parts: ...
 
-    def graph(self, network: Network) -> tuple[Graph, StepInputs]:
-        """How steps run, and where it wants their inputs."""
+    def graph(
+        self, network: Network, sizes: StepSizes, *, trees: bool = False
+    ) -> tuple[Graph, StepInputs]:
+        """How steps run, and where it wants their inputs.
+
+        Args:
+            sizes: of the largest step.
+            trees: whether a step may hold trees of drafts.
+        """
         ...
 
     def release_freed(self) -> None:
@@ -56,9 +66,11 @@ class TorchPlatform:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = select_ops(device)
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
-        self.parts = Parts(device, dtype, ops, DRAW_BYTES, backend, torch.zeros)
+        self.parts = Parts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
 
-    def graph(self, network: Network) -> tuple[Graph, StepInputs]:
+    def graph(
+        self, network: Network, sizes: StepSizes, *, trees: bool = False
+    ) -> tuple[Graph, StepInputs]:
         return Eager(network), FreshInputs(self.parts.device)
 
     def release_freed(self) -> None:
@@ -73,6 +85,7 @@ class NativePlatform:
         from kvik.kernels.cpu.buffers import zeros
         from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
+        from kvik.kernels.cpu.packing import TILES
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
@@ -81,15 +94,13 @@ class NativePlatform:
             log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
-        self.parts = Parts(device, dtype, ops, NATIVE_DRAW_BYTES, backend, zeros)
-        self._inputs = FixedInputs(
-            StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-            len(cache.groups),
-            -(-scheduler.max_model_len // cache.block_size),
-        )
+        self.parts = Parts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
         self._block_size = cache.block_size
+        self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
 
-    def graph(self, network: Network) -> tuple[Graph, StepInputs]:
+    def graph(
+        self, network: Network, sizes: StepSizes, *, trees: bool = False
+    ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
         from kvik.worker.cpu_tape import CpuTape
@@ -97,10 +108,9 @@ class NativePlatform:
         eager = Eager(network), FreshInputs(self.parts.device)
         if not isinstance(self.parts.backend, CpuAttention):
             return eager  # it runs torch's operations, as was decided
+        inputs = FixedInputs(sizes, len(network.groups), self._max_blocks, trees=trees)
         try:
-            return CpuTape.capture(
-                self.native, network, self._inputs, self._block_size
-            ), self._inputs
+            return CpuTape.capture(self.native, network, inputs, self._block_size), inputs
         except CaptureError as error:
             log.warning("every step runs through Python: %s", error)
             return eager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from kvik.core.plan import NewRequest
@@ -11,9 +13,10 @@ class RequestTable:
     """Tokens and block tables by slot, on the host.
 
     Attributes:
-        token_ids: [slots, max_model_len] int32, prompt and output so far.
+        token_ids: [slots, max_model_len] int32, prompt and output so far, and drafts behind them.
         num_tokens, num_computed: [slots] int32, known tokens and those with K/V.
         num_prompt: [slots] int32.
+        tenants: the cache salt of each slot's request.
         block_tables: per KV group [slots, max_blocks] int32.
         num_blocks: [groups, slots] int32, filled entries of each block table.
     """
@@ -25,6 +28,7 @@ class RequestTable:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.tenants = [""] * max_num_seqs
         self.block_tables = [
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
@@ -36,6 +40,7 @@ class RequestTable:
         self.num_tokens[slot] = count
         self.num_computed[slot] = new.num_computed_tokens
         self.num_prompt[slot] = new.num_prompt_tokens
+        self.tenants[slot] = new.cache_salt
         self.num_blocks[:, slot] = 0
         for group, ids in enumerate(new.block_ids):
             self.add_blocks(slot, group, ids)
@@ -45,7 +50,38 @@ class RequestTable:
         self.block_tables[group][slot, first : first + len(ids)] = ids
         self.num_blocks[group, slot] = first + len(ids)
 
+    def view(self, group: int, num_groups: int) -> RequestTable:
+        """The same tokens for another model, whose groups all have this group's block tables; how
+        many of them it has computed is its own."""
+        view = copy(self)
+        view.num_computed = np.zeros_like(self.num_computed)
+        view.block_tables = [self.block_tables[group]] * num_groups
+        return view
+
     def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """One sampled token for each of some slots."""
         self.token_ids[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
+
+    def append_runs(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
+        """Some sampled tokens for each of some slots.
+
+        Args:
+            slots, counts: [rows]. tokens: [sum of counts], row after row.
+        """
+        self.put_drafts(slots, counts, tokens)
+        self.num_tokens[slots] += counts
+
+    def drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The first so many drafts of some slots: [sum of counts] int64, row after row."""
+        return self.token_ids[self._behind(slots, counts)].astype(np.int64)
+
+    def put_drafts(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
+        """The same, but they stand behind the known tokens and are not known themselves."""
+        self.token_ids[self._behind(slots, counts)] = tokens
+
+    def _behind(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and places of so many tokens behind the known ones."""
+        ends = np.cumsum(counts)
+        first = self.num_tokens[slots] - (ends - counts)
+        return np.repeat(slots, counts), np.repeat(first, counts) + np.arange(ends[-1])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.config.speculative import Typical
 from kvik.kernels.draws import Draws
 from kvik.worker.logits_rules import Edits, Penalties
+
+_Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,43 @@ class RandomRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GuessedRows:
+    """Rows that judge a draft which was itself drawn.
+
+    Attributes:
+        rows: [m] int64, none of which is among `RandomRows`.
+        token_ids: [m] int64, the drafts.
+        probs: [m, vocab] float32, the distributions they were drawn from.
+        accept: [m] float64 uniform numbers that decide.
+        draws: of these rows; their uniform numbers pick the token where the draft is rejected.
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    probs: Tensor
+    accept: Tensor
+    draws: Draws
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalRows:
+    """Rows that take a draft which is likely enough, though it was not drawn.
+
+    Attributes:
+        rows: [n] int64, some of `RandomRows`.
+        owners: [m] int64, which of these each draft is offered to.
+        token_ids: [m] int64, the drafts.
+        draws: of these rows.
+    """
+
+    rows: Tensor
+    owners: Tensor
+    token_ids: Tensor
+    draws: Draws
+    rule: Typical
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """A greedy batch without rules is `SamplingBatch()`.
 
@@ -34,4 +76,78 @@ class SamplingBatch:
     edits: Edits | None = None
     penalties: Penalties | None = None
     random: RandomRows | None = None
+    guessed: GuessedRows | None = None
+    typical: TypicalRows | None = None
     logprobs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Supposed:
+    """Tokens that rows of a batch take to have been put out, though no table knows of them: the
+    drafts before them. Entry i is a token of row `rows[i]`.
+
+    Attributes:
+        rows: [m] int64, ascending.
+        tokens: [m] int64, those of a row in their order.
+    """
+
+    rows: _Ids
+    tokens: _Ids
+
+    def part(self, first: int, last: int) -> Supposed:
+        """Of the rows first..last - 1 as a batch of their own."""
+        begin, end = np.searchsorted(self.rows, (first, last))
+        return Supposed(self.rows[begin:end] - first, self.tokens[begin:end])
+
+    def by_row(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for row, token in zip(self.rows.tolist(), self.tokens.tolist(), strict=True):
+            found.setdefault(row, []).append(token)
+        return found
+
+
+NOTHING = Supposed(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Drafts that were drawn from a distribution, by the rows of a batch that judge them.
+
+    Attributes:
+        rows, token_ids: [m] int64, rows ascending.
+        probs: [m, vocab] float32, what each was drawn from.
+    """
+
+    rows: _Ids
+    token_ids: _Ids
+    probs: Tensor
+
+    def part(self, first: int, last: int) -> Guesses | None:
+        """Of the rows first..last - 1 as a batch of their own; None if there are none."""
+        begin, end = (int(i) for i in np.searchsorted(self.rows, (first, last)))
+        if begin == end:
+            return None
+        return Guesses(
+            self.rows[begin:end] - first, self.token_ids[begin:end], self.probs[begin:end]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Drafts that rows of a batch may take though they were not drawn: lossy. A row in a tree may
+    have several.
+
+    Attributes:
+        rows, token_ids: [m] int64, rows ascending.
+    """
+
+    rows: _Ids
+    token_ids: _Ids
+    rule: Typical
+
+    def part(self, first: int, last: int) -> Offers | None:
+        """Of the rows first..last - 1 as a batch of their own; None if there are none."""
+        begin, end = np.searchsorted(self.rows, (first, last))
+        if begin == end:
+            return None
+        return Offers(self.rows[begin:end] - first, self.token_ids[begin:end], self.rule)

@@ -13,9 +13,18 @@ from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
 from kvik.worker.logits_rules import Penalties, TokenRules, gather_edits
-from kvik.worker.noise import uniform
-from kvik.worker.sampling_batch import RandomRows, SamplingBatch
-from kvik.worker.seen_tokens import SeenTokens
+from kvik.worker.noise import ACCEPT, SAMPLE, uniform
+from kvik.worker.sampling_batch import (
+    NOTHING,
+    GuessedRows,
+    Guesses,
+    Offers,
+    RandomRows,
+    SamplingBatch,
+    Supposed,
+    TypicalRows,
+)
+from kvik.worker.seen_tokens import SeenTokens, add_counts
 
 
 class _Need:
@@ -35,6 +44,7 @@ class _Need:
 _ROW = np.dtype(
     [
         ("needs", np.uint8),
+        ("seeded", np.bool_),
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float64),
@@ -99,6 +109,7 @@ class SamplingTable:
             self._token_rules[slot] = TokenRules(params, output_token_ids, stop_ids)
         self._rows[slot] = (
             needs,
+            params.seed is not None,
             params.temperature,
             min(top_k, self._vocab_size),
             params.top_p,
@@ -119,10 +130,10 @@ class SamplingTable:
     def append(
         self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
     ) -> dict[int, Exception]:
-        """Each slot's newest output token; a slot occurs once.
+        """The newest output tokens of some slots.
 
         Args:
-            slots, tokens: [n].
+            slots, tokens: [n]; those of a slot in their order.
 
         Returns:
             By index, what went wrong in the rules of one request alone.
@@ -140,31 +151,72 @@ class SamplingTable:
                         failed[i] = error
         return failed
 
-    def rows_at_once(self, slots: NDArray[np.integer], room: int) -> int:
-        """How many of these slots are sampled together, so that it takes `room` bytes at most
+    def certain(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of these requests must not get drafts that were drawn: the greedy ones, and those
+        that brought a seed, whose tokens are to be the same without drafts.
+
+        Args:
+            slots: [rows].
+        """
+        rows = self._rows[slots]
+        certain: NDArray[np.bool_] = rows["seeded"] | (rows["needs"] & _Need.RANDOM == 0)
+        return certain
+
+    def plain(self, slots: NDArray[np.integer]) -> bool:
+        """Whether these requests take their most likely tokens and ask for nothing else.
+
+        Args:
+            slots: [rows].
+        """
+        return not np.bitwise_or.reduce(self._rows["needs"][slots], initial=0)
+
+    def reads_output(self, slots: NDArray[np.integer]) -> bool:
+        """Whether the rules of any of these requests look at what it has put out.
+
+        Args:
+            slots: [rows].
+        """
+        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
+        return needs & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
+
+    def rows_at_once(self, slots: NDArray[np.integer], room: int, *, shares: bool = False) -> int:
+        """How many of these rows are sampled together, so that it takes `room` bytes at most
         beside their logits; at least one.
 
         Args:
             slots: [rows].
+            shares: the probabilities of all tokens are looked at, not one drawn token alone.
         """
         needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
         if not needs:
             return max(1, len(slots))
         step = 0
         if needs & _Need.RANDOM:
-            step = DRAW_BYTES if needs & _Need.TYPICAL_P else self._draw_bytes
+            wide = shares or needs & _Need.TYPICAL_P
+            step = DRAW_BYTES if wide else self._draw_bytes
         if needs & _Need.PENALTIES:
             step = max(step, PENALTY_BYTES)
         if needs & _Need.LOGPROBS:
             step = max(step, LOGPROB_BYTES)
         return max(1, room // (self._vocab_size * (RULES_BYTES + step)))
 
-    def batch(self, slots: NDArray[np.integer], positions: NDArray[np.integer]) -> SamplingBatch:
-        """Plan the sampling of one token for each slot.
+    def batch(
+        self,
+        slots: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        supposed: Supposed = NOTHING,
+        judged: Guesses | Offers | None = None,
+        stream: int | NDArray[np.int64] = SAMPLE,
+    ) -> SamplingBatch:
+        """Plan the sampling of one token for each row. A slot has several rows when drafts are
+        judged: each then supposes the drafts before it.
 
         Args:
             slots: [rows].
             positions: [rows], index in its sequence of the token to be sampled.
+            judged: drafts that were drawn, of rows that do not draw but judge them; or drafts that
+                rows may take though they were not.
+            stream: what the drawn tokens are for (`worker/noise.py`); of all rows, or [rows].
         """
         needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
         if not needs:
@@ -178,54 +230,125 @@ class SamplingTable:
                 for row, slot in enumerate(slots.tolist())
                 if slot in self._token_rules
             ]
-            edits = gather_edits(rules, self._device)
+            edits = gather_edits(rules, self._device, supposed.by_row())
         logprobs = {}
         if needs & _Need.LOGPROBS:
             wanted = rows["logprobs"].tolist()
             logprobs = {
                 int(row): wanted[row] for row in np.flatnonzero(rows["needs"] & _Need.LOGPROBS)
             }
+        random = guessed = typical = None
+        if needs & _Need.RANDOM:
+            draws = rows["needs"] & _Need.RANDOM != 0
+            if isinstance(judged, Guesses):
+                draws[judged.rows] = False
+                guessed = self._guessed(judged, rows, positions, needs)
+            elif judged is not None:
+                typical = self._typical(judged, rows, positions, needs)
+            if draws.any():
+                chosen = np.flatnonzero(draws)
+                everything = len(chosen) == len(rows)
+                random = RandomRows(
+                    None if everything else self._ids(chosen),
+                    self._draws(
+                        rows[chosen],
+                        positions[chosen],
+                        needs,
+                        stream if isinstance(stream, int) else stream[chosen],
+                    ),
+                )
         return SamplingBatch(
             edits=edits,
-            penalties=None if self._seen is None else self._penalties(self._seen, rows, slots),
-            random=self._random(rows, positions, needs) if needs & _Need.RANDOM else None,
+            penalties=(
+                None if self._seen is None else self._penalties(self._seen, rows, slots, supposed)
+            ),
+            random=random,
+            guessed=guessed,
+            typical=typical,
             logprobs=logprobs,
         )
 
     def _penalties(
-        self, seen: SeenTokens, rows: NDArray[np.void], slots: NDArray[np.integer]
+        self,
+        seen: SeenTokens,
+        rows: NDArray[np.void],
+        slots: NDArray[np.integer],
+        supposed: Supposed,
     ) -> Penalties | None:
-        chosen = np.flatnonzero(rows["needs"] & _Need.PENALTIES)
+        counted = rows["needs"] & _Need.PENALTIES != 0
+        chosen = np.flatnonzero(counted)
         if not len(chosen):
             return None
         where = self._ids(slots[chosen])
+        counts = seen.counts[where]  # a copy
+        if len(supposed.rows):
+            mine = counted[supposed.rows]
+            places = np.searchsorted(chosen, supposed.rows[mine])
+            add_counts(counts, self._ids(places), self._ids(supposed.tokens[mine]))
         return Penalties(
             rows=self._ids(chosen),
             repetition=self._tensor(rows["repetition"][chosen])[:, None],
             frequency=self._tensor(rows["frequency"][chosen])[:, None],
             presence=self._tensor(rows["presence"][chosen])[:, None],
             in_prompt=seen.in_prompt[where],
-            counts=seen.counts[where],
+            counts=counts,
         )
 
-    def _random(
-        self, rows: NDArray[np.void], positions: NDArray[np.integer], needs: int
-    ) -> RandomRows:
-        chosen = np.flatnonzero(rows["needs"] & _Need.RANDOM)
-        everything = len(chosen) == len(rows)
-        rows, positions = rows[chosen], positions[chosen]
+    def _guessed(
+        self,
+        guesses: Guesses,
+        rows: NDArray[np.void],
+        positions: NDArray[np.integer],
+        needs: int,
+    ) -> GuessedRows:
+        rows, positions = rows[guesses.rows], positions[guesses.rows]
+        accept = uniform(rows["seed"], positions.astype(np.int64), ACCEPT)
+        return GuessedRows(
+            rows=self._ids(guesses.rows),
+            token_ids=self._ids(guesses.token_ids),
+            probs=guesses.probs,
+            accept=self._tensor(accept),
+            draws=self._draws(rows, positions, needs, SAMPLE),
+        )
+
+    def _typical(
+        self,
+        offers: Offers,
+        rows: NDArray[np.void],
+        positions: NDArray[np.integer],
+        needs: int,
+    ) -> TypicalRows | None:
+        free = rows["needs"][offers.rows] & _Need.RANDOM != 0
+        free &= ~rows["seeded"][offers.rows]
+        chosen, owners = np.unique(offers.rows[free], return_inverse=True)
+        if not len(chosen):
+            return None
+        return TypicalRows(
+            rows=self._ids(chosen),
+            owners=self._ids(owners),
+            token_ids=self._ids(offers.token_ids[free]),
+            draws=self._draws(rows[chosen], positions[chosen], needs, SAMPLE),
+            rule=offers.rule,
+        )
+
+    def _draws(
+        self,
+        rows: NDArray[np.void],
+        positions: NDArray[np.integer],
+        needs: int,
+        stream: int | NDArray[np.int64],
+    ) -> Draws:
         truncation = Truncation(
             top_k=self._tensor(rows["top_k"]) if needs & _Need.TOP_K else None,
             top_p=self._tensor(rows["top_p"]) if needs & _Need.TOP_P else None,
             min_p=self._tensor(rows["min_p"]) if needs & _Need.MIN_P else None,
             typical_p=self._tensor(rows["typical_p"]) if needs & _Need.TYPICAL_P else None,
         )
-        draws = Draws(
+        return Draws(
             temperature=self._tensor(rows["temperature"]),
-            uniforms=self._tensor(uniform(rows["seed"], positions.astype(np.int64))),
+            uniforms=self._tensor(uniform(rows["seed"], positions.astype(np.int64), stream)),
             truncation=truncation,
         )
-        return RandomRows(None if everything else self._ids(chosen), draws)
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(self._device)

@@ -26,5 +26,15 @@ class SeenTokens:
         self.counts[slot] = torch.bincount(ids, minlength=vocab_size)
 
     def append(self, slots: Tensor, tokens: Tensor) -> None:
-        """slots, tokens: [n] int64, no slot twice."""
-        self.counts[slots, tokens] += 1
+        """slots, tokens: [n] int64."""
+        add_counts(self.counts, slots, tokens)
+
+
+def add_counts(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """One more of each token in its row.
+
+    Args:
+        counts: [rows, vocab] int32, changed in place.
+        rows, tokens: [n] int64; the same pair may come several times.
+    """
+    counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)

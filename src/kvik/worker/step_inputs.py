@@ -37,21 +37,29 @@ class StepSizes:
 
     tokens: int
     seqs: int
-    samples: int  # rows that sample
+    samples: int  # rows of logits: one for each row that samples, and one for each draft
 
     @staticmethod
-    def of(max_num_batched_tokens: int, max_num_seqs: int) -> StepSizes:
+    def of(max_num_batched_tokens: int, max_num_seqs: int, max_draft_rows: int = 0) -> StepSizes:
         tokens, seqs = max_num_batched_tokens, max_num_seqs
         seqs += seqs == tokens
-        samples = next(n for n in range(max_num_seqs, seqs + 3) if n not in (tokens, seqs))
+        rows = max_num_seqs + max_draft_rows
+        samples = next(n for n in range(rows, rows + 3) if n not in (tokens, seqs))
         return StepSizes(tokens, seqs, samples)
 
 
 class FixedInputs:
     """Host memory that recorded kernels read; each step overwrites the first part of it."""
 
-    def __init__(self, sizes: StepSizes, num_groups: int, max_blocks: int) -> None:
+    def __init__(
+        self, sizes: StepSizes, num_groups: int, max_blocks: int, *, trees: bool = False
+    ) -> None:
+        """
+        Args:
+            trees: whether a step may hold trees of drafts.
+        """
         self.sizes = sizes
+        self.trees = trees
         self._arrays: dict[str, np.ndarray] = {
             "input_ids": np.zeros(sizes.tokens, np.int64),
             "positions": np.zeros(sizes.tokens, np.int64),
@@ -59,6 +67,8 @@ class FixedInputs:
             "seq_lens": np.zeros(sizes.seqs, np.int32),
             "logits_indices": np.zeros(sizes.samples, np.int64),
         }
+        if trees:
+            self._arrays["tree"] = np.zeros(sizes.tokens, np.int64)
         for group in range(num_groups):
             self._arrays[f"slot_mapping {group}"] = np.zeros(sizes.tokens, np.int64)
             self._arrays[f"block_table {group}"] = np.zeros((sizes.seqs, max_blocks), np.int32)

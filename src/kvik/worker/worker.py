@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.models.registry import load_model
-from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import Checkpoint, open_checkpoint
-from kvik.nn.kv_formats import allocate_kv
-from kvik.worker.graphs import Network
+from kvik.nn.context import ForwardContext
+from kvik.worker.drafters.registry import DrafterParts, build_drafter
+from kvik.worker.loading import load_network
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.speculator import Speculator
+from kvik.worker.step_inputs import StepSizes
 
 
 class Worker:
@@ -30,58 +32,76 @@ class Worker:
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         self._set_threads()
         chosen = platform(config)
-        parts = chosen.parts
-        checkpoint: Checkpoint | None = None
-        if runner.load_format == "safetensors":
-            checkpoint = open_checkpoint(runner.model_path)
-        builder = Builder(
-            parts.ops,
-            parts.backend,
+        network = load_network(
+            config,
+            chosen,
+            config.model,
+            Path(runner.model_path),
             cache.groups,
-            dtype=parts.dtype,
-            device=parts.device,
-            max_model_len=scheduler.max_model_len,
-            checkpoint=checkpoint,
-            stored_quantization=config.model.quantization,
-            quantization=runner.quantization,
+            runner.quantization,
         )
-        chosen.release_freed()  # what reading the tokenizer took
-        with torch.inference_mode():
-            model = load_model(config.model, builder, seed=runner.seed)
-            chosen.release_freed()
-            kv = allocate_kv(
-                cache.groups,
-                cache.num_blocks,
-                cache.block_size,
-                parts.dtype,
-                parts.device,
-                parts.kv_zeros,
+        speculation = config.speculation
+        sizes = StepSizes.of(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            speculation.max_draft_rows if speculation else 0,
+        )
+        graph, inputs = chosen.graph(
+            network, sizes, trees=speculation is not None and speculation.trees
+        )
+        device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
+        vocab_size = config.model.vocab_size
+        table = RequestTable(
+            scheduler.max_num_seqs, scheduler.max_model_len, len(cache.groups), cache.block_size
+        )
+        sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
+        speculator: Speculator | None = None
+        if speculation is not None:
+            drafter = build_drafter(
+                DrafterParts(speculation, config, table, sampling, network, chosen)
             )
-            network = Network(model, parts.ops, parts.backend, cache.groups, kv)
-            graph, inputs = chosen.graph(network)
+            speculator = Speculator(
+                speculation, drafter, table, sampling, vocab_size, time.monotonic
+            )
         self._runner: ModelRunner | None = ModelRunner(
             network=network,
             graph=graph,
             inputs=inputs,
-            table=RequestTable(
-                scheduler.max_num_seqs,
-                scheduler.max_model_len,
-                len(cache.groups),
-                cache.block_size,
-            ),
-            sampling=SamplingTable(
-                scheduler.max_num_seqs, config.model.vocab_size, parts.device, parts.draw_bytes
-            ),
-            device=parts.device,
+            table=table,
+            sampling=sampling,
+            device=device,
             clock=time.monotonic,
+            speculator=speculator,
         )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        runner = self._ready()
+        with torch.inference_mode():
+            return runner.run(plan)
+
+    def read(self, plan: SchedulerOutput) -> Tensor:
+        """See `ModelRunner.read`."""
+        runner = self._ready()
+        with torch.inference_mode():
+            return runner.read(plan)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of some rows of what `read` returned: [rows, hidden] -> [rows, vocab] fp32."""
+        runner = self._ready()
+        with torch.inference_mode():
+            return runner.network.model.logits(hidden)
+
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [rows] at positions [rows] as the model takes them in: [rows, hidden]."""
+        runner = self._ready()
+        with torch.inference_mode():
+            return runner.network.model.enter(ids, ForwardContext(positions, (), ()))
+
+    def _ready(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("the worker is closed")
         self._set_threads()
-        with torch.inference_mode():
-            return self._runner.run(plan)
+        return self._runner
 
     def _set_threads(self) -> None:
         """Before every step, because another engine of this process may have set its own number."""

@@ -10,7 +10,14 @@ import pytest
 from kvik.bench.inprocess.inproc import Job, run_jobs
 from kvik.bench.inprocess.jobs import Requests, fixed
 from kvik.bench.inprocess.rounds import Rounds
-from kvik.bench.inprocess.techniques import RUNGS, Ladder, LadderLoad, one_by_one, without_cache
+from kvik.bench.inprocess.techniques import (
+    RUNGS,
+    Ladder,
+    LadderLoad,
+    Loading,
+    one_by_one,
+    without_cache,
+)
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
 from kvik.launch import Engine, reschedule, resolve_config
@@ -18,9 +25,10 @@ from kvik.launch import Engine, reschedule, resolve_config
 LOAD = LadderLoad(Requests(3, fixed(4, 5), prefix_tokens=16), alone=2)
 
 
-def resolve(quantization: str) -> ResolvedConfig:
+def resolve(loading: Loading) -> ResolvedConfig:
     config = EngineConfig(device="cpu", threads=1, max_num_seqs=4, max_model_len=64)
-    return resolve_config(replace(config, quantization=quantization))
+    quantization, method = loading.quantization, loading.speculation
+    return resolve_config(replace(config, quantization=quantization, spec_method=method))
 
 
 def test_without_a_cache_everything_is_computed_again(engine: Engine) -> None:
@@ -42,7 +50,7 @@ def test_the_ladder(uncalibrated: Path) -> None:
     result = Ladder(LOAD, resolve, 0).measure(Rounds(2, 0), {})
     assert [row.label for row in result.rows] == [rung.name for rung in RUNGS]
     rows = {row.label: {f.name: f for f in row.figures} for row in result.rows}
-    for name in ("no KV cache", "KV cache", "continuous batching", "prefix cache"):
+    for name in ("no KV cache", "KV cache", "continuous batching", "prefix cache", "speculation"):
         assert rows[name]["equal tokens"].values == (100.0, 100.0)
     assert rows["continuous batching"]["prefix hits"].values == (0.0, 0.0)
     assert rows["prefix cache"]["prefix hits"].values == (80.0, 80.0)  # 16 of 20 tokens
@@ -64,12 +72,12 @@ def test_a_rung_that_gives_other_tokens_is_named(uncalibrated: Path) -> None:
 
 
 def test_a_format_that_cannot_be_used_is_left_out(uncalibrated: Path) -> None:
-    def only_plain(quantization: str) -> ResolvedConfig:
-        if quantization != "none":
+    def only_plain(loading: Loading) -> ResolvedConfig:
+        if loading.quantization != "none":
             raise ConfigError("quantization", "no such kernels")
-        return resolve(quantization)
+        return resolve(loading)
 
-    ladder = Ladder(LOAD, only_plain, 0, (RUNGS[2], RUNGS[4]))
+    ladder = Ladder(LOAD, only_plain, 0, (RUNGS[2], RUNGS[5]))
     result = ladder.measure(Rounds(1, 0), {})
     assert [row.label for row in result.rows] == [RUNGS[2].name]
     assert "Left out: int8 (quantization: no such kernels)." in result.remarks

@@ -59,12 +59,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
     "fp8-odd-blocks": fp8_config(weight_block_size=[20, 36]),
     "fp8-cut-blocks": fp8_config(),
+    "fp8-e5m2": fp8_config(fmt="e5m2"),
     "fp8-old": fp8_config(weight_block_size=None, ignored_layers=["lm_head", Q]),
 }
 
 
-MULTIPLIED_OUT = ("gptq-8-asym", "int8-asym", "fp8-odd-blocks")
-SMALL = (torch.int32, torch.int8, torch.float8_e4m3fn)
+MULTIPLIED_OUT = ("gptq-8-asym", "int8-asym", "fp8-odd-blocks", "fp8-e5m2")
+SMALL = (torch.int32, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
     "fp8": compressed_config("float-quantized", **FLOAT8),
     "blocks": fp8_config(weight_block_size=[32, 32]),
+    "e5m2": fp8_config(weight_block_size=[32, 32], fmt="e5m2"),
 }
 
 
@@ -77,6 +78,7 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
         ("packed", {"group_0": {"num_bits": 8}}, "weight_packed' must have shape [64, 16]"),
         ("blocks", {"weight_block_size": [16, 32]}, "weight_scale_inv' must have shape [4, 2] by "
          "config.json (fp8 in blocks of 16 x 32), not [2, 2]"),
+        ("e5m2", {"fmt": "e4m3"}, "weight' must be F8_E4M3, not F8_E5M2"),
         # tensors that the config wants, or does not
         ("packed-order", {"group_0": {"symmetric": False}}, "is stored as weight_g_idx, "
          "weight_packed, weight_scale, weight_shape; by config.json quantization_config it must be "
@@ -124,6 +126,7 @@ def test_a_config_that_lies(
         ("fp8", "weight_scale", -1.0, "holds negative scales"),
         ("blocks", "weight_scale_inv", float("inf"), "holds NaN or infinity"),
         ("blocks", "weight", float("nan"), "holds NaN"),
+        ("e5m2", "weight", float("inf"), "holds NaN or infinity"),
         ("gptq", "qzeros", 0, "must be 8 everywhere, because sym is true"),
         ("order", "g_idx", 3, "must hold groups from 0 to 2"),
         ("order", "g_idx", -1, "must hold groups from 0 to 2"),

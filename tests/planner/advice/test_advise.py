@@ -83,7 +83,10 @@ def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
     assert formats.get(config.quantization, config.quantization) == advised.at.weight_format
     kept = {"auto": weight_format(working_dtype(advised.shape, advised.at.weight_format))}
     assert kept.get(config.kv_cache_dtype, config.kv_cache_dtype) == advised.at.kv_format
-    assert (advised.at.tp, advised.drafting) == (1, None)
+    assert advised.at.tp == 1
+    drafts = advised.drafting.drafts if advised.drafting else None
+    assert config.spec_tokens == drafts
+    assert config.spec_method == (None if drafts is None else "ngram")
 
 
 @pytest.mark.parametrize("wish", [Wish(), Wish(slo=PROMISE)])
@@ -145,7 +148,8 @@ def test_speculation_does_not_help_a_machine_that_computes() -> None:
     found = advice(report("Llama-3-8B", narrow, Wish(concurrency=64)), "speculation")
     assert found.verdict == "no use" and "checking 1 draft " in found.reason
     found = advice(report("Llama-3-8B", H100, Wish(concurrency=1)), "speculation")
-    assert found.verdict == "not in this version"
+    assert found.verdict == "do" and found.flags[0] == "--spec-method ngram"
+    assert "taken to be free and 70% right" in found.reason
     useless = advice(report("Llama-3-8B", H100, Wish(acceptance=0.0)), "speculation")
     assert useless.verdict == "no use"
 
@@ -154,6 +158,8 @@ def test_a_draft_model_takes_its_time() -> None:
     free = report("Llama-3-8B", H100, Wish(concurrency=1))
     draft = SHAPES["Qwen2.5-0.5B"]
     paid = advise_shape(SHAPES["Llama-3-8B"], H100, Wish(concurrency=1), draft=draft)
+    asked = advice(paid, "speculation").flags
+    assert asked[:2] == ("--spec-method draft_model", "--spec-model Qwen2.5-0.5B")
     pair = [advice(found, "speculation").after for found in (free, paid)]
     assert pair[0] and pair[1] and pair[0].load and pair[1].load
     assert pair[1].load.tpot > pair[0].load.tpot
@@ -229,7 +235,7 @@ def test_a_promise_that_nothing_keeps() -> None:
 
 
 def test_a_promise_that_only_later_versions_keep() -> None:
-    found = report("Llama-2-70B", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3)))
+    found = report("Llama-2-70B", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3), acceptance=0.0))
     assert found.end.largest is None
     assert "with all that is not in this version they would be kept" in found.promise
 

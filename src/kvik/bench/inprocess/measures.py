@@ -101,6 +101,11 @@ def _prefill_rate(run: Run) -> float:
     return _prompt_tokens(run) / (_first_tokens_done(run) - run.started)
 
 
+def decode_seconds(run: Run) -> float:
+    """From when every request had its first token."""
+    return run.ended - _first_tokens_done(run)
+
+
 def _decode_rate(run: Run) -> float | None:
     since = _first_tokens_done(run)
     tokens = sum(
@@ -109,7 +114,7 @@ def _decode_rate(run: Run) -> float | None:
         for time, count in zip(record.times, record.tokens, strict=True)
         if time > since
     )
-    return tokens / (run.ended - since) if tokens else None
+    return tokens / decode_seconds(run) if tokens else None
 
 
 def _prefix_hits(run: Run) -> float | None:

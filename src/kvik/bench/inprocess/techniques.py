@@ -21,6 +21,7 @@ from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError, ParamError
+from kvik.config.speculative import OFF
 from kvik.launch import Engine, reschedule
 from kvik.planner.serving import Traffic
 
@@ -42,6 +43,18 @@ def one_by_one(engine: Engine, jobs: Sequence[Job]) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """What an engine is loaded with.
+
+    Attributes:
+        speculation: the method that guesses tokens ahead, or "off".
+    """
+
+    quantization: str = PLAIN
+    speculation: str = OFF
+
+
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One step of the ladder.
 
@@ -56,7 +69,7 @@ class Rung:
     alone: bool = False
     recomputes: bool = False
     prefix_caching: bool = False
-    quantization: str = PLAIN
+    loading: Loading = Loading()
 
 
 RUNGS = (
@@ -75,8 +88,24 @@ RUNGS = (
     ),
     Rung("continuous batching", "all requests at the same time share each reading of the weights"),
     Rung("prefix cache", "and what their prompts share is there already", prefix_caching=True),
-    Rung("int8", "and weights take 8 bits", prefix_caching=True, quantization="int8"),
-    Rung("int4", "and weights take 4 bits", prefix_caching=True, quantization="int4"),
+    Rung(
+        "speculation",
+        "and tokens that the text lets expect are guessed ahead; a step can confirm several",
+        prefix_caching=True,
+        loading=Loading(speculation="ngram"),
+    ),
+    Rung(
+        "int8",
+        "and weights take 8 bits",
+        prefix_caching=True,
+        loading=Loading("int8", "ngram"),
+    ),
+    Rung(
+        "int4",
+        "and weights take 4 bits",
+        prefix_caching=True,
+        loading=Loading("int4", "ngram"),
+    ),
 )
 CHARTS = (
     Chart("bars", "Output", "output"),
@@ -116,44 +145,43 @@ Found = dict[str, list[Run]]  # by the name of the rung
 class Ladder:
     """Measures the rungs in turn, in rounds that need no warm-up of their own.
 
-    An engine is loaded again for each format in each round, so that the formats take turns too, and
-    never two of them are in memory.
+    Engines are loaded again in each round, so that they take turns too, and never two of them are
+    in memory.
     """
 
     load: LadderLoad
-    resolve: Callable[[str], ResolvedConfig]  # for a quantization of the weights
+    resolve: Callable[[Loading], ResolvedConfig]
     warmup: int = 1  # of each engine, for each rung
     rungs: Sequence[Rung] = RUNGS
-    _formats: dict[str, ResolvedConfig] = field(default_factory=dict)
+    _loadings: dict[Loading, ResolvedConfig] = field(default_factory=dict)
     _left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises KvikError when even the plain weights cannot be used, or the load not served."""
-        self._formats[PLAIN] = self.resolve(PLAIN)
-        self.load.check(self._formats[PLAIN])
+        self._loadings[Loading()] = self.resolve(Loading())
+        self.load.check(self._loadings[Loading()])
         for rung in self.rungs:
-            if rung.quantization not in self._formats:
+            if rung.loading not in self._loadings:
                 try:
-                    self._formats[rung.quantization] = self.resolve(rung.quantization)
+                    self._loadings[rung.loading] = self.resolve(rung.loading)
                 except KvikError as error:
                     self._left_out.append(f"Left out: {rung.name} ({error}).")
-        self.rungs = [rung for rung in self.rungs if rung.quantization in self._formats]
+        self.rungs = [rung for rung in self.rungs if rung.loading in self._loadings]
 
     def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:
         runs: Found = {rung.name: [] for rung in self.rungs}
-        groups = [list(group) for _, group in groupby(self.rungs, lambda rung: rung.quantization)]
+        groups = [list(group) for _, group in groupby(self.rungs, lambda rung: rung.loading)]
         with rounds:
             for number, group in rounds.over(groups, _names):
                 for rung, run in self._round(number, group):
                     runs[rung.name].append(run)
-        ceilings = {name: Ceilings.of(resolved) for name, resolved in self._formats.items()}
+        ceilings = {loading: Ceilings.of(resolved) for loading, resolved in self._loadings.items()}
         equal = {rung.name: self._equal(rung, runs) for rung in self.rungs}
         rows = [self._row(rung, runs, equal[rung.name], ceilings) for rung in self.rungs]
         remarks = [
-            ceilings[rung.quantization].remark(rung.name, runs[rung.name][-1])
-            for rung in self.rungs
+            ceilings[rung.loading].remark(rung.name, runs[rung.name][-1]) for rung in self.rungs
         ]
-        plain = self._formats[PLAIN]
+        plain = self._loadings[Loading()]
         varied = ("quantization", "prefix caching")
         return Result(
             "techniques",
@@ -169,9 +197,11 @@ class Ladder:
             },
             tuple(rows),
             (
-                *ceilings[PLAIN].notes,
+                *ceilings[Loading()].notes,
                 *self._left_out,
-                _verdict([rung for rung in self.rungs if rung.quantization == PLAIN], equal),
+                _verdict(
+                    [rung for rung in self.rungs if rung.loading.quantization == PLAIN], equal
+                ),
                 *remarks,
             ),
             CHARTS,
@@ -182,8 +212,8 @@ class Ladder:
         return self.load.requests.traffic()
 
     def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, Run]]:
-        """The rungs of one format. Each fresh engine is warmed up with other prompts."""
-        resolved = self._formats[group[0].quantization]
+        """The rungs that share an engine. Each fresh engine is warmed up with other prompts."""
+        resolved = self._loadings[group[0].loading]
         vocab_size = resolved.model.vocab_size
         requests = self.load.requests
         jobs = requests.jobs(number, vocab_size)
@@ -202,7 +232,7 @@ class Ladder:
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
         """Percent of the tokens that are those of the first rungs, for each round."""
-        plain = [r.name for r in self.rungs if r.quantization == PLAIN]
+        plain = [r.name for r in self.rungs if r.loading.quantization == PLAIN]
         shares = []
         for i, run in enumerate(runs[rung.name]):
             expected: dict[int, list[int]] = {}
@@ -218,11 +248,11 @@ class Ladder:
         rung: Rung,
         runs: Found,
         equal: tuple[float, ...],
-        ceilings: Mapping[str, Ceilings],
+        ceilings: Mapping[Loading, Ceilings],
     ) -> Row:
         found, first = runs[rung.name], self.rungs[0]
         before = self.rungs[max(0, self.rungs.index(rung) - 1)]
-        machine = ceilings[rung.quantization]
+        machine = ceilings[rung.loading]
         return Row(
             rung.name,
             (

@@ -22,6 +22,7 @@ class Figure:
         values: one for each repeat, at least one, all finite.
         better: which way is good.
         definition: how the number is made, one sentence without a full stop.
+        digits: that are shown, of those that count.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Figure:
     values: tuple[float, ...]
     better: Literal["more", "less"] = "more"
     definition: str = ""
+    digits: int = 3
 
     @property
     def median(self) -> float:
@@ -82,6 +84,7 @@ class Result:
 
     Attributes:
         kind: the verb: "latency", "throughput", "serve", ...
+        group: of verbs, which comes before it; "" for a verb of one word.
         facts: what it was measured with: date, command, versions, machine, model, formats.
         remarks: conclusions and warnings in words.
     """
@@ -91,6 +94,12 @@ class Result:
     rows: tuple[Row, ...]
     remarks: tuple[str, ...] = ()
     charts: tuple[Chart, ...] = ()
+    group: str = "bench"
+
+    @property
+    def title(self) -> str:
+        """The command that makes such a result."""
+        return " ".join(("kvik", *filter(None, (self.group, self.kind))))
 
     def names(self) -> Iterator[str]:
         """Names of the figures, each once, in the order in which rows bring them."""

@@ -73,7 +73,7 @@ def unit_title(name: str, unit: str) -> str:
 
 def as_markdown(result: Result) -> str:
     table = grid(result)
-    lines = [f"# kvik bench {result.kind}", ""]
+    lines = [f"# {result.title}", ""]
     lines += [_markdown_line(table.header), _markdown_line(["---"] * len(table.header))]
     lines += map(_markdown_line, table.lines)
     note = spread_note(result)
@@ -137,11 +137,11 @@ def _title(result: Result, name: str) -> str:
 
 
 def _places(figure: Figure) -> int:
-    """Decimals that show three significant digits; none for what is counted."""
+    """Decimals that show the significant digits; none for what is counted."""
     if figure.unit != "x" and all(value == int(value) for value in figure.values):
         return 0
     size = abs(figure.median)
-    return min(6, max(0, 2 - floor(log10(size)))) if size else 2
+    return min(6, max(0, figure.digits - 1 - floor(log10(size)))) if size else figure.digits - 1
 
 
 def _markdown_line(cells: Sequence[str]) -> str:

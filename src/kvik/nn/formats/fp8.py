@@ -1,5 +1,5 @@
-"""Floats of eight bits, E4M3, with scales as compressed-tensors, DeepSeek and transformers have
-them."""
+"""Floats of eight bits, E4M3 or E5M2, with scales as compressed-tensors, DeepSeek and transformers
+have them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvik.nn.formats.compressed_tensors import ACTIVATIONS, SCALE, WEIGHT, scale
 from kvik.nn.formats.integers import finite
 
 BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
-NAN = 0x7F  # of E4M3, but for the sign
+# Bits that are all set in what is no number: NaN of E4M3; NaN and infinity of E5M2.
+NO_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 class Fp8:
-    """weight [outputs, inputs] E4M3 and weight_scale: of the whole tensor, of each output, or of
+    """weight [outputs, inputs] and weight_scale: of the whole tensor, of each output, or of
     blocks, which may be cut at the ends: [blocks of outputs, blocks of inputs].
 
     Activations are not rounded, so calibrated scales of theirs are not read.
@@ -37,6 +38,7 @@ class Fp8:
             ValueError: the layer cannot be stored like this.
         """
         self.scheme, self.shape = scheme, shape
+        self.dtype = torch.float8_e5m2 if scheme.wide else torch.float8_e4m3fn
         self.block: Block = (scheme.band, scheme.group)
         blocks = scheme.band > 1 and scheme.group > 0
         self.scale_name = BLOCK_SCALE if BLOCK_SCALE in stored else SCALE
@@ -53,14 +55,15 @@ class Fp8:
         why = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
         weight = (self.shape.outputs, self.shape.inputs)
         return {
-            WEIGHT: StoredTensor(weight, torch.float8_e4m3fn, axis, because=why),
+            WEIGHT: StoredTensor(weight, self.dtype, axis, because=why),
             self.scale_name: StoredTensor(self.scale, torch.float32, own, because=why),
         }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight | Fp8Weight:
         values = tensors[WEIGHT][rows]
-        if bool(((values.view(torch.uint8) & NAN) == NAN).any()):
-            raise TensorError(WEIGHT, "holds NaN")
+        bits = NO_NUMBER[self.dtype]
+        if bool(((values.view(torch.uint8) & bits) == bits).any()):
+            raise TensorError(WEIGHT, "holds NaN or infinity" if self.scheme.wide else "holds NaN")
         scales = self._scales(tensors[self.scale_name], rows)
         loaded = loaded_scheme(self.scheme, self.shape.inputs)
         if loaded is None:
@@ -80,7 +83,7 @@ class Fp8:
         """The tensors of a whole layer.
 
         Args:
-            values: [outputs, inputs] E4M3.
+            values: [outputs, inputs] of this format's dtype.
             scales: as `fp8_scales` gives them for the block of this format.
         """
         return {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}

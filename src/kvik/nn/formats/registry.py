@@ -9,9 +9,10 @@ import torch
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.config.stored_quantization import KEY, Layout, StoredScheme
+from kvik.config.stored_quantization import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape, WeightFormat
+from kvik.nn.formats.blocks import Blocks
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.dense import Dense
 from kvik.nn.formats.fp8 import Fp8
@@ -27,6 +28,7 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "pack-quantized": PackQuantized,
         "int-quantized": IntQuantized,
         "fp8": Fp8,
+        **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )
 PLAIN = "weight"
@@ -56,7 +58,9 @@ def choose_format(
     try:
         made = FORMATS[scheme.layout](scheme, shape, stored)
     except ValueError as error:
-        raise ModelError("model", f"layer {shown(layer)}: {error}; {KEY} says {scheme}") from None
+        told = "the GGUF file" if scheme.layout in BLOCK_LAYOUTS else KEY
+        what = f"layer {shown(layer)}: {error}; {told} says {scheme}"
+        raise ModelError("model", what) from None
     wanted = made.tensors(None, torch.float32)
     if stored and not set(wanted) <= set(stored):
         raise _lie(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")

@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "batching": ("max_num_seqs", "max_num_batched_tokens"),
     "prefix cache": ("enable_prefix_caching",),
     "quantisation": ("quantization",),
-    "speculation": ("spec_method", "spec_tokens"),
+    "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
     "parallelism": ("tensor_parallel_size",),
 }
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
@@ -57,6 +57,8 @@ def flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     """Everything that leads from the usual setting to this one, as far as this engine has it."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
+    drafting = serving.drafting
+    model = drafting.model if drafting else ""
     pairs: list[tuple[str, str, object, bool]] = [
         ("precision", "dtype", made.dtype, bool(made.dtype) and other),
         ("quantisation", "quantization", made.quantization, bool(made.quantization) and other),
@@ -68,6 +70,9 @@ def flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
             serving.budget,
             serving.budget != serving.usual_budget,
         ),
+        ("speculation", "spec_method", "draft_model" if model else "ngram", drafting is not None),
+        ("speculation", "spec_model", model, bool(model)),
+        ("speculation", "spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
         ("parallelism", "tensor_parallel_size", at.tp, at.tp > 1),
     ]  # fmt: skip
     return tuple(
@@ -119,14 +124,15 @@ def speculations(
     batch: int,
 ) -> Iterator[Position]:
     """So many drafts a step, by a draft model or, without one, by looking them up for nothing."""
-    seconds = 0.0
+    seconds, model = 0.0, ""
     if draft is not None:
+        model = draft.name
         at = serving.at
         context = min(at.context, draft.max_context)
         step = decode(batch, context)
         seconds = step_time(draft, replace(at, tp=1, pp=1), step).expected
     for drafts in DRAFTS:
-        drafting = Drafting(drafts, acceptance, drafts * seconds)
+        drafting = Drafting(drafts, acceptance, drafts * seconds, model)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
         yield Position(name, replace(serving, drafting=drafting))
 

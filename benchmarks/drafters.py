@@ -1,0 +1,112 @@
+"""What drafts cost that no model makes: a proposal of each lookup, and what is decided around it.
+
+    python benchmarks/drafters.py [--contexts 256 1024 4096 32768] [--rows 8] [--drafts 5]
+
+Texts repeat themselves in part, as edits and summaries do. Median microseconds for one row, after
+each row's text has grown by three tokens; "control" and "judging" are for all rows together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+
+from kvik.worker.adaptive import DraftControl, StepFigures
+from kvik.worker.drafters.base import Drafter, DraftRows
+from kvik.worker.drafters.ngram import NgramDrafter
+from kvik.worker.drafters.suffix import SuffixDrafter
+from kvik.worker.rejection import Chains
+from kvik.worker.request_table import RequestTable
+
+ROUNDS, GROWTH = 60, 3
+
+
+def text_of(length: int, seed: int) -> np.ndarray:
+    """Runs of words of which each comes several times: [length]."""
+    rng = np.random.default_rng(seed)
+    words = np.minimum(rng.zipf(1.3, length), 30000)
+    for start in range(200, length - 40, 97):
+        source = rng.integers(0, start - 40)
+        words[start : start + 40] = words[source : source + 40]
+    return words
+
+
+def micros(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return (time.perf_counter() - started) * 1e6
+
+
+def proposals(make: Callable[[RequestTable], Drafter], context: int, rows: int, k: int) -> float:
+    longest = context + ROUNDS * GROWTH
+    table = RequestTable(rows, longest, 1, 16)
+    for slot in range(rows):
+        table.token_ids[slot] = text_of(longest, slot)
+    table.num_tokens[:] = context
+    drafter = make(table)
+    slots = np.arange(rows)
+    for slot in slots.tolist():
+        drafter.enter(slot)
+    wanted = DraftRows(slots, np.full(rows, k), torch.zeros(rows, 1), np.ones(rows, np.bool_))
+    for _ in range(context // 1000 + 2):  # what reads a text bit by bit has read it then
+        drafter.propose(wanted)
+    times = []
+    for _ in range(ROUNDS):
+        times.append(micros(lambda: drafter.propose(wanted)))
+        table.num_tokens += GROWTH
+    return median(times) / rows
+
+
+def control(rows: int, k: int) -> float:
+    adaptive = DraftControl(rows, k, rows * k)
+    slots, room = np.arange(rows), np.full(rows, k)
+    limits = np.zeros(rows, np.int64)
+    times = []
+    for _ in range(20 * ROUNDS):
+        drafts = int(limits.sum())
+        seconds = 0.01 * (1 + 0.01 * drafts)
+        figures = StepFigures(slots, limits, limits, seconds, 0.0, int(limits.max()), True)
+        started = time.perf_counter()
+        adaptive.observe(figures)
+        limits = adaptive.limits(slots, room)
+        times.append((time.perf_counter() - started) * 1e6)
+    return median(times)
+
+
+def judging(rows: int, k: int) -> float:
+    counts, drafts = np.full(rows, k), np.arange(rows * k)
+    tokens = np.zeros(rows * (k + 1), np.int64)
+
+    def judge() -> None:
+        chains = Chains.of(counts, drafts)
+        chains.supposed()
+        chains.output(tokens)
+
+    return median(micros(judge) for _ in range(20 * ROUNDS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 32768])
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--drafts", type=int, default=5)
+    args = parser.parse_args()
+    makers: dict[str, Callable[[RequestTable], Drafter]] = {
+        "ngram": lambda table: NgramDrafter(table, 1, 4),
+        "suffix": lambda table: SuffixDrafter(table, shared=False),
+    }
+    print(f"{'us per row':12}" + "".join(f"{context:>9}" for context in args.contexts))
+    for name, make in makers.items():
+        found = [proposals(make, context, args.rows, args.drafts) for context in args.contexts]
+        print(f"{name:12}" + "".join(f"{value:9.1f}" for value in found))
+    print(f"control, {args.rows} rows: {control(args.rows, args.drafts):.0f} us")
+    print(f"judging, {args.rows} rows: {judging(args.rows, args.drafts):.0f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What looking tokens up in the text brings where answers repeat the prompt: edits and summaries.
+
+    python benchmarks/speculation_lookup.py [MODEL] [--quantization none] [--batches 1 8]
+        [--rounds 5] [--methods ngram suffix]
+
+No small model edits or summarises well, so the answers are written beforehand: each prompt is a
+piece of a story, and the answer is that piece with some names and words changed ("edit"), or its
+first and every third sentence after it with a few words of its own ("summary"). The model
+computes every step in full and its tokens are replaced by those of the answer as they are sampled;
+all else, the drafts and their acceptance above all, is as it would be if it had said so itself.
+Speed-ups are of decoding and, in brackets, with the prompts' time; medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from kvik.bench.inprocess.guessing import Pair
+from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik.bench.inprocess.measures import DECODE, OUTPUT, Measure
+from kvik.config.config import EngineConfig
+from kvik.config.model_source import find_model
+from kvik.evaluate.texts import held_out_texts
+from kvik.launch import resolve_config
+from kvik.text.tokenizer import Tokenizer
+from kvik.worker import worker
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.step_sampler import StepTokens
+
+PIECE = 1400  # characters of a story
+ROOM = 1024  # tokens of a prompt and its answer
+CHANGES = (
+    (r"\bthe\b", "this", 9),  # every ninth of them
+    (r"\bsaid\b", "whispered", 2),
+    (r"\band\b", "&", 11),
+    (r"\bold\b", "ancient", 1),
+    (r"\bhe\b", "she", 3),
+)
+
+
+class WrittenAnswers:
+    """[requests, places]: token ids; a prompt's first token is the number of its request."""
+
+    def __init__(self) -> None:
+        self.tokens = np.zeros((0, ROOM), np.int64)
+
+    def write(self, texts: Sequence[Sequence[int]]) -> None:
+        self.tokens = np.zeros((len(texts), ROOM), np.int64)
+        for row, text in zip(self.tokens, texts, strict=True):
+            row[: len(text)] = text
+
+
+ANSWERS = WrittenAnswers()
+
+
+class Runner(ModelRunner):
+    """Samples, and then says what is written."""
+
+    def __init__(self, **parts) -> None:
+        super().__init__(**parts)
+        sample = self.sampler.sample
+
+        def written(output, slots, positions, *more) -> StepTokens:
+            found = sample(output, slots, positions, *more)
+            requests = self.table.token_ids[slots, 0]
+            return replace(found, token_ids=ANSWERS.tokens[requests, positions])
+
+        self.sampler.sample = written
+
+
+def edited(text: str) -> str:
+    for pattern, other, every in CHANGES:
+        count = 0
+
+        def change(match: re.Match[str], other: str = other, every: int = every) -> str:
+            nonlocal count
+            count += 1
+            return other if count % every == 0 else match[0]
+
+        text = re.sub(pattern, change, text)
+    return text
+
+
+def summary(text: str) -> str:
+    sentences = re.split(r"(?<=[.!?]) ", text)
+    return "In short: " + " Later, ".join(sentences[::3])
+
+
+def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[Job]:
+    """Requests of one round. Their answers are written down."""
+    (story,) = held_out_texts()
+    draw = np.random.default_rng((number + 100, batch))
+    made, texts = [], []
+    for i in range(batch):
+        start = int(draw.integers(0, len(story) - PIECE))
+        piece = story[start : start + PIECE]
+        answer = edited(piece) if kind == "edit" else summary(piece)
+        prompt = [i, *tokenizer.encode(f"{piece}\n\n", add_special_tokens=False)]
+        said = tokenizer.encode(answer, add_special_tokens=False)[: ROOM - len(prompt)]
+        made.append(Job(prompt, len(said)))
+        texts.append([*prompt, *said])
+    ANSWERS.write(texts)
+    return made
+
+
+def gains(measure: Measure, pairs: Sequence[Pair]) -> list[float]:
+    return [measure.of(pair.guessing) / measure.of(pair.plain) for pair in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--kinds", nargs="+", default=["edit", "summary"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    worker.ModelRunner = Runner
+    tokenizer = Tokenizer.load(find_model(""))  # ids of the bundled model are ids of any model
+    config = EngineConfig(
+        model=args.model,
+        quantization=args.quantization,
+        max_model_len=ROOM,
+        max_num_seqs=max(args.batches),
+        enable_prefix_caching=False,
+    )
+    pairs: dict[tuple[str, int, str], list[Pair]] = {}
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(loaded(resolve_config(config)))
+        engines = {
+            method: stack.enter_context(loaded(resolve_config(replace(config, spec_method=method))))
+            for method in args.methods
+        }
+        for number in range(-1, args.rounds):
+            for kind in args.kinds:
+                for batch in args.batches:
+                    requests = jobs(kind, number, batch, tokenizer)
+                    without = run_jobs(plain, requests)
+                    for method, engine in engines.items():
+                        pair = Pair(without, run_jobs(engine, requests), trees=False)
+                        if number >= 0:
+                            pairs.setdefault((kind, batch, method), []).append(pair)
+    for (kind, batch, method), found in pairs.items():
+        decode, whole = gains(DECODE, found), gains(OUTPUT, found)
+        print(
+            f"{kind:8} batch {batch}, {method:7} {median(decode):.2f} "
+            f"({min(decode):.2f} to {max(decode):.2f}), whole {median(whole):.2f}; "
+            f"acceptance {median(p.acceptance for p in found):.2f}, "
+            f"K {median(p.depth for p in found):.1f}, "
+            f"steps with drafts {median(p.share for p in found):.2f}, "
+            f"cost of a step {median(p.step_cost for p in found):.2f}, "
+            f"plain {median(DECODE.of(p.plain) for p in found):.0f} tokens/s, "
+            f"equal tokens {min(p.equal for p in found):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Whether speculation that is turned on is ever slower than speculation that is off.
+
+    python benchmarks/speculation_workloads.py [MODEL] [--quantization none] [--methods ngram suffix
+        draft_model medusa] [--draft MODEL] [--workloads ...] [--rounds 5] [--processor-time]
+
+Each workload of `kvik bench` in small: the same requests to an engine without speculation and to
+one for each method, in turn, all of them loaded. Output tokens a second over those of the engine
+without, prompts included: median, lowest and highest of the rounds. The bar is a median of 0.97.
+Greedy, as long as wanted, with prompts of random tokens but for "story": these are texts, whose
+continuations can be foreseen as a user's can. --processor-time takes one thread and counts what the
+process has used in place of the time on the wall, for machines that others use as well; without
+"arriving", as waiting takes none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+from kvik.bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik.bench.inprocess.jobs import Requests, fixed
+from kvik.bench.inprocess.measures import OUTPUT
+from kvik.bench.inprocess.pieces import Pieces
+from kvik.bench.load.lengths import DrawnLengths, parse_length
+from kvik.config.config import EngineConfig
+from kvik.config.model_source import find_model
+from kvik.evaluate.texts import held_out_texts
+from kvik.launch import Engine, resolve_config
+from kvik.text.tokenizer import Tokenizer
+
+LONGEST, TOGETHER = 768, 32
+DRAFT = "stories-draft"  # beside the bundled model
+Jobs = Callable[[int, int], list[Job]]  # round, size of the vocabulary -> requests
+
+
+def random_tokens(count: int, prompt: int, output: int, shared: int = 0) -> Jobs:
+    return Requests(count, fixed(prompt, output), shared).jobs
+
+
+def varied(count: int, prompt: str, output: str) -> Jobs:
+    lengths = DrawnLengths(parse_length("prompt", prompt), parse_length("output", output), "0")
+    return Requests(count, lengths).jobs
+
+
+def story(count: int, prompt: int, output: int) -> Jobs:
+    # Ids of the bundled model's tokenizer are ids of any model.
+    tokenizer = Tokenizer.load(find_model(""))
+    pieces = Pieces.of(tokenizer, held_out_texts(), prompt, output, "0")
+    return lambda number, vocab_size: pieces.jobs(number, count)
+
+
+def staggered(jobs: Jobs, gap: float) -> Jobs:
+    """So many seconds from one request to the next."""
+
+    def late(number: int, vocab_size: int) -> list[Job]:
+        return [replace(job, due=i * gap) for i, job in enumerate(jobs(number, vocab_size))]
+
+    return late
+
+
+WORKLOADS: dict[str, Jobs] = {
+    "latency, batch 1": random_tokens(1, 128, 128),
+    "latency, batch 8": random_tokens(8, 128, 64),
+    "latency, batch 32": random_tokens(32, 64, 64),
+    "story, batch 1": story(1, 64, 128),
+    "story, batch 8": story(8, 64, 128),
+    "story, batch 32": story(32, 64, 64),
+    "throughput": random_tokens(64, 128, 64),
+    "uneven": varied(48, "16..256", "8..128"),
+    "shared prefix": random_tokens(32, 32, 32, shared=256),
+    "arriving": staggered(varied(24, "16..128", "8..128"), 0.004),
+    "short answers": random_tokens(64, 64, 4),
+    "long prompts": random_tokens(8, 512, 16),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    ratio: float
+    equal: bool
+    accepted: float
+
+
+def by_processor(engine: Engine, jobs: list[Job]) -> Run:
+    """As if nothing else had run meanwhile."""
+    before = time.process_time()
+    run = run_jobs(engine, jobs)
+    return replace(run, started=0.0, ended=time.process_time() - before)
+
+
+def compare(plain: Run, other: Run) -> Found:
+    before, after = other.before.speculation, other.after.speculation
+    drafts = after.drafts.drafts - before.drafts.drafts
+    accepted = after.drafts.accepted - before.drafts.accepted
+    return Found(
+        OUTPUT.of(other) / OUTPUT.of(plain),
+        plain.answers == other.answers,
+        accepted / max(1, drafts),
+    )
+
+
+def wishes(method: str, args: argparse.Namespace) -> dict[str, str]:
+    if method != "draft_model":
+        return {"spec_method": method}
+    draft = args.draft or str(find_model("").parent / DRAFT)
+    return {"spec_method": method, "spec_model": draft}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument(
+        "--methods", nargs="+", default=["ngram", "suffix", "draft_model", "medusa"]
+    )
+    parser.add_argument("--draft", default="", help="for draft_model")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processor-time", action="store_true")
+    args = parser.parse_args()
+    serve = by_processor if args.processor_time else run_jobs
+    workloads = [name for name in args.workloads if serve is run_jobs or name != "arriving"]
+    config = EngineConfig(
+        model=args.model,
+        quantization=args.quantization,
+        max_model_len=LONGEST,
+        max_num_seqs=TOGETHER,
+        enable_prefix_caching=True,
+        threads=1 if args.processor_time else None,
+    )
+    found: dict[tuple[str, str], list[Found]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def engine(**options: str) -> Engine:
+            return stack.enter_context(loaded(resolve_config(replace(config, **options))))
+
+        plain = engine()
+        engines = {method: engine(**wishes(method, args)) for method in args.methods}
+        vocab_size = plain.resolved.model.vocab_size
+        for number in range(-1, args.rounds):
+            for name in workloads:
+                # Prompts of their own for each workload, or the prefix cache would know them.
+                jobs = WORKLOADS[name](number, vocab_size)
+                order = [("", plain), *engines.items()]
+                order = order[number % len(order) :] + order[: number % len(order)]
+                runs = {method: serve(one, jobs) for method, one in order}
+                for method in engines:
+                    if number >= 0:
+                        pair = compare(runs[""], runs[method])
+                        found.setdefault((name, method), []).append(pair)
+    print(f"{'':20}" + "".join(f"{method:>34}" for method in engines))
+    for name in workloads:
+        cells = []
+        for method in engines:
+            ratios = [one.ratio for one in found[name, method]]
+            accepted = median(one.accepted for one in found[name, method])
+            wrong = "" if all(one.equal for one in found[name, method]) else " OTHER TOKENS"
+            cells.append(
+                f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
+                f"{accepted:.0%} right{wrong}"
+            )
+        print(f"{name:20}" + "".join(f"{cell:>34}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

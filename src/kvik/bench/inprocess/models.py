@@ -1,0 +1,266 @@
+"""Models beside each other: what they take, how well they read, how fast they decode.
+
+The first is the reference. Each other model reads the text in step with it, so the distance is
+exact; then all take turns at decoding, each loaded afresh in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from kvik.bench.inprocess.inproc import Run, loaded, run_jobs
+from kvik.bench.inprocess.jobs import Requests, fixed
+from kvik.bench.inprocess.measures import DECODE, figures, ratios
+from kvik.bench.inprocess.rounds import Rounds
+from kvik.bench.report.result import Chart, Figure, Result, Row
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import ConfigError
+from kvik.config.kv_formats import AUTO
+from kvik.config.kv_spec import formats_of
+from kvik.evaluate.quality import Progress, Quality, Reading, check_same, prepare, read
+from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader
+from kvik.evaluate.windows import choose_window
+from kvik.launch import resolve_config
+
+MIB = 1 << 20
+CHARTS = (
+    Chart("bars", "Distance from the reference", "KL"),
+    Chart("bars", "Perplexity", "perplexity"),
+    Chart("bars", "Weights in memory", "weights"),
+    Chart("bars", "Speed", "over the reference"),
+)
+OVER = "decode / decode of the reference, round by round"
+
+
+class Bar(Protocol):
+    def __call__(self, what: str) -> AbstractContextManager[Progress]:
+        """Shows how far a model has read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A model in some format, to be compared."""
+
+    label: str
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """One request at a time.
+
+    Attributes:
+        warmup: of each engine, in requests.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    repeats: int
+    warmup: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is to be measured, found possible as far as that can be seen without loading.
+
+    Attributes:
+        read_by: each contender for reading, and `served_by` for decoding, in the same order.
+        decoding: None: speed is not measured.
+    """
+
+    contenders: tuple[Contender, ...]
+    reading: Reading
+    read_by: tuple[ResolvedConfig, ...]
+    served_by: tuple[ResolvedConfig, ...]
+    decoding: Decoding | None
+
+    @classmethod
+    def of(
+        cls,
+        contenders: Sequence[Contender],
+        texts: Sequence[str],
+        window: int | None,
+        stride: int | None,
+        decoding: Decoding | None,
+    ) -> Comparison:
+        """Raises KvikError, which names the option, when something can be seen to be impossible."""
+        labels = [contender.label for contender in contenders]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ConfigError("model", f"{label} is given twice")
+        longest = min(longest_window(contender.config) for contender in contenders)
+        size, step = choose_window(longest, window, stride)
+        read_by = tuple(resolve_reader(contender.config, size) for contender in contenders)
+        reading = prepare(read_by[0], texts, size, step)
+        for other in read_by[1:]:
+            check_same(reading, other, texts)
+            check_room(other, read_by[0])
+        served_by: tuple[ResolvedConfig, ...] = ()
+        if decoding is not None:
+            served_by = tuple(
+                resolve_config(replace(contender.config, max_num_seqs=1))
+                for contender in contenders
+            )
+            for resolved in served_by:
+                _requests(decoding).check(resolved)
+        return cls(tuple(contenders), reading, read_by, served_by, decoding)
+
+    def measure(self, bar: Bar, facts: Mapping[str, str]) -> Result:
+        qualities = self._read(bar)
+        runs = self._decode()
+        rows = [
+            Row(
+                contender.label,
+                (
+                    *_sizes(resolved),
+                    *_qualities(quality, qualities[0] if i else None),
+                    *_speeds(runs[i], runs[0] if i else None),
+                ),
+                {"weights in": _method(resolved), "KV cache in": _kv_format(resolved)},
+            )
+            for i, (contender, resolved, quality) in enumerate(
+                zip(self.contenders, self.read_by, qualities, strict=True)
+            )
+        ]
+        return Result(
+            "compare",
+            {**facts, **self._facts()},
+            tuple(rows),
+            (f"The reference is {self.contenders[0].label}.",),
+            CHARTS,
+            group="",
+        )
+
+    def _read(self, bar: Bar) -> list[Quality]:
+        first = self.contenders[0]
+        with loaded_reader(self.read_by[0]) as reference:
+            with bar(first.label) as progress:
+                found = [read(self.reading, reference, None, progress)]
+            for contender, resolved in zip(self.contenders[1:], self.read_by[1:], strict=True):
+                with loaded_reader(resolved) as model, bar(contender.label) as progress:
+                    found.append(read(self.reading, model, reference, progress))
+        return found
+
+    def _decode(self) -> list[list[Run]]:
+        """The runs of each contender, a run for each round."""
+        runs: list[list[Run]] = [[] for _ in self.contenders]
+        if self.decoding is None:
+            return runs
+        requests = _requests(self.decoding)
+        rounds = Rounds(self.decoding.repeats, 0)
+        with rounds:
+            for number, i in rounds.over(
+                range(len(runs)), lambda i: f"decoding: {self.contenders[i].label}"
+            ):
+                with loaded(self.served_by[i]) as engine:
+                    vocab_size = engine.resolved.model.vocab_size
+                    for warmup in range(self.decoding.warmup):
+                        run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
+                    runs[i].append(run_jobs(engine, requests.jobs(number, vocab_size)))
+        return runs
+
+    def _facts(self) -> dict[str, str]:
+        reading, runner = self.reading, self.read_by[0].runner
+        facts = {
+            "text": f"{reading.num_scored:,} tokens scored in windows of {reading.window}, "
+            f"every {reading.stride}",
+            "kernels": f"{runner.kernels}, attention {runner.attention_backend}, on {runner.device}"
+            f", {runner.threads} threads",
+        }
+        if self.decoding is not None:
+            facts["decoding"] = (
+                f"one request at a time, {self.decoding.prompt_tokens} tokens of prompt and "
+                f"{self.decoding.output_tokens} of output"
+            )
+        return facts
+
+
+def _requests(decoding: Decoding) -> Requests:
+    return Requests(1, fixed(decoding.prompt_tokens, decoding.output_tokens))
+
+
+def _sizes(resolved: ResolvedConfig) -> tuple[Figure, ...]:
+    weights = resolved.memory.weights
+    kv = sum(group.bytes_per_token for group in resolved.cache.groups)
+    return (
+        Figure(
+            "bits",
+            "",
+            (8 * weights / resolved.model.parameters.total,),
+            "less",
+            "bits of memory for each parameter, with scales, embeddings and what stays in floats",
+        ),
+        Figure("weights", "MiB", (weights / MIB,), "less", "in memory, as the memory plan has it"),
+        Figure("KV", "bytes", (float(kv),), "less", "of the KV cache for each token, with scales"),
+    )
+
+
+def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...]:
+    perplexity = Figure(
+        "perplexity",
+        "",
+        (quality.perplexity,),
+        "less",
+        "e to the mean loss of the scored tokens",
+        digits=4,
+    )
+    if reference is None or quality.divergence is None or quality.agreement is None:
+        return (perplexity,)
+    change = quality.losses.astype(np.float64) - reference.losses
+    error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
+    return (
+        perplexity,
+        Figure(
+            "change",
+            "%",
+            (100 * float(np.expm1(change.mean())),),
+            "less",
+            "of perplexity, beside the reference",
+        ),
+        Figure(
+            "\N{PLUS-MINUS SIGN}",
+            "%",
+            (100 * float(error),),
+            "less",
+            "standard error of that change, by the spread of the scored tokens' losses",
+        ),
+        Figure(
+            "KL",
+            "nats",
+            (quality.divergence,),
+            "less",
+            "KL(reference || model), mean over the scored tokens",
+        ),
+        Figure(
+            "top-1",
+            "%",
+            (100 * quality.agreement,),
+            "more",
+            "of the scored tokens have the same likeliest token with the reference",
+        ),
+    )
+
+
+def _speeds(runs: Sequence[Run], reference: Sequence[Run] | None) -> tuple[Figure, ...]:
+    found = figures((DECODE,), runs) if runs else ()
+    if reference and found:
+        return (*found, ratios("over the reference", DECODE, runs, reference, OVER))
+    return found
+
+
+def _method(resolved: ResolvedConfig) -> str:
+    """How weights are stored, and what is made of them as they are loaded."""
+    stored = str(resolved.model.quantization or resolved.runner.dtype)
+    rounded = resolved.runner.quantization
+    return stored if rounded == "none" else f"{stored}, rounded to {rounded}"
+
+
+def _kv_format(resolved: ResolvedConfig) -> str:
+    names = formats_of(resolved.cache.groups)
+    return " and ".join(resolved.runner.dtype if name == AUTO else name for name in names)

@@ -1,0 +1,98 @@
+"""From a model to an engine folder, in one go or not at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvik import __version__
+from kvik.config.config import EngineConfig
+from kvik.config.engine_files import file_facts
+from kvik.config.engine_manifest import (
+    MANIFEST,
+    WEIGHTS,
+    FileFacts,
+    Manifest,
+    is_engine_folder,
+)
+from kvik.config.errors import ConfigError
+from kvik.config.fields import shown
+from kvik.config.files import writing_whole_folder
+from kvik.config.hardware import detect
+from kvik.config.model_source import DESCRIPTION
+from kvik.launch import build_weights, resolve_config
+from kvik.model_files import model_files
+
+
+def build_engine(
+    config: EngineConfig, output: Path, progress: Callable[[int, int], None]
+) -> tuple[Path, Manifest]:
+    """
+    Args:
+        output: a folder that is not there yet, is empty, or is an engine folder, which is replaced.
+        progress: is told how many bytes of how many are written.
+
+    Raises:
+        KvikError: the model, an option or the output cannot be used; nothing was written.
+    """
+    check_output(output)
+    resolved = resolve_config(config)
+    if resolved.model.built is not None:
+        raise ConfigError("model", "is an engine folder already; name the model it was built from")
+    if config.load_format != "safetensors":
+        raise ConfigError("load_format", "must be safetensors: random weights are not worth a file")
+    files = model_files(Path(resolved.runner.model_path)).descriptions()
+
+    try:
+        with writing_whole_folder(output) as folder:
+            facts: dict[str, FileFacts] = {}
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+                facts[name] = file_facts(folder / name)
+            with (folder / WEIGHTS).open("wb") as file:
+                built = build_weights(resolved, file, progress)
+            facts[WEIGHTS] = built.written.facts
+            runner = resolved.runner
+            manifest = Manifest(
+                kvik=__version__,
+                kernels=runner.kernels,
+                packing=built.packing,
+                instruction_set=detect().native_isa,
+                byte_order=sys.byteorder,
+                dtype=runner.dtype,
+                quantization=runner.quantization,
+                seal=built.written.seal,
+                files=facts,
+                entries=built.written.entries,
+            )
+            (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
+            check_output(output)  # loading takes a while, and what is there will be gone
+    except OSError as error:
+        raise ConfigError("output", f"cannot be written ({error.strerror})") from None
+    return output.resolve(), manifest
+
+
+def check_output(output: Path) -> None:
+    """
+    Raises:
+        ConfigError: something is there that is no engine folder, or is more than that.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError("output", f"must be a folder; {str(output)!r} is a file")
+    own = is_engine_folder(output)
+    other = [path.name for path in output.iterdir() if not (own and _is_of_engine(path))]
+    if other:
+        raise ConfigError(
+            "output",
+            f"must be new, empty or an engine folder; {str(output)!r} holds {shown(min(other))}",
+        )
+
+
+def _is_of_engine(path: Path) -> bool:
+    """Whether a file may stand in an engine folder, to go when that is replaced."""
+    described = any(path.match(pattern) for pattern in DESCRIPTION)
+    return path.is_file() and (described or path.name == WEIGHTS)

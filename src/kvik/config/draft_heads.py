@@ -1,0 +1,145 @@
+"""Draft heads: small networks on a model's last hidden states that guess its next tokens. A folder
+of them holds a config.json, which this file reads and writes, and a model.safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvik.config.errors import ConfigError, ModelError
+from kvik.config.fields import Fields, read_json, shown
+from kvik.config.model_source import CONFIG
+from kvik.config.model_spec import MAX_VOCAB, MAX_WIDTH
+
+MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
+MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsSpec:
+    """Attributes:
+    kind: one of `KINDS`.
+    hidden_size, vocab_size: of the model; 0: Medusa's own checkpoints do not say.
+    depth: how many tokens ahead they guess: heads of Medusa, steps of EAGLE.
+    layers: residual blocks of each head of Medusa.
+    own_logits: each head of Medusa has an output matrix of its own; else the model's serves all.
+    inner_size: width of EAGLE's feed-forward.
+    accuracies: [depth][ranks], how often the r-th likeliest token at depth d + 1 was right, on
+        text that the heads were not trained on; () if nobody measured it.
+    """
+
+    kind: str
+    hidden_size: int
+    vocab_size: int
+    depth: int
+    layers: int = 1
+    own_logits: bool = False
+    inner_size: int = 0
+    accuracies: tuple[tuple[float, ...], ...] = ()
+
+    def as_config(self, model: str) -> dict[str, object]:
+        """What config.json holds; Medusa's own names where it has them.
+
+        Args:
+            model: the name of the model that they belong to.
+        """
+        known: dict[str, object] = {
+            "model_type": self.kind,
+            "base_model_name_or_path": model,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
+        if self.kind == MEDUSA:
+            known |= {"medusa_num_heads": self.depth, "medusa_num_layers": self.layers}
+            known["own_logits"] = self.own_logits
+        else:
+            known |= {"num_steps": self.depth, "intermediate_size": self.inner_size}
+        return known | {"accuracies": [list(ranks) for ranks in self.accuracies]}
+
+
+def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
+    """The facts of heads of a kind.
+
+    Raises:
+        ModelError: config.json cannot be read, or is not of such heads.
+    """
+    return _spec(read_json(folder / CONFIG), kind)
+
+
+def _spec(values: Mapping[str, object], kind: str) -> HeadsSpec:
+    fields = Fields(values)
+    medusa = kind == MEDUSA
+    # The checkpoints of Medusa do not say what they are, nor of which sizes.
+    least, default = (0, 0) if medusa else (1, None)
+    if "model_type" in fields or not medusa:
+        fields.choice("model_type", (kind,))
+    spec = HeadsSpec(
+        kind=kind,
+        hidden_size=fields.integer("hidden_size", least, MAX_WIDTH, default),
+        vocab_size=fields.integer("vocab_size", least, MAX_VOCAB, default),
+        depth=fields.integer("medusa_num_heads" if medusa else "num_steps", 1, MAX_DEPTH),
+    )
+    if medusa:
+        layers = fields.integer("medusa_num_layers", 1, MAX_LAYERS, 1)
+        spec = replace(spec, layers=layers, own_logits=fields.boolean("own_logits", True))
+    else:
+        spec = replace(spec, inner_size=fields.integer("intermediate_size", 1, MAX_WIDTH))
+    return _with_accuracies(spec, fields)
+
+
+def _with_accuracies(spec: HeadsSpec, fields: Fields) -> HeadsSpec:
+    found = fields.raw("accuracies")
+    if found is None:
+        return spec
+    good = isinstance(found, list) and len(found) in (0, spec.depth) and all(map(_shares, found))
+    if not good:
+        raise fields.error(
+            "accuracies",
+            f"must be {spec.depth} lists of 1 to {MAX_RANKS} shares, not {shown(found)}",
+        )
+    assert isinstance(found, list)
+    return replace(spec, accuracies=tuple(tuple(map(float, ranks)) for ranks in found))
+
+
+def _shares(ranks: object) -> bool:
+    return (
+        isinstance(ranks, list)
+        and 1 <= len(ranks) <= MAX_RANKS
+        and all(isinstance(n, int | float) and not isinstance(n, bool) for n in ranks)
+        and all(0 <= n <= 1 for n in ranks)
+    )
+
+
+def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> HeadsSpec:
+    """The facts of heads of a kind for a model of these sizes.
+
+    Raises:
+        ModelError: config.json cannot be read, is not of such heads, or they belong to a model of
+            other sizes.
+    """
+    found = read_heads_spec(folder, kind)
+    spec = replace(
+        found,
+        hidden_size=found.hidden_size or hidden_size,
+        vocab_size=found.vocab_size or vocab_size,
+    )
+    if (spec.hidden_size, spec.vocab_size) != (hidden_size, vocab_size):
+        raise ModelError(
+            "spec_model",
+            f"its heads are for hidden states of {spec.hidden_size} and {spec.vocab_size} tokens, "
+            f"the model has {hidden_size} and {vocab_size}",
+        )
+    return spec
+
+
+def shipped_heads(kind: str, model: Path) -> Path:
+    """The folder of the heads that come with a model: beside its own, "model-medusa".
+
+    Raises:
+        ConfigError: there are none.
+    """
+    folder = model.with_name(f"{model.name}-{kind}")
+    if not (folder / CONFIG).is_file():
+        raise ConfigError("spec_model", f"must name the {kind} heads: the model comes without any")
+    return folder

@@ -1,0 +1,243 @@
+"""The manifest of an engine folder: a model whose weights are ready for the kernels of one kind of
+machine (`kvik build`). It says what the folder was built for, and where each tensor lies.
+
+A folder holds engine.json (this), weights.bin, and the model's own descriptions: config.json,
+tokenizer, templates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvik.config.fields import Fields, read_json, shown
+
+MANIFEST = "engine.json"
+WEIGHTS = "weights.bin"
+FORMAT = 1  # of the manifest and of the head of the weights
+# The first page of the weights: so many bytes that only this build has, then zeros.
+SEAL_BYTES, HEAD_BYTES = 32, 4096
+ALIGNMENT = 4096
+
+ITEM_BYTES: Mapping[str, int] = {
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "int32": 4,
+}
+KERNELS = ("native", "torch")
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_BYTES = 1 << 50
+MAX_SIZE = 1 << 40
+MAX_PARTS = 1 << 18
+MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in the weights.
+
+    Attributes:
+        offset: its first byte.
+    """
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def as_json(self) -> dict[str, object]:
+        return {"offset": self.offset, "dtype": self.dtype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A matrix or a plain tensor.
+
+    Attributes:
+        kind: of the matrix' weight, in a word or two; "": a plain tensor.
+        parts: the tensors it is made of, by name.
+    """
+
+    kind: str
+    parts: Mapping[str, Place]
+
+    def as_json(self) -> dict[str, object]:
+        return {"kind": self.kind, "parts": {n: p.as_json() for n, p in self.parts.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    size: int
+    sha256: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"size": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """
+    Attributes:
+        kvik: the version that built it.
+        kernels: "native" or "torch".
+        packing: how matrices lie in memory; see `kernels.packing`.
+        instruction_set: of the machine that built it, for information.
+        byte_order: "little" or "big".
+        dtype, quantization: as in `EngineConfig`.
+        seal: hexadecimal; the weights begin with it.
+        files: every file of the folder but the manifest.
+        entries: by their names in the model.
+    """
+
+    kvik: str
+    kernels: str
+    packing: str
+    instruction_set: str
+    byte_order: str
+    dtype: str
+    quantization: str
+    seal: str
+    files: Mapping[str, FileFacts]
+    entries: Mapping[str, Entry]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.files[WEIGHTS].size
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "format": FORMAT,
+            "kvik": self.kvik,
+            "kernels": self.kernels,
+            "packing": self.packing,
+            "instruction_set": self.instruction_set,
+            "byte_order": self.byte_order,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "seal": self.seal,
+            "files": {name: facts.as_json() for name, facts in self.files.items()},
+            "tensors": {name: entry.as_json() for name, entry in self.entries.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What decides whether and how an engine folder runs; attributes as of `Manifest`."""
+
+    kernels: str
+    packing: str
+    dtype: str
+    quantization: str
+    weight_bytes: int
+
+    def __str__(self) -> str:
+        quantized = "" if self.quantization == "none" else f", {self.quantization}"
+        return f"engine folder for {self.kernels} kernels, {self.dtype}{quantized}"
+
+
+def is_engine_folder(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        ModelError: it is no manifest, not of this format or byte order, or its tensors do not lie
+            within the weights.
+    """
+    fields = Fields(read_json(folder / MANIFEST), MANIFEST)
+    if fields.raw("format") != FORMAT:
+        written, by = shown(fields.raw("format")), shown(fields.raw("kvik"))
+        message = f"is {written}, written by kvik {by}; this kvik reads {FORMAT}"
+        raise fields.error("format", f"{message}. {rebuild(folder)}")
+    order = fields.choice("byte_order", ("little", "big"))
+    if order != sys.byteorder:
+        raise fields.error(
+            "byte_order", f"is {order}, this machine's is {sys.byteorder}. {rebuild(folder)}"
+        )
+    files = _files(fields)
+    if WEIGHTS not in files:
+        raise fields.error("files", f"must hold {WEIGHTS}")
+    return Manifest(
+        kvik=_text(fields, "kvik"),
+        kernels=fields.choice("kernels", KERNELS),
+        packing=_text(fields, "packing"),
+        instruction_set=_text(fields, "instruction_set"),
+        byte_order=order,
+        dtype=fields.choice("dtype", DTYPES),
+        quantization=_text(fields, "quantization"),
+        seal=_hexadecimal(fields, "seal", SEAL_BYTES),
+        files=files,
+        entries=_entries(fields, files[WEIGHTS].size),
+    )
+
+
+def rebuild(folder: Path) -> str:
+    """What to do about a folder that does not fit."""
+    return f"Build it again: kvik build MODEL -o {folder.name}"
+
+
+def _files(fields: Fields) -> dict[str, FileFacts]:
+    files = {}
+    for name in fields.mapping("files") or {}:
+        plain = Path(name).name == name and name.isprintable()
+        if not plain or name in ("", ".", "..", MANIFEST):
+            raise fields.error("files", f"must name files of its folder, not {shown(name)}")
+        inner = fields.inside("files").inside(name)
+        size = inner.integer("size", 0, MAX_BYTES)
+        files[name] = FileFacts(size, _hexadecimal(inner, "sha256", hashlib.sha256().digest_size))
+    return files
+
+
+def _entries(fields: Fields, end: int) -> dict[str, Entry]:
+    tensors = fields.inside("tensors")
+    entries, count = {}, 0
+    for name in fields.mapping("tensors") or {}:
+        inner = tensors.inside(name)
+        parts = inner.inside("parts")
+        places = {part: _place(parts.inside(part), end) for part in inner.mapping("parts") or {}}
+        count += len(places)
+        if count > MAX_PARTS:
+            raise fields.error("tensors", f"must hold at most {MAX_PARTS} tensors")
+        entries[name] = Entry(_text(inner, "kind"), places)
+    return entries
+
+
+def _place(fields: Fields, end: int) -> Place:
+    shape = fields.raw("shape")
+    sizes: list[int] = shape if isinstance(shape, list) else [-1]
+    good = all(type(n) is int and 0 <= n <= MAX_SIZE for n in sizes)
+    if not good or len(sizes) > MAX_DIMENSIONS:
+        raise fields.error("shape", f"must be a list of sizes, not {shown(shape)}")
+    offset = fields.integer("offset", HEAD_BYTES, MAX_BYTES)
+    place = Place(offset, fields.choice("dtype", ITEM_BYTES), tuple(sizes))
+    if offset % ALIGNMENT:
+        raise fields.error("offset", f"must be a multiple of {ALIGNMENT}, not {offset}")
+    if offset + place.size > end:
+        raise fields.error("offset", f"its {place.size} bytes do not lie within {WEIGHTS}")
+    return place
+
+
+def _text(fields: Fields, key: str) -> str:
+    value = fields.raw(key)
+    if not isinstance(value, str):
+        raise fields.error(key, f"must be a text, not {shown(value)}")
+    return value
+
+
+def _hexadecimal(fields: Fields, key: str, size: int) -> str:
+    value = _text(fields, key)
+    if len(value) != 2 * size or not set(value) <= set("0123456789abcdef"):
+        raise fields.error(key, f"must be {2 * size} hexadecimal digits, not {shown(value)}")
+    return value

@@ -1,0 +1,239 @@
+"""Speculative decoding: what the user asked for, checked, and what was decided.
+
+One JSON object (`speculative_config`) says everything; the flags `spec_method`, `spec_model` and
+`spec_tokens` stand for its commonest fields, and win over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from kvik.config.draft_heads import HeadsSpec
+from kvik.config.errors import ConfigError
+from kvik.config.fields import shown
+from kvik.config.memory import StepSize
+from kvik.config.model_spec import ModelSpec
+from kvik.config.quantization import SCHEMES
+
+WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
+OFF = "off"
+# Methods that need a model, or heads, of their own; and those that look tokens up.
+MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix")
+TREE_METHODS = ("medusa", "eagle")
+METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
+MAX_DRAFT_TOKENS = 64  # of a request in a step
+MAX_NGRAM = 32
+DEFAULT_TOKENS: Mapping[str, int] = {
+    "draft_model": 5,
+    "ngram": 8,
+    "suffix": 8,
+    "medusa": 16,  # nodes of its tree
+    "eagle": 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Wishes, as the fields of `speculative_config`.
+
+    Attributes:
+        method: one of `METHODS`.
+        model: folder or hub id of the draft model, or of the heads; "" for those that ship with
+            the model.
+        num_speculative_tokens: most drafts of a request in one step; None: the method's default.
+        adaptive: fewer drafts for requests whose drafts fail, none while they would cost time.
+        quantization: of the draft model's weights.
+        ngram_min, ngram_max: tokens at the end of a text that are looked up in it ("ngram").
+        shared: look into earlier outputs of the same tenant, too ("suffix").
+        typical_acceptance: accept drafts that are likely enough, drawn or not. Faster, and lossy:
+            it changes the distribution of requests that sample without a seed. All others keep
+            their tokens.
+        typical_epsilon, typical_delta: see `Typical`.
+    """
+
+    method: str = OFF
+    model: str = ""
+    num_speculative_tokens: int | None = None
+    adaptive: bool = True
+    quantization: str = "none"
+    ngram_min: int = 1
+    ngram_max: int = 4
+    shared: bool = False
+    typical_acceptance: bool = False
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Accept a draft of probability p > min(epsilon, delta * exp(-H)), where H is the entropy of
+    the distribution in nats: typical acceptance of Medusa (Cai et al. 2024, 2401.10774, section
+    2.3.1). The less certain the model is, the less a draft must be likely. Lossy."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """Where drafts come from, if not from the text itself.
+
+    Attributes:
+        path: folder of the draft model or of the heads; "" if there is none.
+        spec: facts of the draft model; None: there is none.
+        heads: facts of the heads; None: there are none.
+        meanings: the target's id of each of its tokens, -1 where it has none; None: the same ids.
+    """
+
+    path: str = ""
+    spec: ModelSpec | None = None
+    meanings: tuple[int, ...] | None = None
+    heads: HeadsSpec | None = None
+
+
+NO_SOURCE = DraftSource()
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSpeculation:
+    """What was decided.
+
+    Attributes:
+        method: one of `METHODS` but "off".
+        num_draft_tokens: most drafts of a request in one step.
+        max_draft_rows: most drafts of all requests in one step.
+        num_lookahead_tokens: places in the KV cache that a decoding request is given beyond its
+            step, for a drafter that writes there.
+        draft_step: the largest step of a draft model.
+        draft_group: KV group of the target whose block tables a draft model shares.
+        typical: how drafts of requests that sample without a seed are accepted; None: so that the
+            output keeps its distribution.
+    """
+
+    method: str
+    num_draft_tokens: int
+    max_draft_rows: int
+    adaptive: bool = True
+    num_lookahead_tokens: int = 0
+    source: DraftSource = NO_SOURCE
+    draft_step: StepSize | None = None
+    draft_group: int = 0
+    quantization: str = "none"
+    ngram_min: int = 1
+    ngram_max: int = 4
+    shared: bool = False
+    typical: Typical | None = None
+
+    @property
+    def trees(self) -> bool:
+        """Whether the drafts of a request are the nodes of a tree."""
+        return self.method in TREE_METHODS
+
+
+def speculative_wish(
+    config: object, method: object, model: object, tokens: object
+) -> SpeculativeConfig | None:
+    """The options of an engine as one wish; None if speculation is off.
+
+    Args:
+        config: `speculative_config`. method, model, tokens: `spec_method`, `spec_model` and
+            `spec_tokens`; None: not given.
+
+    Raises:
+        ConfigError: an option is impossible, or contradicts the method.
+    """
+    given: dict[str, object] = {}
+    if config is not None:
+        given = _object(config)
+    for name, (key, value) in {
+        "spec_method": ("method", method),
+        "spec_model": ("model", model),
+        "spec_tokens": ("num_speculative_tokens", tokens),
+    }.items():
+        if value is not None:
+            _CHECKS[key](name, value)
+            given[key] = value
+    wish = SpeculativeConfig(**given)  # type: ignore[arg-type]
+    if wish.method == OFF:
+        idle = next((name for name in given if name != "method"), None)
+        if idle is not None and "method" not in given:
+            raise ConfigError("spec_method", f"must be given beside {idle}")
+        return None
+    if wish.ngram_min > wish.ngram_max:
+        raise ConfigError(
+            "speculative_config",
+            f"ngram_min must be at most ngram_max ({wish.ngram_max}), not {wish.ngram_min}",
+        )
+    if wish.method == "draft_model" and not wish.model:
+        raise ConfigError("spec_model", "must name a draft model for the method draft_model")
+    if wish.method in LOOKUP_METHODS and wish.model:
+        raise ConfigError("spec_model", f"must be left out: {wish.method} needs no model")
+    return wish
+
+
+def _object(config: object) -> dict[str, object]:
+    if not isinstance(config, Mapping):
+        text = f"must be an object such as {{'method': 'ngram'}}, not {shown(config)}"
+        raise ConfigError("speculative_config", text)
+    known = ", ".join(field.name for field in fields(SpeculativeConfig))
+    for key, value in config.items():
+        if key not in _CHECKS:
+            raise ConfigError(
+                "speculative_config", f"keys must be among {known}; {shown(key)} is not"
+            )
+        _CHECKS[key](f"speculative_config {key}", value)
+    return dict(config)
+
+
+def _choice(allowed: tuple[str, ...]) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if value not in allowed:
+            raise _error(name, f"must be one of {', '.join(allowed)}", value)
+
+    return check
+
+
+def _integer(low: int, high: int, *, optional: bool = False) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if optional and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _error(name, f"must be an integer in [{low}, {high}]", value)
+
+    return check
+
+
+def _share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _error(name, "must be a number above 0 and at most 1", value)
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _error(name, "must be true or false", value)
+
+
+def _name(name: str, value: object) -> None:
+    if not isinstance(value, str) or "\0" in value:
+        raise _error(name, "must be a folder or a hub id", value)
+
+
+def _error(name: str, what: str, value: object) -> ConfigError:
+    option, _, key = name.partition(" ")
+    return ConfigError(option, f"{key} {what}, not {shown(value)}".lstrip())
+
+
+_CHECKS: Mapping[object, Callable[[str, object], None]] = {
+    "method": _choice(METHODS),
+    "model": _name,
+    "num_speculative_tokens": _integer(1, MAX_DRAFT_TOKENS, optional=True),
+    "adaptive": _boolean,
+    "quantization": _choice(tuple(SCHEMES)),
+    "ngram_min": _integer(1, MAX_NGRAM),
+    "ngram_max": _integer(1, MAX_NGRAM),
+    "shared": _boolean,
+    "typical_acceptance": _boolean,
+    "typical_epsilon": _share,
+    "typical_delta": _share,
+}

@@ -1,0 +1,1 @@
+"""How well a model reads a text, as the engine computes it, and how far from another model."""

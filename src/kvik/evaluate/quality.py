@@ -1,0 +1,207 @@
+"""Perplexity of a model on texts, and its distance from a reference, read in step with it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import ConfigError, ModelError
+from kvik.evaluate.distributions import compared, losses
+from kvik.evaluate.reader import (
+    Reader,
+    check_room,
+    loaded_reader,
+    longest_window,
+    read_together,
+    resolve_reader,
+)
+from kvik.evaluate.windows import Window, choose_window, count_scored, cut, prompt_prefix
+from kvik.model_files import model_files
+from kvik.text.tokenizer import Tokenizer
+
+LARGEST_LOSS = math.log(sys.float_info.max)
+
+Progress = Callable[[int, int], None]  # tokens scored, tokens to score
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a model made of some texts.
+
+    Attributes:
+        window, stride: as in `windows.py`, in tokens.
+        losses: [scored tokens] fp32, each token's -log probability in nats.
+        divergence: mean over tokens of KL(reference || model) in nats; None without a reference.
+        agreement: share of tokens where both models' likeliest next token is the same.
+    """
+
+    window: int
+    stride: int
+    losses: np.ndarray
+    divergence: float | None = None
+    agreement: float | None = None
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float:
+        """The mean, in nats."""
+        return float(self.losses.mean(dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """e to the mean loss; infinite where a float cannot hold it."""
+        return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is to be read, and how: the same for all models that are compared.
+
+    Attributes:
+        texts: token ids of each [tokens] int32, without the prefix.
+        prefix: tokens that every window begins with.
+        vocab_size: of the models that can read it.
+    """
+
+    window: int
+    stride: int
+    texts: tuple[np.ndarray, ...]
+    prefix: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def num_scored(self) -> int:
+        return sum(
+            count_scored(len(ids), len(self.prefix), self.window, self.stride) for ids in self.texts
+        )
+
+    def windows(self) -> Iterator[Window]:
+        """One after another: windows that overlap would be many times the texts."""
+        for ids in self.texts:
+            yield from cut(ids.tolist(), self.prefix, self.window, self.stride)
+
+
+def measure_quality(
+    config: EngineConfig,
+    texts: Sequence[str],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    reference: EngineConfig | None = None,
+    progress: Progress | None = None,
+) -> Quality:
+    """Load a model, let it read the texts, and free it.
+
+    Args:
+        texts: each is read by itself; no window spans two.
+        window: tokens at once; None: the context, at most 2048.
+        stride: tokens between windows; None: the window.
+        reference: read in step, for `divergence` and `agreement`; both models are in memory.
+        progress: told (tokens scored, tokens to score) after each window.
+
+    Raises:
+        KvikError: a model cannot be used, the models read the text differently, or too little text.
+    """
+    configs = [config] if reference is None else [config, reference]
+    longest = min(map(longest_window, configs))
+    size, step = choose_window(longest, window, stride)
+    resolved = [resolve_reader(one, size) for one in configs]
+    reading = prepare(resolved[0], texts, size, step)
+    for one in resolved[1:]:
+        check_same(reading, one, texts)
+    if reference is None:
+        with loaded_reader(resolved[0]) as model:
+            return read(reading, model, None, progress)
+    check_room(*resolved)
+    with loaded_reader(resolved[1]) as other, loaded_reader(resolved[0]) as model:
+        return read(reading, model, other, progress)
+
+
+def prepare(resolved: ResolvedConfig, texts: Sequence[str], window: int, stride: int) -> Reading:
+    """Texts as a model reads them.
+
+    Raises:
+        KvikError: the model has no tokenizer, or there is no token to score.
+    """
+    tokenizer = _tokenizer(resolved)
+    prefix = prompt_prefix(tokenizer)
+    if len(prefix) >= window:
+        raise ConfigError("window", f"must be more than the {len(prefix)} tokens of every prompt")
+    ids = tuple(_ids(tokenizer, text) for text in texts)
+    reading = Reading(window, stride, ids, prefix, resolved.model.vocab_size)
+    if not reading.num_scored:
+        raise ConfigError("data", "has no token to score: it needs at least two")
+    return reading
+
+
+def check_same(reading: Reading, resolved: ResolvedConfig, texts: Sequence[str]) -> None:
+    """Refuse a model whose distributions are over other tokens.
+
+    Raises:
+        ConfigError: its vocabulary has another size, or its tokenizer cuts the texts differently.
+    """
+    name, size = resolved.runner.model_path, resolved.model.vocab_size
+    if size != reading.vocab_size:
+        raise ConfigError(
+            "reference", f"{name} has {size} tokens, the other model {reading.vocab_size}"
+        )
+    tokenizer = _tokenizer(resolved)
+    same = prompt_prefix(tokenizer) == reading.prefix and all(
+        np.array_equal(_ids(tokenizer, text), ids)
+        for text, ids in zip(texts, reading.texts, strict=True)
+    )
+    if not same:
+        raise ConfigError("reference", f"{name} cuts the text into other tokens")
+
+
+def read(
+    reading: Reading, model: Reader, reference: Reader | None, progress: Progress | None = None
+) -> Quality:
+    """Let loaded models read.
+
+    Raises:
+        ModelError: a model's logits are NaN.
+    """
+    readers = [model] if reference is None else [model, reference]
+    total = reading.num_scored
+    found = np.empty(total, np.float32)
+    divergence, agreed, done = 0.0, 0, 0
+    for window in reading.windows():
+        for piece in read_together(readers, window):
+            count = len(piece.ids)
+            found[done : done + count] = _checked(losses(piece.logits[0], piece.ids), model)
+            done += count
+            if reference is not None:
+                both = compared(*piece.logits)
+                divergence += float(_checked(both.divergence, reference).sum())
+                agreed += int(both.agrees.sum())
+        if progress is not None:
+            progress(done, total)
+    if reference is None:
+        return Quality(reading.window, reading.stride, found)
+    return Quality(reading.window, reading.stride, found, divergence / done, agreed / done)
+
+
+def _checked(values: torch.Tensor, reader: Reader) -> np.ndarray:
+    array: np.ndarray = values.cpu().numpy()
+    if np.isnan(array).any():
+        raise ModelError("weights", f"{reader.resolved.runner.model_path}: its logits are NaN")
+    return array
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _tokenizer(resolved: ResolvedConfig) -> Tokenizer:
+    return model_files(Path(resolved.runner.model_path)).tokenizer()

@@ -1,0 +1,136 @@
+"""A model folder as one GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvik.attention.reference import ReferenceAttention
+from kvik.config.errors import ModelError
+from kvik.config.kv_spec import group_layers
+from kvik.config.model_source import is_gguf
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
+from kvik.core.sampling_params import SamplingParams
+from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata
+from kvik.gguf.sampling import KEYS, sampling_metadata
+from kvik.gguf.tokenizer_export import tokenizer_metadata
+from kvik.gguf.writer import Buffer, OutTensor, Scalar, write_gguf
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.model_files import ModelFiles, model_files
+from kvik.models.registry import MODELS
+from kvik.nn.builder import Builder
+from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.gguf_export import gguf_tensors
+from kvik.nn.loader import check_weights
+
+# What matrices can be written in, by the names that users know.
+TYPES: Mapping[str, str] = {name.lower(): name for name in FILE_TYPES}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A file that can be written: everything that can be checked before was."""
+
+    metadata: Mapping[str, Scalar | Sequence[Scalar]]
+    tensors: Sequence[OutTensor]
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the tensors hold."""
+        return sum(tensor.weights for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    def write(self, path: Path, advance: Callable[[int], None]) -> None:
+        """
+        Args:
+            advance: is told of bytes that were written.
+
+        Raises:
+            ModelError: weights that cannot be, or that the type cannot hold; or the file cannot be
+                written. Then there is none.
+        """
+        told = [replace(tensor, data=_telling(tensor, advance)) for tensor in self.tensors]
+        write_gguf(path, self.metadata, told)
+
+
+def plan_export(path: Path, type: str) -> Export:
+    """What a folder that `find_model` gave becomes; no weight is read yet.
+
+    Args:
+        type: of its matrices, one of the values of `TYPES`.
+
+    Raises:
+        ModelError: it cannot be told in GGUF's words, or is quantised already.
+    """
+    if is_gguf(path):
+        raise ModelError("model", f"{path.name} is a GGUF file already")
+    files = model_files(path)
+    spec = files.spec()
+    if spec.built is not None:
+        raise ModelError("model", "is an engine folder: export the model it was built from")
+    if spec.quantization is not None:
+        told = f"is stored quantised ({spec.quantization}): export the floats it was made from"
+        raise ModelError("model", told)
+    metadata = {
+        **model_metadata(spec, path.name, type),
+        **_tokenizer(files, spec.vocab_size, spec.bos_token_id, spec.eos_token_ids),
+        **token_id_metadata(spec),
+        **sampling_metadata(_recommended(files.default_params())),
+    }
+    checkpoint = open_checkpoint(path)
+    tensors = gguf_tensors(checkpoint, spec, type)
+    _check(spec, checkpoint)
+    return Export(metadata, tensors)
+
+
+def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """By a model that is declared and never filled.
+
+    Raises:
+        ModelError: the checkpoint does not fit the spec.
+    """
+    builder = Builder(
+        REFERENCE,
+        ReferenceAttention(REFERENCE),
+        group_layers(spec.kv_specs(DTYPE_BYTES[spec.dtype])),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        max_model_len=1,
+        checkpoint=checkpoint,
+    )
+    MODELS[spec.architecture](spec, builder)
+    check_weights(builder.declared, checkpoint)
+
+
+def _recommended(params: SamplingParams) -> Mapping[str, float | int]:
+    """What differs from the engine's own defaults, in the words of generation_config.json."""
+    own = SamplingParams()
+    return {
+        name: getattr(params, name) for name in KEYS if getattr(params, name) != getattr(own, name)
+    }
+
+
+def _tokenizer(
+    files: ModelFiles, vocab_size: int, bos: int | None, eos: Sequence[int]
+) -> Mapping[str, Scalar | Sequence[Scalar]]:
+    if not files.has_tokenizer():
+        return {}
+    found = files.tokenizer()
+    end = eos[0] if eos else None
+    return tokenizer_metadata(found.library, vocab_size, bos, end, found.chat_template)
+
+
+def _telling(tensor: OutTensor, advance: Callable[[int], None]) -> Callable[[], Iterable[Buffer]]:
+    def data() -> Iterator[Buffer]:
+        for piece in tensor.data():
+            yield piece
+            advance(len(piece))
+
+    return data

@@ -1,0 +1,120 @@
+"""What the files of a model say beside its weights, whatever kind of files they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from kvik.config.errors import ModelError
+from kvik.config.model_source import DESCRIPTION, is_gguf
+from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.defaults import default_params, read_default_params
+from kvik.gguf.facts import model_config, model_spec
+from kvik.gguf.reader import read_gguf
+from kvik.gguf.sampling import sampling_config
+from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
+from kvik.text.tokenizer import Tokenizer
+
+
+class ModelFiles(Protocol):
+    """Every method reads, and raises `ModelError` for what cannot be used."""
+
+    def spec(self) -> ModelSpec: ...
+
+    def has_tokenizer(self) -> bool:
+        """Without one, prompts are token ids."""
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises `ModelError` also when there is none; the message says what is missing."""
+        ...
+
+    def default_params(self) -> SamplingParams:
+        """What a request gets that asks for nothing."""
+        ...
+
+    def descriptions(self) -> dict[str, bytes]:
+        """Files of a folder in Hugging Face format that say all this, by name."""
+        ...
+
+
+class Folder:
+    """A folder in Hugging Face format."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def spec(self) -> ModelSpec:
+        return read_model_spec(self._path)
+
+    def has_tokenizer(self) -> bool:
+        return (self._path / "tokenizer.json").exists()
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self._path)
+
+    def default_params(self) -> SamplingParams:
+        return read_default_params(self._path)
+
+    def descriptions(self) -> dict[str, bytes]:
+        found = {path for pattern in DESCRIPTION for path in self._path.glob(pattern)}
+        names = sorted(path.name for path in found if path.is_file())
+        try:
+            return {
+                name: (self._path / name).read_bytes()
+                for name in names
+                if not name.endswith(".index.json")
+            }
+        except OSError as error:
+            raise ModelError("model", f"cannot be read ({error.strerror})") from None
+
+
+class Gguf:
+    """A GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = read_gguf(path)
+
+    def spec(self) -> ModelSpec:
+        return model_spec(self._file)
+
+    def has_tokenizer(self) -> bool:
+        return has_tokenizer(self._file.metadata)
+
+    def tokenizer(self) -> Tokenizer:
+        found = read_tokenizer(self._file.metadata)
+        return Tokenizer(found.library, found.bos_token, found.eos_token, found.chat_template)
+
+    def default_params(self) -> SamplingParams:
+        return default_params(sampling_config(self._file.metadata), self._file.path.name)
+
+    def descriptions(self) -> dict[str, bytes]:
+        found = {"config.json": _as_json(model_config(self._file))}
+        if self.has_tokenizer():
+            tokenizer = read_tokenizer(self._file.metadata)
+            named = {
+                "bos_token": tokenizer.bos_token,
+                "eos_token": tokenizer.eos_token,
+                "chat_template": tokenizer.chat_template,
+            }
+            found["tokenizer.json"] = tokenizer.library.to_str().encode()
+            found["tokenizer_config.json"] = _as_json(
+                {name: value for name, value in named.items() if value is not None}
+            )
+        return found
+
+
+def model_files(path: Path) -> ModelFiles:
+    """Of a path that `find_model` gave.
+
+    Raises:
+        ModelError: it is no valid GGUF file.
+    """
+    return Gguf(path) if is_gguf(path) else Folder(path)
+
+
+def _as_json(values: Mapping[str, object]) -> bytes:
+    return json.dumps(values, indent=2, ensure_ascii=False).encode()

@@ -1,0 +1,29 @@
+"""A layer that goes on from a model's last hidden state, one token at a time (after EAGLE, Li et
+al. 2024, 2401.15077).
+
+It guesses the next hidden state from the last one and the token that was drawn from it; the model's
+own head makes the token after that of it, and so on. EAGLE's layer also attends to what it guessed
+before; this one leaves that to the hidden state, which has seen the whole text, and so needs no
+cache of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvik.nn.builder import Builder
+
+EPS = 1e-6
+
+
+class EagleLayer:
+    def __init__(self, builder: Builder, *, hidden: int, inner: int) -> None:
+        self.join = builder.linear("fc", 2 * hidden, hidden, bias=True, shard=None)
+        self.norm = builder.rms_norm("norm", hidden, EPS)
+        self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """embedded, hidden [rows, hidden] -> the next hidden state, [rows, hidden]."""
+        x = self.join(torch.cat((embedded, hidden), 1))
+        return self.mlp(self.norm(x), x)

@@ -1,0 +1,68 @@
+"""Heads that each guess a token further ahead, all from one hidden state (Cai et al. 2024,
+2401.10774).
+
+The model's own head gives the next token; head k, from 1 on, the one k tokens behind it:
+head_k(h) = output_k(h + silu(W_k h + b_k)), with one residual block or several. The names in a
+checkpoint are Medusa's: "k.i.linear" is block i of a head, "k.n" behind n blocks its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from kvik.nn.builder import Builder
+
+Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
+
+
+class MedusaHeads:
+    def __init__(
+        self,
+        builder: Builder,
+        *,
+        heads: int,
+        layers: int,
+        hidden: int,
+        vocab: int,
+        logits: Logits | None,
+    ) -> None:
+        """
+        Args:
+            logits: the output of every head, which is the model's; None: each has its own.
+        """
+        self.heads = heads
+        # The first blocks read the same hidden state, so they are one matrix.
+        names = tuple(f"{head}.0.linear" for head in range(heads))
+        self.first = builder.linear(names, hidden, (hidden,) * heads, bias=True, shard=None)
+        self.blocks = [
+            [
+                builder.linear(f"{head}.{layer}.linear", hidden, hidden, bias=True, shard=None)
+                for layer in range(1, layers)
+            ]
+            for head in range(heads)
+        ]
+        self.shared = logits
+        self.outputs: list[Logits] = [
+            builder.linear(f"{head}.{layers}", hidden, vocab, bias=False, shard=None)
+            for head in range(heads if logits is None else 0)
+        ]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden], normalised -> logits [rows, heads, vocab]."""
+        rows, width = hidden.shape
+        x = hidden[:, None] + silu(self.first(hidden).view(rows, self.heads, width))
+        if self.blocks[0]:
+            x = torch.stack([self._deeper(head, x[:, head]) for head in range(self.heads)], 1)
+        if self.shared is not None:
+            return self.shared(x.flatten(0, 1)).view(rows, self.heads, -1)
+        each = [self.outputs[head](x[:, head]) for head in range(self.heads)]
+        return torch.stack(each, 1)
+
+    def _deeper(self, head: int, x: Tensor) -> Tensor:
+        for block in self.blocks[head]:
+            x = x + silu(block(x))
+        return x

@@ -1,0 +1,75 @@
+"""GGUF's rows of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvik.config.quantization import loaded_scheme
+from kvik.config.stored_quantization import StoredScheme
+from kvik.gguf.types import BLOCK_TYPES
+from kvik.kernels.weights import (
+    SYMMETRIC_ZERO,
+    FloatWeight,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+)
+from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.bits import pack_nibbles
+from kvik.nn.gguf_blocks import take_apart
+
+WEIGHT = "weight"
+
+
+class Blocks:
+    """weight [outputs, bytes of a row]: blocks of the type that is the layout's name."""
+
+    unread = ()
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.type = BLOCK_TYPES[scheme.layout]
+        if shape.inputs % self.type.weights:
+            raise ValueError(f"its {shape.inputs} inputs are no blocks of {self.type.weights}")
+        self.shape = shape
+        self.loaded = loaded_scheme(scheme, shape.inputs)
+
+    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        axis = {"column": 0, "row": 1, None: None}[shard]
+        size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
+        why = f"{self.type.name}, in bytes"
+        return {WEIGHT: StoredTensor(size, torch.uint8, axis, in_runs=True, because=why)}
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        parts = take_apart(self.type.name, tensors[WEIGHT][rows])
+        scales, minima, loaded = _finite(parts.scales), parts.minima, self.loaded
+        if minima is not None:
+            _finite(minima)
+        if loaded is None:
+            return FloatWeight(parts.weights())
+        if loaded.bits == 8:
+            scales = scales if loaded.group else scales[:, 0]
+            return Int8Weight(parts.codes, scales, loaded.quantize_activations, loaded.group)
+        if minima is not None:
+            return Int4MinWeight(pack_nibbles(parts.codes), scales, minima, loaded.group)
+        codes = (parts.codes + SYMMETRIC_ZERO).view(torch.uint8)
+        return Int4Weight(pack_nibbles(codes), scales, None, loaded.group)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """
+    Raises:
+        TensorError: one is NaN or infinite.
+    """
+    if not bool(values.isfinite().all()):
+        raise TensorError(WEIGHT, "holds NaN or infinity")
+    return values

@@ -1,0 +1,71 @@
+"""Kinds of weights in a word, as the manifest of an engine folder names them, and back."""
+
+from __future__ import annotations
+
+import re
+from typing import assert_never
+
+import torch
+
+from kvik.kernels.weights import (
+    FloatKind,
+    Fp8Kind,
+    Int4Kind,
+    Int4MinKind,
+    Int8Kind,
+    OrderedKind,
+    PlainKind,
+    WeightKind,
+)
+
+ORDERED, GROUP, ZEROS = " ordered", " group ", " zeros"
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def name_of_kind(kind: WeightKind) -> str:
+    """For example "int4 group 128 zeros ordered"."""
+    match kind:
+        case OrderedKind(plain):
+            return f"{name_of_kind(plain)}{ORDERED}"
+        case FloatKind(dtype):
+            return {value: name for name, value in FLOATS.items()}[dtype]
+        case Int8Kind(quantize_activations, group):
+            return f"{'w8a8' if quantize_activations else 'int8'}{GROUP}{group}"
+        case Int4Kind(group, zeros):
+            return f"int4{GROUP}{group}{ZEROS if zeros else ''}"
+        case Int4MinKind(group):
+            return f"int4min{GROUP}{group}"
+        case Fp8Kind(group):
+            return f"fp8{GROUP}{group}"
+        case _:
+            assert_never(kind)
+
+
+def kind_named(name: str) -> WeightKind | None:
+    """None: there is no such kind."""
+    plain = _plain(name.removesuffix(ORDERED))
+    return OrderedKind(plain) if plain is not None and name.endswith(ORDERED) else plain
+
+
+def _plain(name: str) -> PlainKind | None:
+    if name in FLOATS:
+        return FloatKind(FLOATS[name])
+    found = re.fullmatch(rf"(\w+){GROUP}([0-9]{{1,9}})({ZEROS})?", name)
+    if found is None or (found[3] and found[1] != "int4"):
+        return None
+    group = int(found[2])
+    if group == 0 and found[1] in ("int4", "int4min"):
+        return None
+    match found[1]:
+        case "w8a8":
+            return Int8Kind(True, group)
+        case "int8":
+            return Int8Kind(False, group)
+        case "int4":
+            return Int4Kind(group, bool(found[3]))
+        case "int4min":
+            return Int4MinKind(group)
+        case "fp8":
+            return Fp8Kind(group)
+        case _:
+            return None

@@ -1,0 +1,1 @@
+"""Training of draft heads on a model that stays as it is."""

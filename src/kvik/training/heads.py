@@ -1,0 +1,163 @@
+"""From a model and text to a folder of heads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.config.config import EngineConfig
+from kvik.config.draft_heads import KINDS, MEDUSA, HeadsSpec, read_heads_spec
+from kvik.config.errors import ConfigError, ModelError
+from kvik.config.files import writing_whole_folder
+from kvik.config.memory import PROMPT_ROWS
+from kvik.evaluate.reader import Reader, loaded_reader, resolve_reader
+from kvik.evaluate.windows import Window, cut, prompt_prefix
+from kvik.nn.safetensors_writer import write_safetensors
+from kvik.text.tokenizer import Tokenizer
+from kvik.training.eagle import EagleTrainee, eagle_spec
+from kvik.training.medusa import MedusaTrainee, medusa_spec
+from kvik.training.resume import FILE, Keeper, identity_of
+from kvik.training.states import Progress, check_windows, read_states
+from kvik.training.train import Schedule, Trainee, accuracies, train
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_OWN = {CONFIG, WEIGHTS, FILE}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsRecipe:
+    """Attributes:
+    kind: one of `KINDS`.
+    depth: tokens guessed ahead.
+    layers: residual blocks of a head of Medusa. inner: width of EAGLE's feed-forward.
+    """
+
+    kind: str
+    depth: int
+    layers: int
+    inner: int
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHeads:
+    """Attributes:
+    tokens: of the text. num_bytes: of the weights.
+    finished: whether training came to its end.
+    """
+
+    spec: HeadsSpec
+    tokens: int
+    num_bytes: int
+    finished: bool
+
+
+def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[Window]:
+    """All of some texts, each from its own beginning on.
+
+    Raises:
+        ConfigError: a window has no room for text.
+    """
+    prefix = prompt_prefix(tokenizer)
+    if window < len(prefix) + 2:
+        raise ConfigError("window", f"must be {len(prefix) + 2} or more, not {window}")
+    return [
+        piece
+        for text in texts
+        for piece in cut(tokenizer.encode(text, add_special_tokens=False), prefix, window, window)
+    ]
+
+
+def train_heads(
+    config: EngineConfig,
+    windows: Sequence[Window],
+    recipe: HeadsRecipe,
+    out: Path,
+    progress: Progress,
+) -> TrainedHeads:
+    """What is learned is written to `out` now and then, so that the next call goes on from there.
+
+    Raises:
+        KvikError: a model that cannot be used, too little text, or a place that is taken.
+    """
+    check_place(out)
+    check_windows(windows, recipe.depth)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    longest = max((len(window.token_ids) for window in windows), default=2)
+    with (
+        loaded_reader(resolve_reader(config, longest)) as reader,
+        tempfile.TemporaryDirectory(dir=out.parent, prefix=".kvik-") as work,
+    ):
+        states = read_states(reader, windows, Path(work) / "states", progress)
+        trainee = _trainee(reader, recipe)
+        keeper = Keeper(out / FILE, identity_of(recipe, states), time.monotonic)
+        finished = train(trainee, states, recipe.schedule, keeper, progress)
+        shares = accuracies(trainee, states, recipe.schedule.rows, progress)
+        spec = replace(trainee.spec, accuracies=shares)
+        size = _save(spec, trainee, reader, out, None if finished else keeper.file)
+    return TrainedHeads(spec, len(states.ids), size, finished)
+
+
+def check_place(out: Path) -> None:
+    """Raises ConfigError: something that is no folder of heads has this name."""
+    if out.exists() and not (out.is_dir() and _is_ours(out)):
+        raise ConfigError("output", f"{out} exists and is no folder of draft heads")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nothing is lost with a folder but heads, or what was learned for them."""
+    names = {path.name for path in folder.iterdir()}
+    if CONFIG not in names or not names <= _OWN:
+        return names <= {FILE}
+    for kind in KINDS:
+        try:
+            read_heads_spec(folder, kind)
+        except ModelError:
+            continue
+        return True
+    return False  # a model's, which has files of the same names
+
+
+def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
+    model, dtype = reader.resolved.model, getattr(torch, reader.resolved.runner.dtype)
+    device = reader.resolved.runner.device
+    # Whatever the output matrix is stored as, these are its columns.
+    unit = torch.eye(model.hidden_size, dtype=dtype, device=device)
+    parts = [
+        reader.model.logits(unit[first : first + PROMPT_ROWS]).cpu().clone()
+        for first in range(0, len(unit), PROMPT_ROWS)
+    ]
+    output = torch.cat(parts)  # [hidden, vocab]
+    sizes = model.hidden_size, model.vocab_size
+    if recipe.kind == MEDUSA:
+        return MedusaTrainee(medusa_spec(*sizes, recipe.depth, recipe.layers), output)
+
+    def enter(ids: Tensor, positions: Tensor) -> Tensor:
+        return reader.model.enter(ids.to(device), positions.to(device)).cpu().float().clone()
+
+    spec = eagle_spec(*sizes, recipe.depth, recipe.inner)
+    return EagleTrainee(spec, output, enter, recipe.schedule.seed)
+
+
+def _save(spec: HeadsSpec, trainee: Trainee, reader: Reader, out: Path, kept: Path | None) -> int:
+    """
+    Args:
+        kept: what a training that did not end goes on from.
+    """
+    runner = reader.resolved.runner
+    model, dtype = Path(runner.model_path).name, getattr(torch, runner.dtype)
+    with writing_whole_folder(out) as folder:
+        if kept is not None and kept.is_file():
+            shutil.copyfile(kept, folder / FILE)
+        text = json.dumps(spec.as_config(model), indent=2) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+        tensors = {name: tensor.to(dtype) for name, tensor in trainee.tensors().items()}
+        return write_safetensors(folder / WEIGHTS, tensors)

@@ -1,0 +1,110 @@
+"""What heads learn from: a text's tokens, and the last hidden state of the model at each of them.
+
+The hidden states are those that the heads will see: computed by the engine's own kernels, from the
+weights as they are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.config.errors import ConfigError
+from kvik.evaluate.reader import Reader
+from kvik.evaluate.windows import Window
+
+Progress = Callable[[str, float], None]  # what is being done, and the share that is
+HELD_OUT = 16  # one window of so many is kept out of training
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some tokens of the text and what came after them.
+
+    Attributes:
+        hidden: [rows, 1 + depth, hidden] fp32, at each token and at those behind it.
+        ids: [rows, 1 + depth] int64, the tokens behind it: ids[:, 0] was drawn from hidden[:, 0].
+        positions: [rows] int64, of the tokens themselves.
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Windows of text, one after another.
+
+    Attributes:
+        ids: [tokens] int64. hidden: [tokens, hidden], of the model's dtype.
+        starts: [windows + 1], first token of each.
+    """
+
+    ids: Tensor
+    hidden: Tensor
+    starts: Tensor
+
+    def usable(self, depth: int, *, held_out: bool) -> Tensor:
+        """[n] int64, tokens that have 1 + depth others behind them in their window."""
+        lengths = self.starts.diff()
+        ends = torch.repeat_interleave(self.starts[1:], lengths)
+        window = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        kept_out = window % HELD_OUT == HELD_OUT - 1
+        at = torch.arange(len(self.ids))
+        return at[(at + 1 + depth < ends) & (kept_out == held_out)]
+
+    def batch(self, at: Tensor, depth: int) -> Batch:
+        """
+        Args:
+            at: [rows] int64, among `usable`.
+        """
+        behind = at[:, None] + torch.arange(1 + depth)
+        window = torch.searchsorted(self.starts, at, right=True) - 1
+        return Batch(self.hidden[behind].float(), self.ids[behind + 1], at - self.starts[window])
+
+
+def check_windows(windows: Sequence[Window], depth: int) -> None:
+    """Raises ConfigError: there is too little to learn from, or to measure with."""
+    if len(windows) < HELD_OUT:
+        raise ConfigError(
+            "data",
+            f"must fill {HELD_OUT} windows or more, not {len(windows)}: more text is needed, or a "
+            "smaller window",
+        )
+    longest = [0, 0]  # of those to learn from, and of those that are kept out
+    for i, window in enumerate(windows):
+        kept_out = i % HELD_OUT == HELD_OUT - 1
+        longest[kept_out] = max(longest[kept_out], len(window.token_ids))
+    if min(longest) < 2 + depth:
+        raise ConfigError("data", f"must have windows of more than {1 + depth} tokens")
+
+
+def read_states(
+    reader: Reader, windows: Sequence[Window], file: Path, progress: Progress
+) -> States:
+    """
+    Args:
+        file: where the hidden states lie from then on; they may be larger than memory.
+    """
+    total = sum(len(window.token_ids) for window in windows)
+    spec = reader.resolved.model
+    dtype = getattr(torch, reader.resolved.runner.dtype)
+    size = total * spec.hidden_size
+    flat = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
+    hidden = flat.view(total, spec.hidden_size)
+    ids = torch.tensor([token for window in windows for token in window.token_ids])
+    lengths = torch.tensor([0, *(len(window.token_ids) for window in windows)])
+    done = 0
+    for window in windows:
+        for start in range(0, len(window.token_ids), reader.tokens_at_once):
+            end = min(start + reader.tokens_at_once, len(window.token_ids))
+            found = reader.read(window.token_ids, start, end)
+            hidden[done : done + end - start] = found.cpu()
+            done += end - start
+        progress("reading", done / total)
+    return States(ids, hidden, lengths.cumsum(0))

@@ -1,0 +1,153 @@
+"""Heads learn from states, and are measured on those that were kept out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvik.config.draft_heads import HeadsSpec
+from kvik.config.errors import ConfigError
+from kvik.training.resume import Keeper, Snapshot
+from kvik.training.states import Batch, Progress, States
+
+RANKS = 10  # whose accuracies are measured
+MEASURED = 20_000  # held-out tokens at most
+WARM_UP = 0.05  # share of the steps
+
+
+class Trainee(Protocol):
+    spec: HeadsSpec
+
+    @property
+    def parameters(self) -> list[Tensor]: ...
+
+    def loss(self, batch: Batch) -> Tensor: ...
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Attributes:
+    tokens: how many are learned from; the text may be gone through several times.
+    rows: tokens of a step.
+    rate: the highest learning rate; it rises for the first steps and falls to nothing.
+    """
+
+    tokens: int
+    rows: int
+    rate: float
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return max(1, self.tokens // self.rows)
+
+    def rate_at(self, step: int) -> float:
+        done = (step + 1) / self.steps
+        if done < WARM_UP:
+            return self.rate * done / WARM_UP
+        return self.rate * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
+
+
+def train(
+    trainee: Trainee, states: States, schedule: Schedule, keeper: Keeper, progress: Progress
+) -> bool:
+    """Goes on from what an earlier run kept. Ctrl-C ends it early; what was learned so far stays.
+
+    Returns:
+        whether it came to its end.
+
+    Raises:
+        ConfigError: what was kept is of another training, or the heads learned nothing at this
+            rate.
+    """
+    depth = trainee.spec.depth
+    usable = states.usable(depth, held_out=False)
+    generator = torch.Generator().manual_seed(schedule.seed)
+    for tensor in trainee.parameters:
+        tensor.requires_grad_()
+    optimizer = torch.optim.AdamW(trainee.parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    kept = keeper.found()
+    if kept is not None:
+        _restore(kept, trainee.parameters, optimizer, generator)
+    try:
+        for step in range(0 if kept is None else kept.step, schedule.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.rate_at(step)
+            drawn = torch.randint(len(usable), (schedule.rows,), generator=generator)
+            loss = trainee.loss(states.batch(usable[drawn], depth))
+            if not math.isfinite(loss.item()):
+                raise ConfigError(
+                    "rate", f"of {schedule.rate:g} is too high: the loss is no number"
+                )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(trainee.parameters, 1.0)
+            optimizer.step()
+            if keeper.due():
+                keeper.keep(_snapshot(step + 1, trainee.parameters, optimizer, generator))
+            progress(f"training, loss {loss.item():.3f}", (step + 1) / schedule.steps)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        for tensor in trainee.parameters:
+            tensor.requires_grad_(False)
+    return True
+
+
+def _snapshot(
+    step: int,
+    parameters: list[Tensor],
+    optimizer: torch.optim.AdamW,
+    generator: torch.Generator,
+) -> Snapshot:
+    tensors = {"generator": generator.get_state()}
+    for i, parameter in enumerate(parameters):
+        tensors[f"{i}.value"] = parameter
+        for name, value in optimizer.state[parameter].items():
+            tensors[f"{i}.{name}"] = value
+    return Snapshot(step, tensors)
+
+
+def _restore(
+    kept: Snapshot,
+    parameters: list[Tensor],
+    optimizer: torch.optim.AdamW,
+    generator: torch.Generator,
+) -> None:
+    generator.set_state(kept.tensors["generator"])
+    with torch.no_grad():
+        for i, parameter in enumerate(parameters):
+            parameter.copy_(kept.tensors[f"{i}.value"])
+            names = "step", "exp_avg", "exp_avg_sq"
+            optimizer.state[parameter] = {name: kept.tensors[f"{i}.{name}"] for name in names}
+
+
+def accuracies(
+    trainee: Trainee, states: States, rows: int, progress: Progress
+) -> tuple[tuple[float, ...], ...]:
+    """[depth][RANKS], how often the r-th likeliest token is right, on what was held out."""
+    depth = trainee.spec.depth
+    usable = states.usable(depth, held_out=True)
+    usable = usable[:: -(-len(usable) // MEASURED)]
+    ranks = min(RANKS, trainee.spec.vocab_size)
+    right = torch.zeros(depth, ranks)
+    with torch.no_grad():
+        for first in range(0, len(usable), rows):
+            batch = states.batch(usable[first : first + rows], depth)
+            likely = trainee.logits(batch).topk(ranks, dim=-1).indices  # [rows, depth, ranks]
+            right += (likely == batch.ids[:, 1:, None]).sum(0)
+            progress("measuring", min(1.0, (first + rows) / len(usable)))
+    shares = right / len(usable)
+    return tuple(tuple(round(share, 4) for share in ranks) for ranks in shares.tolist())

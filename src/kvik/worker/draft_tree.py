@@ -1,0 +1,128 @@
+"""A tree of drafts that is the same for every request: only its tokens change from step to step.
+
+Node 0 is the newest token of a request; all others are drafts, and a node's drafts are told by the
+path to it: at depth d the `ranks`-th likeliest token of what predicts d tokens ahead. Parents stand
+before their children, so the first n nodes of a tree are a tree as well.
+
+In a step the nodes of a request lie one after another, in node order, both in the batch and in the
+cache; node i stands for the position of node 0 plus its depth.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+MAX_NODES = 63  # a node's ancestors are the bits of a word, whose sign is not used
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Attributes:
+    parents: of each node, node 0 included, whose parent is -1.
+    ranks: of each node, which of the candidates at its depth it is, 0 the likeliest; 0 of node 0.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parents) <= MAX_NODES:
+            raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, not {len(self.parents)}")
+        if len(self.ranks) != len(self.parents):
+            raise ValueError("every node of a tree has a parent and a rank")
+        if self.parents[0] != -1 or self.ranks[0] != 0:
+            raise ValueError("node 0 has the parent -1 and the rank 0")
+        named = list(zip(self.parents, self.ranks, strict=True))
+        if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
+            raise ValueError("a node's parent stands before it")
+        if len(set(named)) != len(named) or min(self.ranks) < 0:
+            raise ValueError("the children of a node have different ranks from 0 on")
+
+    @staticmethod
+    def chain(drafts: int) -> DraftTree:
+        """One path of so many drafts."""
+        return DraftTree(tuple(range(-1, drafts)), (0,) * (drafts + 1))
+
+    @staticmethod
+    def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:
+        """The tree of at most so many drafts that accepts most, as in Medusa (Cai et al. 2024,
+        section 2.3): a node is worth the product of the accuracies along its path, and grows where
+        the next node is worth most. Its nodes fall in worth, so its first n are the best n.
+
+        Args:
+            accuracies: [depths][ranks], how often the r-th likeliest token at depth d + 1 is right.
+        """
+        parents, ranks, depths = [-1], [0], [0]
+        candidates: list[tuple[float, int, int, float]] = []  # -worth, parent, rank, parent's worth
+
+        def offer(parent: int, rank: int, worth: float) -> None:
+            depth = depths[parent]
+            if depth < len(accuracies) and rank < len(accuracies[depth]):
+                found = worth * accuracies[depth][rank]
+                if found > 0:
+                    heapq.heappush(candidates, (-found, parent, rank, worth))
+
+        offer(0, 0, 1.0)
+        while candidates and len(parents) <= drafts:
+            negated, parent, rank, worth = heapq.heappop(candidates)
+            parents.append(parent)
+            ranks.append(rank)
+            depths.append(depths[parent] + 1)
+            offer(parent, rank + 1, worth)
+            offer(len(parents) - 1, 0, -negated)
+        return DraftTree(tuple(parents), tuple(ranks))
+
+    def worth(self, accuracies: Sequence[Sequence[float]]) -> float:
+        """How many drafts of it are accepted on average, if depths are right independently of each
+        other.
+
+        Args:
+            accuracies: as of `best`.
+        """
+        worths = [1.0]
+        for node in range(1, len(self.parents)):
+            share = accuracies[int(self.depths[node]) - 1][self.ranks[node]]
+            worths.append(worths[self.parents[node]] * share)
+        return sum(worths[1:])
+
+    @property
+    def drafts(self) -> int:
+        """Nodes beside node 0."""
+        return len(self.parents) - 1
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """[nodes] int64: position of each node, counted from node 0."""
+        depths = np.zeros(len(self.parents), np.int64)
+        for node, parent in enumerate(self.parents[1:], 1):
+            depths[node] = depths[parent] + 1
+        return depths
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """[nodes] int64: bit j says whether node j is the node itself or an ancestor of it. What
+        `StepLayout.tree` holds for the tokens of a request; never 0."""
+        words = np.zeros(len(self.parents), np.int64)
+        for node, parent in enumerate(self.parents):
+            words[node] = 1 << node | (int(words[parent]) if node else 0)
+        return words
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, self.drafts))
+
+    def first(self, drafts: int) -> DraftTree:
+        """The tree of the first so many drafts; it may have fewer."""
+        return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from node 0 to `node`, both included."""
+        path = [node]
+        while path[-1]:
+            path.append(self.parents[path[-1]])
+        return path[::-1]

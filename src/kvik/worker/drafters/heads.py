@@ -1,0 +1,118 @@
+"""Draft heads from their folder, and the tree that their accuracies make worth most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec, heads_for
+from kvik.config.errors import ModelError
+from kvik.models.eagle import EagleLayer
+from kvik.models.medusa import MedusaHeads
+from kvik.models.registry import Model
+from kvik.nn.builder import Builder
+from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
+from kvik.nn.context import ForwardContext
+from kvik.nn.loader import load_weights
+from kvik.nn.safetensors import read_header
+from kvik.worker.draft_tree import MAX_NODES, DraftTree
+from kvik.worker.platforms import Parts
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
+# Of heads that nobody measured: a guess, falling with the depth and with the rank.
+_FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
+
+
+class TargetLayer:
+    """An EAGLE layer between the embedding and the head of the model itself."""
+
+    def __init__(self, layer: EagleLayer, model: Model) -> None:
+        self.layer = layer
+        self.model = model
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model.enter(ids, ForwardContext(positions, (), ()))
+
+    def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return self.layer(embedded, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
+
+def load_medusa(folder: Path, model: Model, sizes: tuple[int, int], parts: Parts) -> MedusaHeads:
+    """
+    Args:
+        sizes: hidden size and vocabulary of the model.
+
+    Raises:
+        ModelError: there are no such heads, or they are another model's.
+    """
+    spec, builder = _open(folder, MEDUSA, sizes, parts)
+    with torch.inference_mode():
+        heads = MedusaHeads(
+            builder,
+            heads=spec.depth,
+            layers=spec.layers,
+            hidden=spec.hidden_size,
+            vocab=spec.vocab_size,
+            logits=None if spec.own_logits else model.logits,
+        )
+        _load(builder)
+    return heads
+
+
+def load_eagle(folder: Path, model: Model, sizes: tuple[int, int], parts: Parts) -> TargetLayer:
+    """As `load_medusa`."""
+    spec, builder = _open(folder, EAGLE, sizes, parts)
+    with torch.inference_mode():
+        layer = EagleLayer(builder, hidden=spec.hidden_size, inner=spec.inner_size)
+        _load(builder)
+    return TargetLayer(layer, model)
+
+
+def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
+    """The tree of at most so many drafts that accepts most.
+
+    Raises:
+        ModelError: by their accuracies the heads are never right.
+    """
+    guessed = [
+        [_FIRST * _DEEPER**depth * _NEXT_RANK**rank for rank in range(_RANKS)]
+        for depth in range(spec.depth)
+    ]
+    accuracies = [ranks[: spec.vocab_size] for ranks in spec.accuracies or guessed]
+    tree = DraftTree.best(accuracies, min(drafts, MAX_NODES - 1))
+    if not tree.drafts:
+        raise ModelError("spec_model", "has heads that are never right, by config.json accuracies")
+    return tree
+
+
+def _open(
+    folder: Path, kind: str, sizes: tuple[int, int], parts: Parts
+) -> tuple[HeadsSpec, Builder]:
+    spec = heads_for(folder, kind, *sizes)
+    builder = Builder(
+        parts.ops,
+        parts.backend,
+        (),
+        dtype=parts.dtype,
+        device=parts.device,
+        max_model_len=1,  # they know no positions
+        checkpoint=_checkpoint(folder),
+    )
+    return spec, builder
+
+
+def _checkpoint(folder: Path) -> FolderCheckpoint:
+    path = folder / MEDUSA_FILE
+    if path.is_file() and not (folder / SINGLE).is_file():
+        return FolderCheckpoint(((path, read_header(path)),))
+    return open_checkpoint(folder)
+
+
+def _load(builder: Builder) -> None:
+    assert builder.checkpoint is not None
+    load_weights(builder.declared, builder.checkpoint)

@@ -1,0 +1,129 @@
+"""From the name of a method to its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.kv_spec import group_layers
+from kvik.config.memory import SAMPLER_BYTES
+from kvik.config.model_spec import DTYPE_BYTES
+from kvik.config.speculative import ResolvedSpeculation
+from kvik.models.registry import Model
+from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.base import Drafter
+from kvik.worker.drafters.draft_model import DraftModel
+from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.drafters.eagle import EagleDrafter
+from kvik.worker.drafters.heads import load_eagle, load_medusa, tree_of
+from kvik.worker.drafters.medusa import MedusaDrafter
+from kvik.worker.drafters.ngram import NgramDrafter
+from kvik.worker.drafters.suffix import SuffixDrafter
+from kvik.worker.graphs import Network
+from kvik.worker.loading import load_network
+from kvik.worker.platforms import Platform
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Sampler
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import StepSizes
+from kvik.worker.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterParts:
+    """What a drafter may be built from."""
+
+    speculation: ResolvedSpeculation
+    config: ResolvedConfig
+    table: RequestTable
+    sampling: SamplingTable
+    network: Network  # the target's
+    platform: Platform
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.model.vocab_size
+
+
+def _ngram(parts: DrafterParts) -> Drafter:
+    chosen = parts.speculation
+    return NgramDrafter(parts.table, chosen.ngram_min, chosen.ngram_max)
+
+
+def _suffix(parts: DrafterParts) -> Drafter:
+    return SuffixDrafter(parts.table, parts.speculation.shared)
+
+
+def _medusa(parts: DrafterParts) -> Drafter:
+    folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
+    heads = load_medusa(folder, model, sizes, parts.platform.parts)
+    return MedusaDrafter(heads, _tree(parts.speculation))
+
+
+def _eagle(parts: DrafterParts) -> Drafter:
+    folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
+    layer = load_eagle(folder, model, sizes, parts.platform.parts)
+    return EagleDrafter(layer, parts.table, _tree(parts.speculation))
+
+
+def _tree(chosen: ResolvedSpeculation) -> DraftTree:
+    assert chosen.source.heads is not None
+    return tree_of(chosen.source.heads, chosen.num_draft_tokens)
+
+
+def _target(parts: DrafterParts) -> tuple[Model, tuple[int, int]]:
+    return parts.network.model, (parts.config.model.hidden_size, parts.vocab_size)
+
+
+def _draft_model(parts: DrafterParts) -> Drafter:
+    chosen, config = parts.speculation, parts.config
+    spec, step = chosen.source.spec, chosen.draft_step
+    assert spec is not None and step is not None
+    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]))
+    network = load_network(
+        config,
+        parts.platform,
+        spec,
+        Path(chosen.source.path),
+        groups,
+        chosen.quantization,
+        drafts=True,
+    )
+    with torch.inference_mode():
+        graph, inputs = parts.platform.graph(
+            network, StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
+        )
+    device = parts.platform.parts.device
+    draft = DraftNetwork(
+        graph,
+        inputs,
+        Vocabulary(parts.vocab_size, spec.vocab_size, chosen.source.meanings, device),
+        parts.table.view(chosen.draft_group, len(groups)),
+        step.max_num_batched_tokens,
+        spec.max_context,
+    )
+    return DraftModel(
+        draft,
+        Sampler(network.ops),
+        parts.sampling,
+        config.cache.num_blocks,
+        SAMPLER_BYTES[device.type],
+    )
+
+
+# A row for each method.
+DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
+    "draft_model": _draft_model,
+    "ngram": _ngram,
+    "suffix": _suffix,
+    "medusa": _medusa,
+    "eagle": _eagle,
+}
+
+
+def build_drafter(parts: DrafterParts) -> Drafter:
+    return DRAFTERS[parts.speculation.method](parts)

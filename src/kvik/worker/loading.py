@@ -1,0 +1,83 @@
+"""A model from its files, with a cache of its own, ready to be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.kv_spec import KVGroup
+from kvik.config.model_spec import ModelSpec
+from kvik.models.registry import load_model
+from kvik.nn.builder import Builder
+from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.engine_folder import MappedStorage
+from kvik.nn.kv_formats import allocate_apart, allocate_kv
+from kvik.nn.opening import open_weights
+from kvik.nn.storage import Storage
+from kvik.worker.graphs import Network
+from kvik.worker.platforms import Parts, Platform
+
+
+def load_network(
+    config: ResolvedConfig,
+    platform: Platform,
+    spec: ModelSpec,
+    path: Path,
+    groups: tuple[KVGroup, ...],
+    quantization: str,
+    *,
+    drafts: bool = False,
+) -> Network:
+    """The model, or one that drafts for it in the same blocks.
+
+    Args:
+        config: of the engine.
+        path: of the weights, unless they are drawn.
+        drafts: the model drafts, and all of its KV groups have the same block tables.
+
+    Raises:
+        ModelError: the weights do not fit the spec.
+    """
+    parts, cache, runner = platform.parts, config.cache, config.runner
+    checkpoint: Checkpoint | None = None
+    storage: Storage | None = None
+    if spec.built is not None:
+        storage = MappedStorage(path, parts.packing)
+    elif runner.load_format == "safetensors":
+        checkpoint = open_weights(path)
+    builder = make_builder(config, parts, spec, groups, quantization, checkpoint, storage)
+    platform.release_freed()  # what reading the tokenizer took
+    with torch.inference_mode():
+        model = load_model(spec, builder, seed=runner.seed)
+        platform.release_freed()
+        allocate = allocate_apart if drafts else allocate_kv
+        kv = allocate(
+            groups, cache.num_blocks, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
+        )
+    return Network(model, parts.ops, parts.backend, groups, kv)
+
+
+def make_builder(
+    config: ResolvedConfig,
+    parts: Parts,
+    spec: ModelSpec,
+    groups: tuple[KVGroup, ...],
+    quantization: str,
+    checkpoint: Checkpoint | None,
+    storage: Storage | None,
+) -> Builder:
+    """For a model on this platform; see `Builder`."""
+    return Builder(
+        parts.ops,
+        parts.backend,
+        groups,
+        dtype=parts.dtype,
+        device=parts.device,
+        max_model_len=config.scheduler.max_model_len,
+        checkpoint=checkpoint,
+        stored_quantization=spec.quantization,
+        quantization=quantization,
+        storage=storage,
+    )

@@ -1,0 +1,184 @@
+"""Which drafts are accepted: the output has the target's distribution, whatever is drafted.
+
+Every row of logits gives the token that stands there, by a draw of the target's distribution p. A
+run of drafts is accepted as far as each equals the token of the row that judges it; the token after
+the run is output too, so a step gives at least one. There are two ways to draw:
+
+- as without speculation. Then the output is, token for token, what it would be without it.
+- coupled to a draft that was drawn from a distribution q: the draft with min(1, p/q), else a draw
+  of norm(max(0, p - q)) (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318). The
+  token has the distribution p again, and no other way makes it equal the draft more often.
+
+And there is a way to give the distribution up, which must be asked for: `typical`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvik.config.speculative import Typical
+from kvik.worker.sampling_batch import Supposed
+
+_Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The rows of logits of some requests with chains of drafts, one request after another. A
+    request with d drafts has d + 1 rows; row i of them follows i drafts.
+
+    Attributes:
+        starts: [requests + 1] int64, first row of each.
+        judged: [rows] int64, the draft that a row's token must equal; -1 in the last row of each.
+    """
+
+    starts: _Ids
+    judged: _Ids
+
+    @staticmethod
+    def of(counts: NDArray[np.integer], drafts: NDArray[np.integer]) -> Chains:
+        """
+        Args:
+            counts: [requests], drafts of each.
+            drafts: [sum of counts], one request after another.
+        """
+        starts = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts + 1, out=starts[1:])
+        judged = np.full(int(starts[-1]), -1, np.int64)
+        open_ = np.ones(len(judged), np.bool_)
+        open_[starts[1:] - 1] = False
+        judged[open_] = drafts
+        return Chains(starts, judged)
+
+    def depths(self) -> _Ids:
+        """[rows], how many drafts come before each row."""
+        return np.arange(len(self.judged)) - np.repeat(self.starts[:-1], np.diff(self.starts))
+
+    def supposed(self) -> Supposed:
+        """The drafts before each row."""
+        depths = self.depths()
+        rows = np.repeat(np.arange(len(depths)), depths)
+        firsts = np.cumsum(depths) - depths  # where the entries of a row begin
+        within = np.arange(len(rows)) - np.repeat(firsts, depths)
+        return Supposed(rows, self.judged[rows - depths[rows] + within])
+
+    def offers(self) -> tuple[_Ids, _Ids]:
+        """Rows and the drafts that they judge: [drafts] each."""
+        rows = np.flatnonzero(self.judged >= 0)
+        return rows, self.judged[rows]
+
+    def accepted(self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None) -> _Ids:
+        """How many drafts of each request are accepted: [requests]. Request i puts out the tokens
+        of its first accepted[i] + 1 rows.
+
+        Args:
+            token_ids: [rows], the token of each row.
+            bad: [rows], rows without a token. A run ends before the first of them, so that the next
+                step finds it as it would without drafts. Only if it is the request's first row, the
+                request has no token at all.
+        """
+        wrong = token_ids != self.judged
+        if bad is not None:
+            wrong |= bad
+        ends = np.flatnonzero(wrong)  # the last row of a request is always one
+        first = ends[np.searchsorted(ends, self.starts[:-1])]
+        counts: _Ids = first - self.starts[:-1]
+        if bad is not None:
+            counts -= bad[first] & (counts > 0)
+        return counts
+
+    def output(
+        self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None
+    ) -> tuple[_Ids, NDArray[np.integer]]:
+        """Which rows' tokens are output: [tokens], request after request; and how many of each:
+        [requests]. See `accepted`."""
+        lengths = self.accepted(token_ids, bad) + 1
+        ends = np.cumsum(lengths)
+        return np.repeat(self.starts[:-1] - ends + lengths, lengths) + np.arange(ends[-1]), lengths
+
+
+def accepted_paths(parents: _Ids, token_ids: _Ids, drafts: _Ids) -> tuple[_Ids, _Ids]:
+    """The accepted path of each request through a tree of drafts. Node 0 is the root, the newest
+    token; of equal siblings the first is followed.
+
+    Args:
+        parents: [nodes], each before its children; -1 for the root.
+        token_ids: [requests, nodes], the token that the row of each node gives.
+        drafts: [requests, nodes], the token that stands at each node; -1 where there is none.
+
+    Returns:
+        paths: [requests, depth] the nodes after the root, as far as lengths: [requests].
+    """
+    requests = np.arange(len(drafts))
+    node = np.zeros(len(drafts), np.int64)
+    alive = np.ones(len(drafts), np.bool_)
+    paths: list[_Ids] = []
+    lengths = np.zeros(len(drafts), np.int64)
+    while len(parents) > 1:
+        fits = (parents == node[:, None]) & (drafts == token_ids[requests, node][:, None])
+        fits[:, 0] = False
+        fits &= alive[:, None] & (drafts >= 0)
+        alive = fits.any(axis=1)
+        if not alive.any():
+            break
+        node = np.where(alive, fits.argmax(axis=1), node)
+        paths.append(node)
+        lengths += alive
+    depth = np.stack(paths, axis=1) if paths else np.zeros((len(drafts), 0), np.int64)
+    return depth, lengths
+
+
+def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens of the distribution p that equal drafts of the distribution q as often as can be.
+
+    Args:
+        p, q: [n, vocab] float32, probabilities.
+        drafts: [n] int64, drawn from q.
+        accept, uniforms: [n] float64 in [0, 1): one number decides, the other picks another token.
+
+    Returns:
+        [n] int64.
+    """
+    of_draft = drafts[:, None]
+    chance, guess = (x.gather(1, of_draft)[:, 0].double() for x in (p, q))
+    rejected = (accept * guess >= chance).nonzero()[:, 0]
+    if not len(rejected):
+        return drafts
+    p = p[rejected]
+    rest = (p - q[rejected]).clamp_(min=0)
+    mass = rest.cumsum(-1, dtype=torch.float64)
+    # Of equal distributions rounding may leave nothing, or less than nothing.
+    lost = mass[:, -1] <= 0
+    if bool(lost.any()):
+        mass[lost] = p[lost].cumsum(-1, dtype=torch.float64)
+    point = uniforms[rejected, None] * mass[:, -1:]
+    drawn = torch.searchsorted(mass, point, right=True)[:, 0]
+    return drafts.index_copy(0, rejected, drawn)
+
+
+def typical(p: Tensor, drawn: Tensor, owners: Tensor, drafts: Tensor, rule: Typical) -> Tensor:
+    """Tokens of rows that take a draft which is likely enough, whatever was drawn: lossy. A drawn
+    token that is a draft itself stays; of several drafts the likeliest is taken, of equal ones the
+    first. See `Typical`.
+
+    Args:
+        p: [n, vocab] float32, probabilities. drawn: [n] int64, by them.
+        owners: [m] int64, the row that each draft is offered to. drafts: [m] int64.
+
+    Returns:
+        [n] int64.
+    """
+    bound = rule.delta * torch.exp(-torch.special.entr(p).sum(-1))
+    share = p[owners, drafts]
+    share = torch.where(share > bound.clamp(max=rule.epsilon)[owners], share, 0.0)
+    share = torch.where(drafts == drawn[owners], 2.0, share)  # above every probability
+    best = torch.zeros_like(bound).scatter_reduce(0, owners, share, "amax")
+    order = torch.arange(len(drafts), device=p.device)
+    order = torch.where((share > 0) & (share == best[owners]), order, len(drafts))
+    first = torch.full_like(drawn, len(drafts)).scatter_reduce(0, owners, order, "amin")
+    return torch.where(first < len(drafts), drafts[first.clamp(max=len(drafts) - 1)], drawn)

@@ -1,0 +1,248 @@
+"""Drafts from one step to the next: who gets how many, what was proposed, what it took.
+
+The drafts themselves stand in the request table, behind the tokens that are known. The scheduler is
+told how many there are and decides how many of them, the first ones, are checked in the next step
+of their request; the others are forgotten then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.config.speculative import ResolvedSpeculation
+from kvik.core.plan import DraftTimes, NewRequest
+from kvik.worker.adaptive import DraftControl, StepFigures
+from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.rejection import Chains
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampling_batch import Guesses
+from kvik.worker.sampling_table import SamplingTable
+
+log = logging.getLogger(__name__)
+
+
+class Speculator:
+    """A drafter at work. It may raise whatever it likes: that costs its drafts alone.
+
+    Attributes:
+        num_drafts: [slots] int64, proposed for each slot's next step.
+    """
+
+    def __init__(
+        self,
+        speculation: ResolvedSpeculation,
+        drafter: Drafter,
+        table: RequestTable,
+        sampling: SamplingTable,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.speculation = speculation
+        self.clock = clock
+        self.drafter = drafter
+        self.table = table
+        self.sampling = sampling
+        self.tree: DraftTree | None = None
+        slots, self._max_model_len = table.token_ids.shape
+        self.control = DraftControl(slots, speculation.num_draft_tokens, speculation.max_draft_rows)
+        self.num_drafts = np.zeros(slots, np.int64)
+        self._vocab_size = vocab_size
+        self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
+        self._max_length = np.zeros(slots, np.int64)
+        self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
+        self._making, self._asked = 0.0, 0  # when drafts were made last; see `StepFigures`
+        self._complained = False
+
+    def enter(self, new: NewRequest) -> None:
+        """A request stands in the table."""
+        params, slot = new.params, new.slot
+        longest = self._max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, new.num_prompt_tokens + params.max_tokens)
+        self._max_length[slot] = longest
+        self._most[slot] = self.speculation.num_draft_tokens if params.speculation else 0
+        self._forget(slot)
+        self.control.enter(slot)
+        if params.speculation:
+            try:
+                self.drafter.enter(slot)
+            except Exception:
+                self._most[slot] = 0
+                self._complain()
+
+    def leave(self, slot: int) -> None:
+        if self._most[slot]:
+            try:
+                self.drafter.leave(slot)
+            except Exception:
+                self._complain()
+        self._most[slot] = 0
+        self._forget(slot)
+
+    def guesses(self, slots: np.ndarray, chains: Chains) -> Guesses | None:
+        """The drafts of a step that were drawn from a distribution; None if none was.
+
+        Args:
+            slots: [requests], of the chains.
+        """
+        rows, probs = [], []
+        for slot, start, end in zip(
+            slots.tolist(), chains.starts[:-1].tolist(), chains.starts[1:].tolist(), strict=True
+        ):
+            drawn = self._probs.get(slot)
+            if drawn is not None and end - start > 1:
+                rows.append(np.arange(start, end - 1))
+                probs.append(drawn[: end - start - 1])
+        if not rows:
+            return None
+        found = np.concatenate(rows)
+        return Guesses(found, chains.judged[found], torch.cat(probs))
+
+    def rest(self) -> bool:
+        """Whether a step that had no drafts needs neither `observe` nor `propose`."""
+        if not self.speculation.adaptive or self._asked or self.num_drafts.any():
+            return False
+        return self.control.rest()
+
+    def observe(
+        self,
+        slots: np.ndarray,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+        seconds: float,
+        *,
+        pure: bool,
+        paths: np.ndarray | None = None,
+    ) -> DraftTimes:
+        """A step is done, and with it all drafts of its requests.
+
+        Args:
+            slots, drafts, accepted: [rows], of the requests that sampled.
+            seconds: that it took.
+            pure: it computed nothing else.
+            paths: [rows, drafts of the tree] bool, which ones were accepted; None: they are chains.
+        """
+        making, asked = self._making, self._asked
+        self.control.observe(
+            StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths)
+        )
+        self._making, self._asked = 0.0, 0
+        self.num_drafts[slots] = 0
+        if self._probs:
+            for slot in slots.tolist():
+                self._probs.pop(slot, None)
+        if not pure or not asked:
+            return DraftTimes(making)
+        if not drafts.any():
+            return DraftTimes(making, making + seconds, seconds)
+        plain = self.control.plain_seconds(len(slots))
+        if plain is None:
+            return DraftTimes(making)
+        return DraftTimes(making, making + seconds, plain * (1.0 + float(accepted.mean())))
+
+    def propose(self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor]) -> None:
+        """Drafts for requests that have sampled.
+
+        Args:
+            slots: [rows], all that go on.
+            hidden: indices among `slots` -> their rows for `DraftRows.hidden`.
+        """
+        limits = self._limits(slots)
+        chosen = limits.nonzero()[0]
+        if not len(chosen):
+            return
+        started = self.clock()
+        some = slots[chosen]
+        rows = DraftRows(some, limits[chosen], hidden(chosen), self.sampling.certain(some))
+        try:
+            self._keep(rows, self.drafter.propose(rows))
+        except Exception:
+            self._complain()
+        self._asked = int(limits.max())
+        self._making = self.clock() - started
+
+    def _limits(self, slots: np.ndarray) -> np.ndarray:
+        """Most drafts for each slot: what the request and the step have room for. The scheduler may
+        leave requests with drafts for a later step, so theirs count as well."""
+        known = self.table.num_tokens[slots]
+        limits = np.minimum(self._most[slots], self._max_length[slots] - known - 1)
+        if self.speculation.num_lookahead_tokens:
+            # The newest token and all drafts but the last are written where the drafter computes.
+            places = self.table.num_blocks[0, slots] * self.table.block_size
+            limits = np.minimum(limits, places - known + 1)
+        limits = np.maximum(limits, 0).astype(np.int64)
+        if self.speculation.adaptive:
+            limits = self.control.limits(slots, limits)
+        room = self.speculation.max_draft_rows - int(self.num_drafts.sum())
+        return shared_out(limits, room)
+
+    def _keep(self, rows: DraftRows, drafts: Drafts) -> None:
+        """Put drafts where the next step finds them.
+
+        Raises:
+            ValueError: they are not what a drafter may propose.
+        """
+        counts = np.fromiter(map(len, drafts.token_ids), np.int64, len(drafts.token_ids))
+        if len(counts) != len(rows.slots) or (counts > rows.limits).any():
+            raise ValueError("more drafts than were asked for")
+        tokens = np.fromiter(chain.from_iterable(drafts.token_ids), np.int64, counts.sum())
+        if not len(tokens):
+            return
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
+        if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
+            raise ValueError("drafts come without their probabilities")
+        if self.tree is not None and drafts.tree is not self.tree:
+            raise ValueError("the tree of drafts changed")
+        if drafts.tree is not None and counts.max() > drafts.tree.drafts:
+            raise ValueError("more drafts than the tree has nodes for")
+        if self.tree is None and drafts.tree is not None:
+            self.tree = drafts.tree
+            self.control.follow(self.tree.parents)
+        self.table.put_drafts(rows.slots, counts, tokens)
+        self.num_drafts[rows.slots] = counts
+        if drafts.probs is not None:
+            split = drafts.probs.split(counts.tolist())
+            for slot, certain, probs in zip(
+                rows.slots.tolist(), rows.certain.tolist(), split, strict=True
+            ):
+                if not certain and len(probs):
+                    self._probs[slot] = probs
+
+    def _forget(self, slot: int) -> None:
+        self.num_drafts[slot] = 0
+        self._probs.pop(slot, None)
+
+    def _complain(self) -> None:
+        """Of the exception that is being handled, if it is the first."""
+        if not self._complained:
+            log.warning("a drafter failed; its requests go on without drafts", exc_info=True)
+        self._complained = True
+
+
+def shared_out(limits: np.ndarray, room: int) -> np.ndarray:
+    """`room` shared out as evenly as the limits allow; the first ones get what is left over.
+
+    Args:
+        limits: [rows].
+    """
+    if limits.sum() <= room:
+        return limits
+    given = np.zeros_like(limits)
+    while room > 0:
+        open_ = np.flatnonzero(given < limits)
+        each = room // len(open_)
+        if each == 0:
+            given[open_[:room]] += 1
+            break
+        more = np.minimum(limits[open_] - given[open_], each)
+        given[open_] += more
+        room -= int(more.sum())
+    return given

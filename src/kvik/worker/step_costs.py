@@ -1,0 +1,189 @@
+"""What steps cost, as measured: by requests, by drafts that are judged, by drafts that are made.
+
+Any single step may take any time, as a machine has other things to do. So steps without drafts are
+known by their median, and what drafts cost by curves that no measurement moves far. Those are kept
+as ratios to a step without drafts, so that both may change together as the texts grow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+_RECENT = 15  # steps without drafts that count
+_RATE = 0.1  # of a curve, at least: how far it follows a measurement
+_PRIOR = 1.5  # measurements that the guess before the first counts for, the first one included
+_FAR = 2.0  # a measurement moves a curve as at most so many times what it says
+_NEAR = 0.25  # or as so much more
+_CLIP = 2.0  # and counts as at most so many times, or as little as, what the curve says then
+_FORGET = 0.998  # of what is known of drafts, in each step
+_SLOPE = 0.5  # more drafts cost half of what the last ones did, until they are measured
+_SHORTEST = 1e-9  # seconds, if a clock says that there were none
+
+
+class StepCosts:
+    def __init__(self, max_drafts: int, max_draft_rows: int) -> None:
+        """
+        Args:
+            max_drafts: of a request in a step. max_draft_rows: of all requests.
+        """
+        self._max_drafts, self._max_draft_rows = max_drafts, max_draft_rows
+        self._plain: dict[int, _Recent] = {}  # by requests
+        self._judging: dict[int, _Curve] = {}  # by size of the batch: ratios by drafts in all
+        self._making: dict[int, _Curve] = {}  # likewise, by most drafts of a request
+
+    def observe_plain(self, requests: int, seconds: float) -> None:
+        """A step without drafts."""
+        self._plain.setdefault(requests, _Recent()).add(max(seconds, _SHORTEST))
+        self._judging_of(requests).forget()
+        self._making_of(requests).forget()
+
+    def observe_drafts(
+        self, requests: int, drafts: int, judging: float, asked: int, making: float
+    ) -> float:
+        """A step that judged so many drafts in all, after at most `asked` were made for a request.
+
+        Args:
+            judging, making: times of the step and of making the drafts, over a step without.
+
+        Returns:
+            What both count as together, held up by something else as they may have been.
+        """
+        judged = self._judging_of(requests).observe(drafts, judging)
+        return judged + self._making_of(requests).observe(asked, making)
+
+    def num_plain(self, requests: int) -> int:
+        """Measurements of a step without drafts."""
+        measured = self._plain.get(requests)
+        return 0 if measured is None else len(measured.values)
+
+    def plain(self, requests: int) -> float | None:
+        """Seconds of a step without drafts; None if nothing is known."""
+        measured = self._plain.get(requests)
+        if measured is not None:
+            return measured.middle
+        if not self._plain:
+            return None
+        known = sorted(self._plain)
+        seconds = [self._plain[n].middle for n in known]
+        return float(np.interp(requests, known, seconds))
+
+    def judging(self, requests: int, drafts: int) -> NDArray[np.float64]:
+        """Of a step over one without drafts: [drafts + 1], for each number of them up to it."""
+        return self._judging_of(requests).upto(drafts)
+
+    def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
+        """Of making at most so many drafts for a request, likewise."""
+        return self._making_of(requests).upto(drafts)
+
+    def reach(self, requests: int) -> int:
+        """Most drafts in a step whose cost is more than a guess: twice what was measured, at first
+        as many as there are requests."""
+        return max(requests, 2 * self._judging_of(requests).most)
+
+    def _judging_of(self, requests: int) -> _Curve:
+        size = _size_of(requests)
+        if size not in self._judging:
+            self._judging[size] = _Curve(1.0, self._max_draft_rows)
+        return self._judging[size]
+
+    def _making_of(self, requests: int) -> _Curve:
+        size = _size_of(requests)
+        if size not in self._making:
+            self._making[size] = _Curve(0.0, self._max_drafts)
+        return self._making[size]
+
+
+class _Recent:
+    """Attributes:
+    values: the last few.
+    middle: their median.
+    """
+
+    __slots__ = ("middle", "values")
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=_RECENT)
+        self.middle = 0.0
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        ordered = sorted(self.values)
+        n = len(ordered)
+        self.middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+class _Curve:
+    """A cost by a number of drafts: straight between 0, 1, 2, 4, 8, ... drafts, and never falling.
+    A measurement moves the two points around it, less and less; points beyond all measurements
+    are guessed.
+
+    Attributes:
+        most: drafts that were measured.
+    """
+
+    def __init__(self, first: float, most: int) -> None:
+        """
+        Args:
+            first: the cost of no drafts, and of any as long as nothing was measured.
+        """
+        self._places = [0, *(1 << i for i in range((most - 1).bit_length() + 1))]
+        self._values = [first] * len(self._places)
+        self._weights = [0.0] * len(self._places)  # measurements
+        self._heights = np.full(len(self._places), first)  # what the values say
+        self.most = 0
+
+    def upto(self, drafts: int) -> NDArray[np.float64]:
+        """[drafts + 1], what each number of them costs."""
+        return np.interp(np.arange(drafts + 1), self._places, self._heights)
+
+    def observe(self, drafts: int, cost: float) -> float:
+        """Returns what the measurement counts as."""
+        self.most = max(self.most, drafts)
+        above = bisect_left(self._places, drafts)
+        below = above - 1
+        part = (drafts - self._places[below]) / (self._places[above] - self._places[below])
+        values, weights, heights = self._values, self._weights, self._heights
+        expected = float((1 - part) * heights[below] + part * heights[above])
+        near = min(cost, max(expected * _FAR, expected + _NEAR))
+        error = (near - expected) / ((1 - part) ** 2 + part**2)
+        for point, share in ((below, 1 - part), (above, part)):
+            if point and share:
+                values[point] += share * error * max(_RATE, 1 / (weights[point] + _PRIOR))
+                weights[point] += share
+        self._fade(above + 1)
+        self._draw()
+        heights = self._heights
+        expected = float((1 - part) * heights[below] + part * heights[above])
+        return min(max(cost, expected / _CLIP), expected * _CLIP)
+
+    def forget(self) -> None:
+        """Let what is known give way to the first guess: a cost that looks too high to be tried
+        would never be measured again."""
+        if self.most:
+            self._fade(1)
+            self._draw()
+
+    def _fade(self, start: int) -> None:
+        """Of points that were not measured now."""
+        first = self._values[0]
+        for i in range(start, len(self._values)):
+            self._values[i] = first + (self._values[i] - first) * _FORGET
+
+    def _draw(self) -> None:
+        places, values = self._places, self._values
+        for i in range(2, len(places)):
+            if not self._weights[i]:
+                slope = (values[i - 1] - values[i - 2]) / (places[i - 1] - places[i - 2])
+                values[i] = values[i - 1] + _SLOPE * max(0.0, slope) * (places[i] - places[i - 1])
+        self._heights = np.array(list(accumulate(values, max)))
+
+
+def _size_of(requests: int) -> int:
+    """Batches that are told apart: all small ones, then in steps of an eighth."""
+    shift = max(0, requests.bit_length() - 4)
+    return requests >> shift << shift

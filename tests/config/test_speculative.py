@@ -1,0 +1,88 @@
+"""Wishes for speculation: one object or short flags, each field checked, and what is decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError
+from kvik.config.memory import StepSize
+from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
+from kvik.config.speculative_choice import choose_speculation, wish_of, with_draft_rows
+
+NO_SOURCE = DraftSource()
+SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+def wish(**options: object) -> SpeculativeConfig | None:
+    return wish_of(EngineConfig(**options))  # type: ignore[arg-type]
+
+
+def test_nothing_is_guessed_unless_asked() -> None:
+    assert wish() is None
+    assert wish(spec_method="off") is None
+    assert wish(speculative_config={"method": "off"}, spec_tokens=3) is None
+
+
+def test_flags_win_over_the_object() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "ngram_max": 2, "adaptive": False}
+    expected = SpeculativeConfig("ngram", "", 3, adaptive=False, ngram_max=2)
+    assert wish(speculative_config=config) == expected
+    changed = wish(speculative_config=config, spec_method="suffix", spec_tokens=7)
+    assert changed == replace(expected, method="suffix", num_speculative_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "part"),
+    [
+        ({"spec_tokens": 4}, "spec_method", "must be given beside num_speculative_tokens"),
+        ({"speculative_config": {"ngram_max": 3}}, "spec_method", "must be given beside ngram_max"),
+        ({"spec_method": "draft_model"}, "spec_model", "must name a draft model"),
+        ({"spec_method": "ngram", "spec_model": "x"}, "spec_model", "must be left out"),
+    ],
+)
+def test_what_contradicts_the_method_is_named(options, field, part) -> None:
+    with pytest.raises(ConfigError) as error:
+        wish(**options)
+    assert error.value.field == field
+    assert part in error.value.message
+
+
+@given(
+    st.sampled_from(METHODS[:-1]),
+    st.integers(1, 64),
+    st.integers(1, 300),
+    st.integers(1, 4096),
+    st.sampled_from(["cpu", "cuda"]),
+)
+def test_drafts_leave_room_for_prompts(
+    method: str, each: int, seqs: int, tokens: int, device: str
+) -> None:
+    asked = SpeculativeConfig(method, num_speculative_tokens=each)
+    size = replace(SIZE, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    drafts = with_draft_rows(asked, size, device).max_draft_rows
+    assert 0 <= drafts <= seqs * each
+    if drafts:
+        assert seqs + 2 * drafts <= tokens
+    assert (drafts == 0) == (tokens < seqs + 2)
+
+
+def test_a_step_without_room_is_refused() -> None:
+    notes: list[str] = []
+
+    def note(name: str, value: str, reason: str) -> str:
+        notes.append(name)
+        return value
+
+    asked = SpeculativeConfig("ngram", num_speculative_tokens=8)
+    assert choose_speculation(None, SIZE, (), NO_SOURCE, note) is None
+    with pytest.raises(ConfigError, match="must be at least 6 for 4 requests"):
+        choose_speculation(asked, replace(SIZE, max_num_batched_tokens=5), (), NO_SOURCE, note)
+    found = choose_speculation(asked, replace(SIZE, max_draft_rows=5), (), NO_SOURCE, note)
+    assert found is not None
+    assert (found.num_draft_tokens, found.max_draft_rows) == (5, 5)
+    assert notes == ["speculation", "speculation", "max_draft_rows"]

@@ -1,0 +1,58 @@
+"""Models after a calibration pass, multiplied out to plain floats again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.model_spec import read_model_spec
+from kvik.quantize.calibrate import quantise_blocks
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.results import BlockResult
+
+FAMILIES = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 8},
+    "GPT2": {},
+}
+
+
+def quiet(doing: str, share: float) -> None:
+    """Progress that nobody sees."""
+
+
+def calibrated(
+    folder: Path, recipe: Recipe, windows: Tensor | None, work: Path, *, first: int = 0
+) -> list[BlockResult]:
+    """All blocks from `first` on."""
+    spec = read_model_spec(folder)
+    return list(quantise_blocks(folder, spec, recipe, windows, work, quiet, first=first))
+
+
+def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) -> None:
+    """A copy of the model in `folder` with the weights that the results mean."""
+    shutil.copytree(folder, to)
+    tensors = load_file(folder / "model.safetensors")
+    transposed = read_model_spec(folder).architecture == "GPT2LMHeadModel"
+    for result in results:
+        for name, values in result.changed.items():
+            assert values.shape == tensors[name].shape
+            assert values.dtype == tensors[name].dtype
+            tensors[name] = values.contiguous()
+        for layer in result.layers:
+            if layer.quantised is not None:
+                w = layer.quantised.dequantised()
+                tensors[f"{layer.name}.weight"] = (w.t() if transposed else w).contiguous()
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_windows(windows: int, tokens: int, vocab: int = 96, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (windows, tokens), generator=generator)

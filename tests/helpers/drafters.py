@@ -1,0 +1,176 @@
+"""Drafters that a test sets up: right, wrong, right with a known probability, broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from kvik.config.draft_heads import HeadsSpec
+from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
+
+METHOD, TREE_METHOD = "ngram", "medusa"  # that a test's drafter stands for
+GOLDEN = 0.6180339887498949
+
+
+class Scripted:
+    """Knows how texts go on, and says of how many tokens of its drafts it tells the truth."""
+
+    def __init__(
+        self, parts: DrafterParts, texts: Sequence[Sequence[int]], right: Callable[[int], int]
+    ) -> None:
+        """
+        Args:
+            texts: prompts with their outputs.
+            right: most drafts -> how many of them shall be right.
+        """
+        self.table = parts.table
+        self.vocab_size = parts.vocab_size
+        self.texts = [list(text) for text in texts]
+        self.right = right
+        self.slots: set[int] = set()
+
+    def enter(self, slot: int) -> None:
+        assert slot not in self.slots, "entered twice"
+        self.slots.add(slot)
+
+    def leave(self, slot: int) -> None:
+        self.slots.remove(slot)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        assert rows.hidden.shape[0] == len(rows.slots) == len(rows.certain)
+        assert self.slots.issuperset(rows.slots.tolist())
+        found = []
+        for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):
+            known = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
+            text = next((t for t in self.texts if t[: len(known)] == known), known)
+            truth = text[len(known) : len(known) + limit]
+            right = self.right(len(truth))
+            lies = [(token + 1) % self.vocab_size for token in truth[right:]]
+            found.append(truth[:right] + lies)
+        return Drafts(found)
+
+
+class ScriptedTree:
+    """Knows how texts go on, and writes it along another path of its tree each time; all else in
+    the tree is wrong."""
+
+    TREE = DraftTree((-1, 0, 0, 0, 1, 2, 2, 4, 5, 6, 9), (0, 0, 1, 2, 0, 0, 1, 0, 0, 0, 0))
+
+    def __init__(self, parts: DrafterParts, texts: Sequence[Sequence[int]]) -> None:
+        self.table = parts.table
+        self.vocab_size = parts.vocab_size
+        self.texts = [list(text) for text in texts]
+        self.calls = 0
+
+    def enter(self, slot: int) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        return Drafts(
+            [
+                self._drafts(self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist())[
+                    :limit
+                ]
+                for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True)
+            ],
+            self.TREE,
+        )
+
+    def _drafts(self, known: list[int]) -> list[int]:
+        self.calls += 1
+        text = next((t for t in self.texts if t[: len(known)] == known), known)
+        truth = text[len(known) :]
+        path = self.TREE.path(self.calls % (self.TREE.drafts + 1))
+        drafts = []
+        for node in range(1, self.TREE.drafts + 1):
+            depth = int(self.TREE.depths[node])
+            right = truth[depth - 1] if depth <= len(truth) else 0
+            lie = (right + 1 + self.TREE.ranks[node]) % self.vocab_size
+            drafts.append(right if node in path else lie)
+        return drafts
+
+
+class Garbage:
+    """Tokens without sense; every few steps what no drafter may propose."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        self.vocab_size = parts.vocab_size
+        self.rng = np.random.default_rng(0)
+        self.calls = 0
+
+    def enter(self, slot: int) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        self.calls += 1
+        counts = [int(self.rng.integers(0, limit + 1)) for limit in rows.limits]
+        drafts = [self.rng.integers(0, self.vocab_size, count).tolist() for count in counts]
+        broken = {
+            3: [*drafts[:-1], [self.vocab_size]],
+            7: [*drafts[:-1], [0] * (rows.limits[-1] + 1)],
+            11: drafts[:-1],
+            13: [*drafts[:-1], [-1]],
+        }
+        return Drafts(broken.get(self.calls % 17, drafts))
+
+
+class Broken:
+    """Raises, at everything or now and then."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.calls = 0
+
+    def enter(self, slot: int) -> None:
+        self._count()
+
+    def leave(self, slot: int) -> None:
+        self._count()
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        self._count()
+        return Drafts([[5] * limit for limit in rows.limits])
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            raise RuntimeError("the drafter broke")
+
+
+def with_probability(chance: float) -> Callable[[int], int]:
+    """Each draft is right with this probability, as long as those before it are. The numbers that
+    decide are spread evenly, so that a short run has nearly the expected acceptance."""
+    calls = 0
+
+    def right(most: int) -> int:
+        nonlocal calls
+        calls += 1
+        point = (calls * GOLDEN) % 1.0
+        count = 0
+        while count < most and point < chance ** (count + 1):
+            count += 1
+        return count
+
+    return right
+
+
+def always_right(most: int) -> int:
+    return most
+
+
+def always_wrong(most: int) -> int:
+    return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch, make: Callable[[DrafterParts], Drafter]) -> None:
+    """Engines made from now on with one of our methods use this drafter."""
+    no_heads = HeadsSpec(TREE_METHOD, 1, 1, 1)
+    monkeypatch.setattr("kvik.launch.heads_for", lambda *_: no_heads)
+    for method in (METHOD, TREE_METHOD):
+        monkeypatch.setitem(DRAFTERS, method, make)  # type: ignore[arg-type]

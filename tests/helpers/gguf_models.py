@@ -1,0 +1,110 @@
+"""Tiny GGUF models made with the public package, each with a twin: the same weights as floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import gguf
+import numpy as np
+import torch
+from helpers.gguf_files import some_rows, weights_of
+from safetensors.torch import load_file, save_file
+
+from kvik.nn.checkpoint import SINGLE
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def file_name(name: str) -> str:
+    layer, _, last = name.rpartition(".")
+    if layer in OUTER:
+        return f"{OUTER[layer]}.{last}"
+    _, _, number, inner = layer.split(".", 3)
+    return f"blk.{number}.{NAMES[inner]}.{last}"
+
+
+def neighbours(heads: int, size: int) -> list[int]:
+    """The order of rows in a llama file: those that are rotated together are neighbours."""
+    return [
+        head * size + half * (size // 2) + pair
+        for head in range(heads)
+        for pair in range(size // 2)
+        for half in range(2)
+    ]
+
+
+def save_gguf(
+    source: Path,
+    path: Path,
+    twin: Path,
+    type_of: Callable[[str], str],
+    values: Mapping[str, int | float] = MappingProxyType({}),
+) -> None:
+    """A checkpoint of transformers as a file.
+
+    Args:
+        twin: a folder for the same weights, multiplied out.
+        type_of: of a matrix, by its name in the file.
+        values: metadata to be added or changed.
+    """
+    config = json.loads((source / "config.json").read_text())
+    architecture = config["model_type"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for key, value in values.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(key, value)
+    plain = {}
+    for seed, (name, tensor) in enumerate(load_file(source / SINGLE).items()):
+        own, matrix = file_name(name), tensor.float().numpy()
+        order = np.arange(len(matrix))
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            order = np.array(neighbours(heads if "q_proj" in name else kv_heads, head_dim))
+        stored = matrix[order]
+        if matrix.ndim == 1:
+            writer.add_tensor(own, stored)
+            plain[name] = tensor
+            continue
+        type = type_of(own)
+        # Smaller: in layers as wide as the largest blocks, attention would see one key alone.
+        rows = some_rows(type, 0.3 * stored, seed)
+        kind = gguf.GGMLQuantizationType[type]
+        writer.add_tensor(own, rows, raw_shape=rows.shape, raw_dtype=kind)
+        plain[name] = torch.from_numpy(weights_of(type, rows)[order.argsort()].copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    twin.mkdir(exist_ok=True)
+    (twin / "config.json").write_text(json.dumps(config))
+    save_file(plain, twin / SINGLE)

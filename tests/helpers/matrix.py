@@ -1,0 +1,219 @@
+"""The ways an engine may be asked to produce the same tokens, and how to run them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvik import LLM, SamplingParams
+from kvik.config.kernels import LANES
+from kvik.engine.output import RequestOutput
+
+NUM_TOKENS = 20
+CONTEXT = 160
+
+
+@dataclass(frozen=True)
+class Column:
+    """Attributes:
+    config: engine options.
+    rounds: how often the whole batch is run; the last round counts (prefix hits).
+    order: "given", "reversed" or "shuffled" arrival.
+    alone: one request at a time.
+    siblings: n > 1; every sibling of a greedy request must agree.
+    must: what the last round must have shown, so that no column passes without its feature.
+    """
+
+    name: str
+    config: dict[str, object] = field(default_factory=dict)
+    rounds: int = 1
+    order: str = "given"
+    alone: bool = False
+    siblings: int = 1
+    must: str = ""
+
+    @property
+    def native(self) -> bool:
+        """Attention runs in the native kernels."""
+        chosen = self.config.keys() & {"kernels", "attention_backend"}
+        return not chosen and self.config.get("block_size", LANES) % LANES == 0
+
+
+SQUEEZED = {"num_blocks": 14, "block_size": 16}  # blocks of each KV group
+COLUMNS = [
+    Column("batch"),
+    Column("torch", {"kernels": "torch"}),
+    Column("reference attention", {"attention_backend": "reference"}),
+    Column("sdpa", {"attention_backend": "sdpa"}),
+    Column("one at a time", alone=True),
+    Column("chunks of 5", {"max_num_batched_tokens": 5, "max_num_seqs": 5}),
+    Column("chunks of 16", {"max_num_batched_tokens": 16, "max_num_seqs": 8}),
+    Column("chunks of 33", {"max_num_batched_tokens": 33}),
+    Column("prefix hits", rounds=2, must="hits"),
+    Column("prefix hits, chunks", {"max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("no prefix cache", {"enable_prefix_caching": False}, rounds=2),
+    Column("preemption", SQUEEZED, must="preemptions"),
+    Column(
+        "preemption without cache", {**SQUEEZED, "enable_prefix_caching": False}, must="preemptions"
+    ),
+    Column("preemption, chunks", {**SQUEEZED, "max_num_batched_tokens": 16}, must="preemptions"),
+    Column("two at a time", {"max_num_seqs": 2}),
+    Column("blocks of 1", {"block_size": 1}, rounds=2, must="hits"),
+    Column("blocks of 8", {"block_size": 8}, rounds=2, must="hits"),
+    Column("blocks of 32", {"block_size": 32}, rounds=2, must="hits"),
+    Column("blocks of 64", {"block_size": 64}, rounds=2, must="hits"),
+    Column("reversed arrival", order="reversed"),
+    Column("shuffled arrival", {"max_num_seqs": 3}, order="shuffled"),
+    Column("two threads", {"threads": 2}),
+    Column("siblings", siblings=3),
+    Column("siblings, preemption", {**SQUEEZED, "num_blocks": 16}, siblings=2, must="preemptions"),
+    Column("priority", {"policy": "priority"}),
+    Column("shortest-prefill-first", {"policy": "shortest-prefill-first", "max_num_seqs": 2}),
+    Column("longest-prefix-match", {"policy": "longest-prefix-match", "max_num_seqs": 2}, rounds=2),
+    Column("static", {"policy": "static", "batch_size": 3}),
+    Column("dynamic", {"policy": "dynamic", "batch_size": 3, "max_wait": 0.01}),
+]
+
+BUNDLED = ""
+WINDOWED = {  # two full layers, two that see 24 keys: two KV groups
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "max_window_layers": 2,
+    "torch_dtype": "float32",
+}
+
+
+MODELS = ("bundled", "windowed")
+
+
+def make_model(name: str, folder: Path) -> dict[str, object]:
+    """Engine options that name the model.
+
+    Args:
+        folder: an empty one, for what has to be written.
+    """
+    if name == "bundled":
+        return {"model": BUNDLED}
+    (folder / "config.json").write_text(json.dumps(WINDOWED))
+    return {"model": str(folder), "load_format": "random", "seed": 3}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    """Short and long, some with a common start, one of a single token."""
+    rng = random.Random(0)
+    shared = [rng.randrange(5, vocab) for _ in range(40)]
+    fresh = [[rng.randrange(5, vocab) for _ in range(n)] for n in (1, 7, 31, 32, 33, 90)]
+    return [*fresh, [*shared, 11], [*shared, 12, 13], shared[:32]]
+
+
+def params(siblings: int = 1) -> list[SamplingParams]:
+    """Greedy for most, seeded sampling with everything on for the rest."""
+    common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "n": siblings}
+    greedy = SamplingParams(temperature=0.0, **common)
+    seeded = SamplingParams(
+        temperature=0.9,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        seed=1234,
+        **common,
+    )
+    return [greedy, greedy, greedy, greedy, greedy, greedy, seeded, greedy, seeded]
+
+
+def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[RequestOutput]:
+    """The last round, by prompt."""
+    jobs = list(zip(prompts(llm.resolved.model.vocab_size), sampling, strict=True))
+    order = list(range(len(jobs)))
+    if column.order == "reversed":
+        order.reverse()
+    elif column.order == "shuffled":
+        random.Random(1).shuffle(order)
+    batches = [[i] for i in order] if column.alone else [order]
+    found: dict[int, RequestOutput] = {}
+    for _ in range(column.rounds):
+        for batch in batches:
+            outputs = llm.generate([jobs[i][0] for i in batch], [jobs[i][1] for i in batch])
+            for i, output in zip(batch, outputs, strict=True):
+                assert all(c.error is None for c in output.completions)
+                found[i] = output
+    return [found[i] for i in range(len(jobs))]
+
+
+def run_column(
+    column: Column, sampling: list[SamplingParams], model: dict[str, object], **options: object
+) -> list[RequestOutput]:
+    """In an engine of its own, which must show what the column is about."""
+    config = {"threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 16, **column.config}
+    if "num_blocks" in config and model["model"] != BUNDLED:
+        config["num_blocks"] *= 2
+    with LLM(**model, device="cpu", **config, **options) as llm:
+        found = run(llm, column, sampling)
+        stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
+    if column.must == "hits":
+        assert any(output.num_cached_tokens for output in found)
+    if column.must == "preemptions":
+        assert any(output.num_preemptions for output in found)
+    if "max_num_batched_tokens" in column.config:
+        assert budget < max(len(output.prompt_token_ids) for output in found)
+    if not column.alone and column.config.get("max_num_seqs", 16) > 1:
+        assert stats.steps < stats.delivered_tokens  # several requests shared them
+    assert stats.kv_usage == 0
+    return found
+
+
+def reference_tokens(model: dict[str, object]) -> list[list[int]]:
+    """What a plain run in fp32 says, one request at a time."""
+    with LLM(
+        **model,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        max_model_len=CONTEXT,
+        kernels="torch",
+        attention_backend="reference",
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+    ) as llm:
+        outputs = run(llm, Column("reference", alone=True), params())
+        return [output.completions[0].token_ids for output in outputs]
+
+
+FORMATS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    **{
+        name: {"dtype": "bfloat16", "quantization": name}
+        for name in ("int8", "int8-weight-only", "int4", "fp8")
+    },
+    "KV in fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
+    "KV in int8": {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "int8",
+        "kv_cache_dtype_skip_layers": (1,),
+    },
+    "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
+}
+BITS = [c for c in COLUMNS if c.native and "policy" not in c.config]  # policies only reorder
+
+
+def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
+    """Every other request wants those of its prompt too, which is then computed in full."""
+    return [
+        one.with_changes(logprobs=3, prompt_logprobs=None if i % 2 else 2)
+        for i, one in enumerate(params(siblings))
+    ]

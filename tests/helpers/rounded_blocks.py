@@ -1,0 +1,81 @@
+"""A pass over a model that rounds to nearest without inputs, as any method's results look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvik.config.model_spec import ModelSpec
+from kvik.nn.checkpoint import SINGLE
+from kvik.quantize.calibrate import CPU
+from kvik.quantize.float8 import Float8, float8
+from kvik.quantize.quantised import Quantised
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.results import BlockResult, LayerResult, Progress
+from kvik.quantize.rtn import rtn
+from kvik.quantize.source import open_source
+
+FOLDED = 0.5  # what norms are multiplied with, as if factors had been folded into them
+
+
+def rounded_blocks(
+    folder: Path,
+    spec: ModelSpec,
+    recipe: Recipe,
+    windows: Tensor | None,
+    work: Path,
+    progress: Progress,
+    device: torch.device = CPU,
+    *,
+    first: int = 0,
+) -> Iterator[BlockResult]:
+    """Stands for `quantise_blocks`."""
+    source, tensors = open_source(folder), load_file(folder / SINGLE)
+    dtype = getattr(torch, spec.dtype)
+    for index in range(first, spec.num_layers):
+        scope = source.block_scope.format(index)
+        layers = []
+        for name, shape in source.layers.items():
+            if not name.startswith(scope):
+                continue
+            w = tensors[f"{name}.weight"]
+            if not recipe.quantises(name):
+                layers.append(LayerResult(name, None, 0.0, False))
+                continue
+            w = w if tuple(w.shape) == (shape.outputs, shape.inputs) else w.t()
+            found = rounded(w, recipe, name, dtype)
+            progress(name, index / spec.num_layers)
+            error = float((found.dequantised() - w).norm() / w.float().norm())
+            layers.append(LayerResult(name, found, error, False))
+        norms = {n: t * FOLDED for n, t in tensors.items() if n.startswith(scope) and "norm" in n}
+        yield BlockResult(index, tuple(layers), norms)
+
+
+def rounded(w: Tensor, recipe: Recipe, name: str, dtype: torch.dtype) -> Quantised | Float8:
+    if recipe.method == "fp8":
+        return float8(w, recipe.block, recipe.scale_dtype(dtype))
+    grid = recipe.grid(name, dtype)
+    inputs, group = w.shape[1], recipe.group_size
+    if not recipe.act_order or recipe.static_groups or group in (-1, inputs):
+        return rtn(w, grid)
+    # layers that share their inputs have one order, or the engine could not join them
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    found = rtn(w[:, order], grid)
+    back = order.argsort()
+    return Quantised(found.q[:, back], found.scales, grid, (torch.arange(inputs) // group)[back])
+
+
+def meaning(folder: Path, recipe: Recipe) -> dict[str, Tensor]:
+    """The whole checkpoint as the pass means it, quantised layers multiplied out in fp32."""
+    source, tensors = open_source(folder), load_file(folder / SINGLE)
+    found = dict(tensors)
+    for block in rounded_blocks(folder, source.spec, recipe, None, folder, lambda *_: None):
+        found |= block.changed
+        for layer in block.layers:
+            if layer.quantised is not None:
+                found[f"{layer.name}.weight"] = layer.quantised.dequantised()
+    return found

@@ -1,0 +1,198 @@
+"""Guessing ahead changes no token, whoever guesses and whatever the engine does meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.drafters import (
+    METHOD,
+    TREE_METHOD,
+    Broken,
+    Garbage,
+    Scripted,
+    ScriptedTree,
+    always_right,
+    always_wrong,
+    install,
+    with_probability,
+)
+from helpers.matrix import (
+    BITS,
+    COLUMNS,
+    CONTEXT,
+    FORMATS,
+    MODELS,
+    NUM_TOKENS,
+    WINDOWED,
+    Column,
+    make_model,
+    params,
+    params_with_logprobs,
+    prompts,
+    reference_tokens,
+    run,
+    run_column,
+)
+from helpers.optional_native import needs_native
+
+from kvik import LLM
+from kvik.config.model_source import BUNDLED
+from kvik.engine.output import RequestOutput
+from kvik.worker.drafters.base import Drafter
+from kvik.worker.drafters.registry import DrafterParts
+
+TOKENS = 4  # drafts at a time
+EAGER = {"speculative_config": {"adaptive": False}}  # to draft whatever it costs
+SPECULATION = {**EAGER, "spec_method": METHOD, "spec_tokens": TOKENS}
+TREES = {
+    **EAGER,
+    "spec_method": TREE_METHOD,
+    "spec_model": str(BUNDLED),  # any folder: our drafter has no heads to load
+    "spec_tokens": ScriptedTree.TREE.drafts,
+}
+Make = Callable[[DrafterParts], Drafter]
+
+DRAFTERS: dict[str, Callable[[list[list[int]]], Make]] = {
+    "always right": lambda texts: lambda parts: Scripted(parts, texts, always_right),
+    "always wrong": lambda texts: lambda parts: Scripted(parts, texts, always_wrong),
+    "right now and then": lambda texts: lambda parts: Scripted(parts, texts, with_probability(0.6)),
+    "tree": lambda texts: lambda parts: ScriptedTree(parts, texts),
+    "garbage": lambda texts: Garbage,
+    "broken": lambda texts: lambda parts: Broken(3),
+    "prompt lookup": lambda texts: None,
+}
+# Where all drafters are tried; one of them is tried everywhere.
+SOME = [
+    column
+    for column in COLUMNS
+    if column.name
+    in ("torch", "reference attention", "prefix hits, chunks", "preemption, chunks", "siblings")
+]
+WITH_A_DRAFT_MODEL = ("batch", "chunks of 5", "blocks of 1", "blocks of 64", "two threads")
+EVERYWHERE = ("right now and then", "tree")
+CASES = [(column, drafter) for column in COLUMNS for drafter in EVERYWHERE]
+CASES += [(column, drafter) for column in SOME for drafter in DRAFTERS if drafter not in EVERYWHERE]
+
+
+def with_room(column: Column) -> Column:
+    """The column with a step that has room for drafts, and blocks as short as they are without:
+    requests that end sooner hold theirs for less long."""
+    config = dict(column.config)
+    if "max_num_batched_tokens" in config:
+        most = config["max_num_batched_tokens"] - 2
+        config["max_num_seqs"] = min(config.get("max_num_seqs", 16), most)
+    if column.must == "preemptions":
+        config["num_blocks"] -= 2
+    return replace(column, config=config)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory) -> dict[str, object]:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    return reference_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def texts(model, expected) -> list[list[int]]:
+    """Prompts with the answers to them."""
+    with LLM(**model, device="cpu", threads=1, max_model_len=CONTEXT) as llm:
+        vocab_size = llm.resolved.model.vocab_size
+    return [[*p, *tokens] for p, tokens in zip(prompts(vocab_size), expected, strict=True)]
+
+
+@pytest.mark.parametrize(("column", "drafter"), CASES, ids=lambda case: getattr(case, "name", case))
+def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter, monkeypatch):
+    make = DRAFTERS[drafter](texts)
+    if make is not None:
+        install(monkeypatch, make)
+    column = with_room(column)
+    options = TREES if drafter == "tree" else SPECULATION
+    outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
+    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
+        tokens = [c.token_ids for c in output.completions]
+        assert tokens[0] == expected[i], f"prompt {i}"
+        if sampling.greedy:
+            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
+    drafted = sum(output.num_drafted_tokens for output in outputs)
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    assert drafted > 0
+    if drafter == "always right" and column.siblings == 1:
+        assert accepted == drafted
+    if drafter == "always wrong":
+        assert accepted == 0
+    if drafter in EVERYWHERE:
+        assert 0 < accepted < drafted
+
+
+@pytest.fixture(scope="module")
+def draft(model, tmp_path_factory) -> str:
+    """The bundled model's own draft model, or a random one, of two KV groups as its target."""
+    if model["model"] == "":
+        return str(BUNDLED.parent / "stories-draft")
+    folder = tmp_path_factory.mktemp("draft")
+    changes = {"num_hidden_layers": 2, "max_window_layers": 1, "sliding_window": 12}
+    (folder / "config.json").write_text(json.dumps({**WINDOWED, **changes}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [column for column in COLUMNS if column in SOME or column.name in WITH_A_DRAFT_MODEL],
+    ids=lambda column: column.name,
+)
+def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
+    """It shares the blocks of its target, through prefix hits, preemptions and forks."""
+    column = with_room(column)
+    options = {**EAGER, "spec_method": "draft_model", "spec_model": draft, "spec_tokens": TOKENS}
+    outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
+    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
+        tokens = [c.token_ids for c in output.completions]
+        assert tokens[0] == expected[i], f"prompt {i}"
+        if sampling.greedy:
+            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    assert 0 < accepted < sum(output.num_drafted_tokens for output in outputs)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def weights(request) -> dict[str, object]:
+    return FORMATS[request.param]
+
+
+@pytest.fixture(scope="module")
+def without(model, weights) -> Iterator[list[RequestOutput]]:
+    """By an engine that does not guess, one request at a time."""
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
+    with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        yield run(llm, Column("reference", alone=True), params_with_logprobs())
+
+
+@needs_native
+@pytest.mark.parametrize("drafter", EVERYWHERE)
+@pytest.mark.parametrize(
+    "column",
+    [c for c in BITS if c.name in ("batch", "chunks of 16", "prefix hits", "preemption, chunks")],
+    ids=lambda column: column.name,
+)
+def test_native_logprobs_have_the_same_bits_with_drafts(
+    model, weights, without, column, drafter, caplog, monkeypatch
+):
+    texts = [[*out.prompt_token_ids, *out.completions[0].token_ids] for out in without]
+    install(monkeypatch, DRAFTERS[drafter](texts))
+    sampling = params_with_logprobs(column.siblings)
+    options = TREES if drafter == "tree" else SPECULATION
+    found = run_column(with_room(column), sampling, model, **weights, **options)
+    assert not caplog.records  # every step was replayed
+    assert sum(output.num_accepted_tokens for output in found) > 0
+    for i, (output, right) in enumerate(zip(found, without, strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        assert output.completions[0].token_ids == right.completions[0].token_ids, f"prompt {i}"
+        assert output.completions[0].logprobs == right.completions[0].logprobs, f"prompt {i}"
+        assert len(output.completions[0].logprobs) == NUM_TOKENS

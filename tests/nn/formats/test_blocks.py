@@ -1,0 +1,61 @@
+"""GGUF's blocks as weights: run by run, and against the public package."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.gguf_files import some_rows, weights_of
+from torch import Tensor
+
+from kvik.config.stored_quantization import BLOCK_LAYOUTS
+from kvik.gguf.stored import SCHEMES
+from kvik.kernels.weights import FloatWeight, Int4MinWeight, Int4Weight, Int8Weight
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.blocks import Blocks
+
+SHAPE = LinearShape(inputs=512, outputs=24)
+KINDS = {"Q5_1": FloatWeight, "Q5_K": FloatWeight, "Q4_0": Int4Weight, "Q3_K": Int4Weight}
+KINDS |= dict.fromkeys(("Q8_0", "Q5_0", "Q6_K"), Int8Weight)
+KINDS |= dict.fromkeys(("Q4_1", "Q4_K", "Q2_K"), Int4MinWeight)
+
+
+def stored(type: str) -> Tensor:
+    values = np.random.default_rng(1).normal(size=(24, 512)).astype(np.float32)
+    return torch.from_numpy(some_rows(type, values))
+
+
+@pytest.mark.parametrize("type", BLOCK_LAYOUTS)
+def test_the_weight_is_what_the_package_says(type: str) -> None:
+    format, rows = Blocks(SCHEMES[type], SHAPE, {}), stored(type)
+    expected = torch.from_numpy(weights_of(type, rows.numpy()))
+    for some in (slice(0, 24), slice(3, 11)):
+        weight = format.weight({"weight": rows}, some)
+        assert isinstance(weight, KINDS[type])
+        assert torch.equal(weight.dequantized(), expected[some])
+
+
+def test_a_row_of_one_group() -> None:
+    """Then a scale of a group is one of an output."""
+    rows = torch.from_numpy(some_rows("Q8_0", np.ones((4, 32), np.float32)))
+    weight = Blocks(SCHEMES["Q8_0"], LinearShape(32, 4), {}).weight({"weight": rows}, slice(0, 4))
+    assert isinstance(weight, Int8Weight) and weight.scales.shape == (4,)
+    assert torch.allclose(weight.dequantized(), torch.ones(4, 32), atol=1e-3)
+
+
+def test_bytes_of_rows() -> None:
+    (found,) = Blocks(SCHEMES["Q4_K"], SHAPE, {}).tensors("column", torch.bfloat16).values()
+    assert found == StoredTensor((24, 288), torch.uint8, 0, True, "Q4_K, in bytes")
+    with pytest.raises(ValueError, match="its 300 inputs are no blocks of 256"):
+        Blocks(SCHEMES["Q4_K"], LinearShape(300, 24), {})
+
+
+@pytest.mark.parametrize(("type", "at"), [("Q8_0", 0), ("Q4_K", 0), ("Q4_K", 2), ("Q5_K", 2)])
+def test_scales_and_minima_are_numbers(type: str, at: int) -> None:
+    rows = stored(type)
+    rows[5, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # infinity
+    format = Blocks(SCHEMES[type], SHAPE, {})
+    format.weight({"weight": rows}, slice(6, 24))
+    with pytest.raises(TensorError, match="holds NaN or infinity") as caught:
+        format.weight({"weight": rows}, slice(0, 24))
+    assert caught.value.name == "weight"

@@ -1,0 +1,44 @@
+"""Queries, keys and values: one matrix where their weights are stored alike, else several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from helpers.paged_model import PagedModel
+from helpers.stored_layers import awq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny
+
+from kvik.kernels.weights import FloatWeight, Int4Weight
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True}
+
+
+def test_one_matrix(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    heads = PagedModel(tmp_path).model.layers[0].attention.qkv
+    assert len(heads.linears) == 1
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        q, k, v = heads(x)
+        whole = heads.linears[0](x)
+    assert (q.shape, k.shape, v.shape) == ((5, 4, 16), (5, 2, 16), (5, 2, 16))
+    assert torch.equal(torch.cat((q, k, v), dim=1).flatten(1), whole)
+
+
+def test_each_keeps_its_own_format(tmp_path: Path) -> None:
+    source, folder = tmp_path / "plain", tmp_path / "q"
+    save_tiny(source, "Llama", **SIZES)
+    config = awq_config(modules_to_not_convert=["layers.1.self_attn.v_proj"])
+    save_quantised(source, folder, tmp_path / "twin", config)
+    found, twin = (PagedModel(path).model.layers for path in (folder, tmp_path / "twin"))
+    assert len(found[0].attention.qkv.linears) == 1
+    kinds = [type(linear.matrix.data) for linear in found[1].attention.qkv.linears]
+    assert kinds == [Int4Weight, FloatWeight]
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        parts = zip(found[1].attention.qkv(x), twin[1].attention.qkv(x), strict=True)
+        for part, expected in parts:
+            assert part.shape == expected.shape
+            assert torch.allclose(part, expected, atol=1e-5)

@@ -1,0 +1,378 @@
+"""An engine folder gives the tokens of the model it was built from, and refuses what it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.optional_native import NATIVE, needs_native
+from helpers.stored_layers import awq_config, fp8_config, gptq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny
+
+from kvik import LLM, KvikError, SamplingParams
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
+from kvik.config.engine_manifest import MANIFEST, WEIGHTS, Manifest
+from kvik.config.model_source import BUNDLED
+from kvik.config.model_spec import read_model_spec
+from kvik.config.quantization import SCHEMES
+from kvik.export import plan_export
+from kvik.gguf.export import model_metadata
+from kvik.gguf.writer import write_gguf
+from kvik.kernels.reference.packing import PLAIN
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.nn.engine_folder import MappedStorage
+from kvik.nn.gguf_export import gguf_tensors
+from kvik.planner.families import read_shape
+
+PROMPTS = [[5, 6, 7, 8], [9] * 20, [11]]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied": ("Llama", {"hidden_size": 64, "tie_word_embeddings": True}),
+    "qwen2, biases": ("Qwen2", {"hidden_size": 64, "intermediate_size": 128}),
+    "gpt2, learned positions": ("GPT2", {"n_embd": 64}),
+}
+KERNELS = ["torch", *(["native"] if NATIVE else [])]
+ENGINE = {"device": "cpu", "threads": 1}
+PLANNED = {"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+
+
+def build(model: str, output: Path, **options: Any) -> Manifest:
+    _, manifest = build_engine(
+        EngineConfig(model=model, **ENGINE, **options), output, lambda done, total: None
+    )
+    return manifest
+
+
+def answers(model: str, **options: Any) -> list[Any]:
+    """Tokens and their log probabilities, to the last bit."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    with LLM(model, **ENGINE, **PLANNED, **options) as llm:
+        outputs = llm.generate(PROMPTS, params)
+    return [
+        (choice.token_ids, [entry.logprob for entry in choice.logprobs or ()])
+        for output in outputs
+        for choice in output.completions
+    ]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
+def test_it_answers_like_the_model(
+    tmp_path: Path, family: str, quantization: str, kernels: str
+) -> None:
+    model = ""
+    if family != "bundled":
+        name, sizes = FAMILIES[family]
+        model = str(tmp_path / "model")
+        save_tiny(tmp_path / "model", name, **sizes)
+    options = {"quantization": quantization, "kernels": kernels}
+    build(model, tmp_path / "engine", **options)
+    assert answers(str(tmp_path / "engine")) == answers(model, **options)
+
+
+STORED = {
+    "gptq, another order of inputs": gptq_config(desc_act=True, sym=False),
+    "values in more bits than keys": gptq_config(dynamic={"+:.*v_proj": {"bits": 8}}),
+    "awq": awq_config(),
+    "fp8": fp8_config(weight_block_size=[32, 32]),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", STORED)
+def test_quantised_checkpoints_stay_as_they_are(tmp_path: Path, case: str, kernels: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    save_tiny(tmp_path / "plain", "Qwen2", **sizes)
+    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
+    model, engine = str(tmp_path / "model"), tmp_path / "engine"
+    build(model, engine, kernels=kernels)
+    assert answers(str(engine)) == answers(model, kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_gguf_file(tmp_path: Path, kernels: str) -> None:
+    folder, model = tmp_path / "model", tmp_path / "model.gguf"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    save_tiny(folder, "Qwen2", **sizes)
+    spec = read_model_spec(folder)
+    tensors = gguf_tensors(open_checkpoint(folder), spec, "Q4_0")
+    write_gguf(model, model_metadata(spec, "tiny", "Q4_0"), tensors)
+    build(str(model), tmp_path / "engine", kernels=kernels)
+    assert answers(str(tmp_path / "engine")) == answers(str(model), kernels=kernels)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and a folder built from it."""
+    folder = tmp_path_factory.mktemp("engines")
+    save_tiny(folder / "model", "Llama", hidden_size=64)
+    build(str(folder / "model"), folder / "engine", quantization="int8", kernels="torch")
+    return folder / "model", folder / "engine"
+
+
+def test_what_the_model_says_travels_with_it(tmp_path: Path) -> None:
+    manifest = build("", tmp_path / "engine")
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(manifest.files)
+    prompt, params = "Once upon a time", SamplingParams(seed=7, max_tokens=12)
+    with LLM(**ENGINE, num_blocks=64) as plain:
+        text = plain.generate(prompt, params)[0].text
+        defaults = plain.default_params
+    shutil.move(tmp_path / "engine", tmp_path / "moved")
+    with LLM(str(tmp_path / "moved"), num_blocks=64) as llm:
+        assert llm.generate(prompt, params)[0].text == text
+        assert llm.default_params == defaults
+        reasons = {decision.name: decision.reason for decision in llm.resolved.decisions}
+    assert reasons["dtype"] == reasons["quantization"] == "as the engine folder was built"
+
+
+def test_a_checkpoint_of_the_bare_trunk(tmp_path: Path) -> None:
+    """Its names lack "model."."""
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(tmp_path / "model", "Llama", tie_word_embeddings=True)
+    path = tmp_path / "model" / "model.safetensors"
+    named = {name.removeprefix("model."): value for name, value in load_file(path).items()}
+    save_file(named, path)
+    build(str(tmp_path / "model"), tmp_path / "engine")
+    assert answers(str(tmp_path / "engine")) == answers(str(tmp_path / "model"))
+
+
+def test_the_plan_counts_the_pages_of_the_file(tiny: tuple[Path, Path]) -> None:
+    with LLM(str(tiny[1]), num_blocks=64) as llm:
+        assert llm.resolved.memory.weights == (tiny[1] / WEIGHTS).stat().st_size
+
+
+def test_asking_for_what_is_built_in_is_fine(tiny: tuple[Path, Path]) -> None:
+    answers(str(tiny[1]), quantization="int8", kernels="torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int4"}, "quantization: is int8 in this engine folder, not int4: "),
+        ({"dtype": "float16"}, "dtype: is .* in this engine folder, not float16: "),
+        ({"kernels": "native"}, "kernels: is torch in this engine folder, not native: "),
+    ],
+)
+def test_asking_for_something_else_says_how_to_build_it(
+    tiny: tuple[Path, Path], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KvikError, match=message + ".*kvik build MODEL -o ENGINE --"):
+        LLM(str(tiny[1]), **options)
+
+
+def changed(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(manifest | values))
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
+
+
+def another_build(folder: Path) -> None:
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[0] ^= 1
+    (folder / WEIGHTS).write_bytes(data)
+
+
+def another_config(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"bos_token_id": 1', '"bos_token_id": 3'))
+
+
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def other_kind(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["tensors"]["model.layers.0.self_attn.o_proj"]["kind"] = "int8 group 8"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def tensor_gone(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["tensors"]["model.norm.weight"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "weights.bin: has .* bytes, .* by engine.json"),
+        (another_build, "weights.bin: is not of the same build"),
+        (another_config, "config.json: was altered since it was built"),
+        (no_weights, "weights.bin: cannot be read"),
+        (changed(format=2), "engine.json format: is 2, written by kvik .*; this kvik reads 1"),
+        (changed(byte_order="big"), "engine.json byte_order: is big"),
+        (changed(packing="plain-0"), "packed as 'plain-0', and the kernels here take 'plain-1'"),
+        (changed(quantization="int3"), "quantization: 'int3' of this engine folder is unknown"),
+        (other_kind, "o_proj' does not have the parts of its kind .int8 group 8. and size"),
+        (tensor_gone, "tensor 'model.norm.weight' is missing"),
+    ],
+)
+def test_a_folder_that_does_not_fit_says_what_to_do(
+    tmp_path: Path, tiny: tuple[Path, Path], damage: Callable[[Path], None], message: str
+) -> None:
+    shutil.copytree(tiny[1], tmp_path / "engine")
+    damage(tmp_path / "engine")
+    with pytest.raises(KvikError, match=message) as caught:
+        LLM(str(tmp_path / "engine"), **ENGINE, **PLANNED)
+    assert "kvik build MODEL -o " in str(caught.value) and "\n" not in str(caught.value)
+
+
+@needs_native
+def test_without_native_kernels_a_folder_for_them_is_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from kvik.config.hardware import detect
+    from kvik.config.model_spec import read_model_spec
+    from kvik.config.resolve import resolve
+
+    build("", tmp_path / "engine")
+    spec, bare = read_model_spec(tmp_path / "engine"), replace(detect(), native=False)
+    with pytest.raises(KvikError, match="kernels: .* kvik was installed without: build another"):
+        resolve(EngineConfig(), spec, bare, str(tmp_path / "engine"))
+
+
+def test_nothing_is_left_of_a_build_that_fails(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
+    output = tmp_path / "out" / "engine"
+    shutil.copytree(tiny[1], output)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(EngineConfig(model=str(tiny[0]), **ENGINE), output, interrupted)
+    assert [path.name for path in output.parent.iterdir()] == ["engine"]
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_a_running_engine_keeps_its_weights_when_the_folder_is_built_again(
+    tmp_path: Path, tiny: tuple[Path, Path]
+) -> None:
+    shutil.copytree(tiny[1], tmp_path / "engine")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(str(tmp_path / "engine"), **ENGINE, **PLANNED) as llm:
+        before = llm.generate([PROMPTS[0]], params)[0].completions[0].token_ids
+        build(str(tiny[0]), tmp_path / "engine", quantization="int4", kernels="torch")
+        assert llm.generate([PROMPTS[0]], params)[0].completions[0].token_ids == before
+    assert answers(str(tmp_path / "engine")) == answers(
+        str(tiny[0]), quantization="int4", kernels="torch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "message"),
+    [
+        ("model", "taken", "output: must be new, empty or an engine folder; .* holds 'letter.txt'"),
+        ("model", "more", "output: must be new, empty or an engine folder; .* holds 'letter.txt'"),
+        ("model", "file", "output: must be a folder"),
+        ("engine", "new", "model: is an engine folder already"),
+        ("absent/model", "new", "model: "),
+    ],
+)
+def test_what_cannot_be_built(
+    tmp_path: Path, tiny: tuple[Path, Path], model: str, output: str, message: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "letter.txt").write_text("dear")
+    shutil.copytree(tiny[1], tmp_path / "more")
+    (tmp_path / "more" / "letter.txt").write_text("dear")
+    (tmp_path / "file").write_text("")
+    source = {"model": tiny[0], "engine": tiny[1]}.get(model, model)
+    with pytest.raises(KvikError, match=message):
+        build(str(source), tmp_path / output)
+    assert not (tmp_path / "new").exists()
+    for folder in ("taken", "more"):
+        assert (tmp_path / folder / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_draft_model_may_be_an_engine_folder_or_a_gguf_file(tmp_path: Path, kernels: str) -> None:
+    """The model's own weights, rounded: most drafts are right, and the answer stays the same."""
+    build("", tmp_path / "engine", kernels=kernels, quantization="int8")
+    build("", tmp_path / "target", kernels=kernels)
+    plan_export(BUNDLED, "Q8_0").write(tmp_path / "draft.gguf", lambda size: None)
+    expected = answers("", kernels=kernels)
+    weights = (tmp_path / "target" / WEIGHTS).stat().st_size
+    for draft in ("engine", "draft.gguf"):
+        wish = {"method": "draft_model", "model": str(tmp_path / draft), "adaptive": False}
+        with LLM(str(tmp_path / "target"), **ENGINE, **PLANNED, speculative_config=wish) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            found = [output.completions[0].token_ids for output in llm.generate(PROMPTS, params)]
+            assert found == [tokens for tokens, _ in expected]
+            speculation = llm.stats().speculation
+            assert speculation is not None and speculation.drafts.accepted > 0
+            if draft == "engine":
+                weights_of_both = weights + (tmp_path / draft / WEIGHTS).stat().st_size
+                assert llm.resolved.memory.weights == weights_of_both
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype is .* in its engine folder and must be float16: "),
+        (
+            {"speculative_config": {"quantization": "int4"}},
+            "quantization is int8 in its engine folder and must be int4: ",
+        ),
+    ],
+)
+def test_a_draft_model_that_was_built_for_something_else(
+    tiny: tuple[Path, Path], options: dict[str, Any], message: str
+) -> None:
+    wish = {"method": "draft_model", "model": str(tiny[1])}
+    wish |= options.get("speculative_config", {})
+    options = {"kernels": "torch", **options, "speculative_config": wish}
+    with pytest.raises(KvikError, match="spec_model: " + message + "build another one"):
+        LLM(str(tiny[0]), **ENGINE, **PLANNED, **options)
+
+
+def test_weights_that_were_replaced_since_the_manifest_was_read(
+    tmp_path: Path, tiny: tuple[Path, Path]
+) -> None:
+    shutil.copytree(tiny[1], tmp_path / "engine")
+    another_build(tmp_path / "engine")
+    with pytest.raises(KvikError, match="weights.bin: is not of the same build"):
+        MappedStorage(tmp_path / "engine", PLAIN)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "x/y"])
+def test_no_name_leads_out_of_the_folder(
+    tmp_path: Path, tiny: tuple[Path, Path], name: str
+) -> None:
+    shutil.copytree(tiny[1], tmp_path / "engine")
+    manifest = json.loads((tmp_path / "engine" / MANIFEST).read_text())
+    manifest["files"][name] = manifest["files"]["config.json"]
+    (tmp_path / "engine" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(KvikError, match="engine.json files: must name files of its folder"):
+        LLM(str(tmp_path / "engine"))
+
+
+def test_a_pipe_is_no_file(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
+    """It would be waited for, and never end."""
+    shutil.copytree(tiny[1], tmp_path / "engine")
+    (tmp_path / "engine" / WEIGHTS).unlink()
+    os.mkfifo(tmp_path / "engine" / WEIGHTS)
+    with pytest.raises(KvikError, match="weights.bin: is no file"):
+        LLM(str(tmp_path / "engine"))
+
+
+def test_a_plan_counts_it_as_it_was_built(tiny: tuple[Path, Path]) -> None:
+    model, engine = (read_shape(str(path)) for path in tiny)
+    assert engine.stored == "int8" and model.stored != "int8"
+    assert engine.spec is not None and engine.parameters == model.parameters
+    assert engine.notes[-1].startswith("engine folder for torch kernels, ")

@@ -1,0 +1,197 @@
+"""GGUF files in the engine: as the same weights multiplied out, in the bytes that were planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.gguf_models import save_gguf
+from helpers.optional_native import needs_native
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny, tokens
+
+from kvik import LLM, SamplingParams
+from kvik.cli.main import main
+from kvik.config.errors import ModelError
+from kvik.config.quantization import weight_bytes
+from kvik.gguf.reader import read_gguf
+from kvik.kernels.reference.linear import stored_weight
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.weights import FloatWeight, Matrix, MatrixSpec
+from kvik.planner.families import read_shape
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
+
+
+def mixed(name: str) -> str:
+    """As llama-quantize mixes types: some layers are finer in V and down, as is the head."""
+    finer = name.startswith(("blk.1.attn_v", "blk.0.ffn_down", "output", "token_embd"))
+    return "Q6_K" if finer else "Q4_K"
+
+
+# The types of a file's matrices, and whether all of them run as they are stored.
+CASES: dict[str, tuple[Callable[[str], str], bool]] = {
+    "Q8_0": (lambda name: "Q8_0", True),
+    "Q4_0": (lambda name: "Q8_0" if "blk" not in name else "Q4_0", True),
+    "mixed": (mixed, True),
+    "small": (lambda name: "Q2_K" if "ffn" in name else "Q3_K", True),
+    "old": (lambda name: "Q4_1" if "ffn" in name else "Q5_0", True),
+    "floats": (lambda name: "Q5_K" if "ffn" in name else "Q5_1", False),
+    "F16": (lambda name: "F16", False),
+}
+FAMILIES = [("Llama", case) for case in CASES]
+FAMILIES += [(family, case) for family in ("Qwen2", "Qwen3") for case in ("Q8_0", "mixed")]
+# Of a log probability, on average. The native kernels round activations: to bf16 or, for weights of
+# four bits, to eight. Measured: 5e-7 and 0.016.
+OFF = {"torch": 1e-5, "native": 0.03}
+
+
+def run(model: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens, and the log probability of each token of a prompt."""
+    with LLM(str(model), device="cpu", threads=1, num_blocks=32, **options) as llm:
+        (output,) = llm.generate([tokens(9)], GREEDY)
+        (scored,) = llm.score([tokens(24)])
+        assert scored.prompt_logprobs is not None
+        scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
+        return output.completions[0].token_ids, torch.tensor(scores)
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize(("family", "case"), FAMILIES)
+def test_the_engine_says_what_the_floats_say(
+    family: str, case: str, kernels: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, tie_word_embeddings=family == "Qwen2", **SIZES)
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES[case][0])
+    expected, scores = run(tmp_path / "twin", kernels="torch", dtype="float32")
+    found, found_scores = run(tmp_path / "m.gguf", kernels=kernels, dtype="float32")
+    assert kernels == "native" or found == expected
+    assert float((found_scores - scores).abs().mean()) < OFF[kernels]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_counts_what_is_loaded(case: str, tied: bool, tmp_path: Path) -> None:
+    """Every matrix, the embedding's too, as torch's kernels and the native ones keep it."""
+    save_tiny(tmp_path, "Llama", tie_word_embeddings=tied, **SIZES)
+    types, as_stored = CASES[case]
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", types)
+    made: list[Matrix] = []
+
+    def matrix(spec: MatrixSpec) -> Matrix:
+        made.append(REFERENCE.matrix(spec))
+        return made[-1]
+
+    ops = replace(REFERENCE, matrix=matrix)
+    spec = PagedModel(tmp_path / "m.gguf", ops=ops, dtype=torch.bfloat16).spec
+    sizes = [stored_weight(each) for each in made]
+    rest = 2 * (spec.parameters.total - sum(each.outputs * each.inputs for each in sizes))
+    loaded = rest + sum(map(size, sizes))
+    assert loaded == weight_bytes(spec, "bfloat16", "none")
+    packed = pytest.importorskip("kvik.kernels.cpu.matrix").packed_sizes
+    loaded = rest + sum(sum(packed(each.spec)) for each in made)
+    assert loaded == weight_bytes(spec, "bfloat16", "none", native=True)
+    assert as_stored == all(not isinstance(each, FloatWeight) for each in sizes)
+    assert case != "mixed" or len(made) == 4 + 5 + 2 - tied  # V of one layer, and the ends
+
+
+def size(weight: object) -> int:
+    """Bytes of its tensors."""
+    parts = (getattr(weight, field.name) for field in fields(weight))  # type: ignore[arg-type]
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+
+def test_other_types_are_quantised_when_that_is_asked_for(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES["floats"][0])
+    options = {"device": "cpu", "threads": 1, "num_blocks": 32, "kernels": "torch"}
+    planned = []
+    for quantization in ("none", "int8"):
+        with LLM(str(tmp_path / "m.gguf"), quantization=quantization, **options) as llm:
+            planned.append(llm.resolved.memory.weights)
+            llm.generate([tokens(5)], GREEDY)
+    assert planned[1] < 0.6 * planned[0]
+
+
+def test_info_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path, "Qwen3", **SIZES)
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", mixed)
+    path = str(tmp_path / "m.gguf")
+    assert main(["info", path, "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "Qwen3ForCausalLM" in text and path in text
+    assert "gguf: Q6_K; Q4_K" in text or "gguf: Q4_K; Q6_K" in text
+    assert main(["info", path, "--device", "cpu", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["weight_bytes"] == facts["memory"]["weights"]
+
+
+def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    values = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", lambda name: "F32", values)
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1, num_blocks=32) as llm:
+        assert (llm.default_params.temperature, llm.default_params.top_k) == (0.5, 7)
+        with pytest.raises(ModelError, match="tokenizer.ggml.model: is missing"):
+            llm.generate(["Once"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"split.count": 3}, r"m.gguf split.count: is more than 1: put the parts together"),
+        (
+            {"llama.feed_forward_length": 256},
+            r"must have shape \[256, 272\] by the metadata of m.gguf \(Q8_0, in bytes\), not",
+        ),
+        ({"llama.block_count": 3}, "lack 'model.layers.2"),
+        ({"llama.block_count": 1}, "hold 'model.layers.1.*unknown to the architecture"),
+        ({"llama.embedding_length": 250}, "its 250 inputs are no blocks of 32; the GGUF file"),
+        ({"llama.embedding_length": 1 << 30}, r"embedding_length: must be an integer in"),
+        ({"llama.expert_count": 8}, "expert_count: must be 0"),
+    ],
+)
+def test_files_that_lie(values: dict[str, int], message: str, tmp_path: Path) -> None:
+    """One error each, before a matrix is filled."""
+    save_tiny(tmp_path, "Llama", **SIZES)
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", lambda name: "Q8_0", values)
+    with pytest.raises(ModelError, match=message):
+        LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1, num_blocks=32)
+
+
+def test_a_scale_that_is_no_number(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    path = tmp_path / "m.gguf"
+    save_gguf(tmp_path, path, tmp_path / "twin", lambda name: "Q8_0")
+    (bad,) = [t for t in read_gguf(path).tensors if t.name == "blk.1.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    data[bad.start : bad.start + 2] = b"\x00\x7e"  # NaN
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"1.mlp.up_proj.weight' holds NaN or infinity"):
+        LLM(str(path), device="cpu", threads=1, num_blocks=32)
+
+
+@pytest.mark.parametrize(
+    ("case", "stored"), [("Q8_0", "int8-weight-only"), ("mixed", "int4"), ("F16", "fp16")]
+)
+def test_a_plan_counts_the_usual_bits_of_its_weights(
+    case: str, stored: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES[case][0])
+    shape = read_shape(str(tmp_path / "m.gguf"))
+    assert shape.stored == stored
+    assert shape.spec is not None and shape.spec.parameters.total == shape.parameters
+    assert any("counted as" in note for note in shape.notes) == (case != "F16")

@@ -1,0 +1,265 @@
+"""Guessing ahead, as a caller of the offline API sees it: the same answers, and honest figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.drafters import (
+    METHOD,
+    TREE_METHOD,
+    Broken,
+    Scripted,
+    ScriptedTree,
+    always_right,
+    always_wrong,
+    install,
+    with_probability,
+)
+
+from kvik import LLM, ConfigError, RequestOutput, SamplingParams
+from kvik.config.model_source import BUNDLED
+from kvik.worker.adaptive import DraftControl
+from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.registry import DrafterParts
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+}
+EAGER = {"adaptive": False}
+PROMPTS = ["Once upon a time", "The fox", "A little bird", "In the village there was a tree"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+# What may end or bend an answer, and must do so inside a run of accepted drafts, too.
+ASKED: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "short": {"max_tokens": 3},
+    "one token": {"max_tokens": 1},
+    "EOS": {"ignore_eos": False, "max_tokens": 200},
+    "min_tokens": {"ignore_eos": False, "max_tokens": 200, "min_tokens": 150},
+    "stop strings": {"stop": ("the ", "dog", "was")},
+    "stop string kept": {"stop": ("and",), "include_stop_str_in_output": True},
+    "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 1, "logprobs": 0},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": {5: 4.0, 7: -3.0}},
+    "bad words": {"bad_words": (" the", " little girl", ".")},
+    "allowed": {"allowed_token_ids": tuple(range(10, 60))},
+    "seeded": {"temperature": 0.9, "seed": 7},
+    "seeded, all rules": {
+        "temperature": 1.2,
+        "seed": 8,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "min_tokens": 5,
+        "logprobs": 2,
+        "bad_words": (" the",),
+    },
+    "typical": {"temperature": 1.0, "seed": 9, "typical_p": 0.8},
+    "siblings": {"n": 3, "temperature": 0.8, "seed": 11},
+}
+
+
+def asked(name: str) -> SamplingParams:
+    return GREEDY.with_changes(**ASKED[name])
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM(**ENGINE) as llm:
+        yield llm
+
+
+def same(one: RequestOutput, other: RequestOutput) -> None:
+    for a, b in zip(one.completions, other.completions, strict=True):
+        assert a.token_ids == b.token_ids
+        assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+        for p, q in zip(a.logprobs or [], b.logprobs or [], strict=True):
+            assert (p.token_id, p.rank, len(p.top)) == (q.token_id, q.rank, len(q.top))
+            assert p.logprob == pytest.approx(q.logprob, abs=1e-4)
+
+
+def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.completions]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_are_the_same(plain, name, monkeypatch):
+    params = asked(name)
+    right = plain.generate(PROMPTS, params)
+    # Drafts do not stop where the answer does: what comes after its end is cut.
+    longer = params.with_changes(
+        max_tokens=min(200, (params.max_tokens or 0) + 6), ignore_eos=True, stop=()
+    )
+    texts = texts_of(plain.generate(PROMPTS, longer))
+    install(monkeypatch, lambda parts: Scripted(parts, texts, with_probability(0.8)))
+    with LLM(**ENGINE, spec_method=METHOD, spec_tokens=5, speculative_config=EAGER) as llm:
+        found = llm.generate(PROMPTS, params)
+        assert llm.stats().kv_usage == 0
+    for one, other in zip(found, right, strict=True):
+        same(one, other)
+    if name not in ("one token", "allowed"):
+        assert sum(output.num_accepted_tokens for output in found) > 0
+
+
+def test_unseeded_requests_draw_as_without_certain_drafts(plain, monkeypatch):
+    params = GREEDY.with_changes(temperature=1.0)
+    with LLM(**ENGINE, seed=3) as llm:
+        right = llm.generate(PROMPTS, params)
+    install(monkeypatch, lambda parts: Scripted(parts, texts_of(right), with_probability(0.7)))
+    options = {"spec_method": METHOD, "speculative_config": EAGER}
+    with LLM(**ENGINE, seed=3, **options) as llm:
+        found = llm.generate(PROMPTS, params)
+    assert texts_of(found) == texts_of(right)
+    assert sum(output.num_accepted_tokens for output in found) > 0
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.8])
+def test_tokens_of_a_step_are_what_the_formula_says(plain, chance, monkeypatch):
+    drafts = 5
+    params = GREEDY.with_changes(max_tokens=220)
+    texts = texts_of(plain.generate(PROMPTS, params))
+    install(monkeypatch, lambda parts: Scripted(parts, texts, with_probability(chance)))
+    with LLM(**ENGINE, spec_method=METHOD, spec_tokens=drafts, speculative_config=EAGER) as llm:
+        llm.generate(PROMPTS, params)
+        counts = llm.stats().speculation.drafts
+    expected = (1 - chance ** (drafts + 1)) / (1 - chance)
+    assert counts.mean_length == pytest.approx(expected, rel=0.02)
+    tried = [chance**i for i in range(1, drafts + 1)]
+    for i, share in enumerate(tried):
+        assert counts.accepted_at[i] / counts.at[i] == pytest.approx(share, abs=0.03)
+
+
+def test_figures(plain, monkeypatch):
+    right = plain.generate(PROMPTS, GREEDY)
+    texts = texts_of(right)
+    for script, share in ((always_right, 1.0), (always_wrong, 0.0)):
+        install(monkeypatch, lambda parts, script=script: Scripted(parts, texts, script))
+        with LLM(**ENGINE, spec_method=METHOD, spec_tokens=4, speculative_config=EAGER) as llm:
+            found = llm.generate(PROMPTS, GREEDY)
+            stats = llm.stats()
+        drafted = sum(output.num_drafted_tokens for output in found)
+        assert drafted > 0
+        assert sum(output.num_accepted_tokens for output in found) == share * drafted
+        counts = stats.speculation.drafts
+        assert (counts.drafts, counts.accepted) == (drafted, share * drafted)
+        assert counts.acceptance == share
+        assert stats.speculation.proposing > 0
+        assert stats.delivered_tokens == len(PROMPTS) * 40
+    assert plain.stats().speculation is None
+    assert right[0].num_drafted_tokens == 0
+
+
+def test_the_control_is_told_which_nodes_of_a_tree_were_right(plain, monkeypatch):
+    texts = texts_of(plain.generate(PROMPTS, GREEDY))
+    install(monkeypatch, lambda parts: ScriptedTree(parts, texts))
+    seen = []
+    monkeypatch.setattr(DraftControl, "observe", lambda self, step: seen.append(step))
+    options = {"spec_method": TREE_METHOD, "spec_model": str(BUNDLED), "spec_tokens": 10}
+    with LLM(**ENGINE, **options, speculative_config=EAGER) as llm:
+        assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts
+    steps = [step for step in seen if step.drafts.any()]
+    parents = np.array(ScriptedTree.TREE.parents[1:])
+    for step in steps:
+        assert step.paths.sum(axis=1).tolist() == step.accepted.tolist()
+        known = np.concatenate([np.ones((len(step.slots), 1), bool), step.paths], axis=1)
+        assert (known[:, parents] >= step.paths).all()
+    assert any(step.paths[:, 1:].any() and not step.paths[:, 0].all() for step in steps)
+
+
+def test_a_request_can_do_without(plain, monkeypatch):
+    texts = texts_of(plain.generate(PROMPTS, GREEDY))
+    install(monkeypatch, lambda parts: Scripted(parts, texts, always_right))
+    params = [GREEDY.with_changes(speculation=i != 1) for i in range(len(PROMPTS))]
+    with LLM(**ENGINE, spec_method=METHOD, speculative_config=EAGER) as llm:
+        found = llm.generate(PROMPTS, params)
+    assert texts_of(found) == texts
+    assert [output.num_drafted_tokens > 0 for output in found] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_broken_drafter_costs_its_drafts_alone(plain, every, monkeypatch, caplog):
+    right = plain.generate(PROMPTS, GREEDY)
+    install(monkeypatch, lambda parts: Broken(every))
+    with LLM(**ENGINE, spec_method=METHOD, speculative_config=EAGER) as llm:
+        for _ in range(2):
+            assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts_of(right)
+        assert llm.stats().kv_usage == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # said once
+
+
+def test_drafts_fit_into_the_step(plain, monkeypatch):
+    texts = texts_of(plain.generate(PROMPTS, GREEDY))
+    install(monkeypatch, lambda parts: Scripted(parts, texts, always_right))
+    small = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 10}
+    with LLM(**small, spec_method=METHOD, spec_tokens=8, speculative_config=EAGER) as llm:
+        assert llm.resolved.speculation.max_draft_rows == 3
+        found = llm.generate(PROMPTS, GREEDY)
+    assert texts_of(found) == texts
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: must be at least 6 "):
+        LLM(**{**small, "max_num_batched_tokens": 5}, spec_method=METHOD)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_looked_up_drafts_change_nothing(plain, method):
+    prompts = [f"{prompt}. {prompt}. {prompt}" for prompt in PROMPTS]
+    right = plain.generate(prompts, GREEDY)
+    with LLM(**ENGINE, spec_method=method, speculative_config=EAGER) as llm:
+        for _ in range(2):
+            found = llm.generate(prompts, GREEDY)
+            assert texts_of(found) == texts_of(right)
+    assert sum(output.num_drafted_tokens for output in found) > 0
+
+
+class Insistent:
+    """Always says the same, which is seldom likeliest and seldom unlikely."""
+
+    TREE = DraftTree((-1, 0, 0), (0, 1, 0))
+
+    def __init__(self, parts: DrafterParts, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.tree = self.TREE if parts.speculation.trees else None
+
+    def enter(self, slot: int) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        return Drafts([self.tokens[:limit] for limit in rows.limits.tolist()], self.tree)
+
+
+@pytest.mark.parametrize("method", [METHOD, TREE_METHOD])
+def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(plain, method, monkeypatch):
+    texts = texts_of(plain.generate(PROMPTS, GREEDY))
+    words = plain.tokenizer.encode(", the", add_special_tokens=False)
+    install(monkeypatch, lambda parts: Insistent(parts, words))
+    hot = GREEDY.with_changes(temperature=1.0, logprobs=0)
+    options = {"spec_method": method, "spec_tokens": 2}
+    if method == TREE_METHOD:
+        options["spec_model"] = str(BUNDLED)  # any folder: our drafter has no heads to load
+    with LLM(**ENGINE, **options, speculative_config=EAGER) as llm:
+        lossless = llm.generate(PROMPTS, hot)
+    wish = {**EAGER, "typical_acceptance": True, "typical_epsilon": 0.001, "typical_delta": 0.01}
+    with LLM(**ENGINE, **options, speculative_config=wish) as llm:
+        [said] = [d for d in llm.resolved.decisions if d.name == "typical_acceptance"]
+        assert "lossy: changes the distribution" in said.reason
+        found = llm.generate(PROMPTS, hot)
+        assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts
+        seeded = hot.with_changes(seed=5)
+        assert texts_of(llm.generate(PROMPTS, seeded)) == texts_of(plain.generate(PROMPTS, seeded))
+    accepted, without = (
+        sum(output.num_accepted_tokens for output in outputs) for outputs in (found, lossless)
+    )
+    assert accepted > 2 * without
+    for output in found:  # what is reported is what was put out
+        answer = output.completions[0]
+        assert [entry.token_id for entry in answer.logprobs or ()] == list(answer.token_ids)

@@ -1,0 +1,457 @@
+"""A draft model with a cache of its own: what it drafts, and what it computes to get there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from torch import Tensor
+
+from kvik.config.model_spec import ModelSpec
+from kvik.core.plan import NewRequest
+from kvik.core.sampling_params import SamplingParams
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.nn.kv_formats import allocate_apart
+from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.draft_model import DraftModel
+from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.graphs import Eager, Network, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Sampler
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import FreshInputs
+from kvik.worker.vocabulary import Vocabulary
+
+CPU = torch.device("cpu")
+SLOTS, LENGTH, BLOCK, BLOCKS, VOCAB = 4, 48, 4, 64, 40
+SPEC = ModelSpec.from_config(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "use_sliding_window": True,  # a second KV group, with the same blocks
+        "sliding_window": 6,
+        "max_window_layers": 2,
+    }
+)
+GREEDY = SamplingParams(temperature=0.0)
+TEXT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 60)]
+
+
+def plain_model() -> PagedModel:
+    """With an empty cache."""
+    return PagedModel(None, spec=SPEC, block_size=BLOCK, num_blocks=BLOCKS, seed=3)
+
+
+@cache
+def loaded() -> Network:
+    model = plain_model()
+    kv = allocate_apart(model.groups, BLOCKS, BLOCK, torch.float32, CPU)
+    return Network(model.model, REFERENCE, model.backend, model.groups, kv)
+
+
+def continuation(tokens: Sequence[int], count: int) -> list[int]:
+    """By a plain greedy run."""
+    model, found = plain_model(), list(tokens)
+    logits = model.step({0: found})[0]
+    for _ in range(count):
+        found.append(int(logits[-1].argmax()))
+        logits = model.step({0: found[-1:]})[0]
+    return found[len(tokens) :]
+
+
+class Watched:
+    """Runs the model, and notes which token of which slot was computed at which position."""
+
+    def __init__(self, network: Network) -> None:
+        self.eager = Eager(network)
+        self.computed: list[tuple[int, int, int]] = []
+        self.sizes: list[int] = []
+        self.broken = 0  # forwards to go until one fails
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        if self.broken:
+            self.broken -= 1
+            if not self.broken:
+                raise RuntimeError("the model broke")
+        owners = np.repeat(batch.slots, np.diff(batch.starts)).tolist()
+        rows = zip(owners, batch.positions.tolist(), batch.input_ids.tolist(), strict=True)
+        self.computed += rows
+        self.sizes.append(len(batch.input_ids))
+        return self.eager.run(batch)
+
+
+class World:
+    """Plays scheduler and target to a draft model."""
+
+    def __init__(self, *, max_tokens: int = 64, max_context: int = 64, room: int = 1 << 30) -> None:
+        network = loaded()
+        for layer in network.kv:
+            for tensor in layer.tensors:
+                tensor.fill_(torch.nan)  # nothing is read that was not computed
+        self.graph = Watched(network)
+        self.table = RequestTable(SLOTS, LENGTH, 2, BLOCK)
+        self.sampling = SamplingTable(SLOTS, VOCAB, CPU)
+        draft = DraftNetwork(
+            self.graph,
+            FreshInputs(CPU),
+            Vocabulary(VOCAB, VOCAB, None, CPU),
+            self.table.view(1, len(network.groups)),  # not the target's first group
+            max_tokens,
+            max_context,
+        )
+        self.drafter = DraftModel(draft, Sampler(REFERENCE), self.sampling, BLOCKS, room)
+
+    def enter(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        cached: int = 0,
+        params: SamplingParams = GREEDY,
+    ) -> None:
+        new = NewRequest(
+            slot=slot,
+            token_ids=list(tokens),
+            num_prompt_tokens=len(tokens),
+            num_computed_tokens=cached,
+            block_ids=[[0] * len(blocks), list(blocks)],
+            params=params,
+            stop_ids=frozenset(),
+            seed=slot,
+        )
+        self.table.add(new)
+        self.sampling.set(slot, params, new.seed, new.token_ids, [], frozenset())
+        self.drafter.enter(slot)
+
+    def deliver(self, slot: int, *tokens: int) -> None:
+        """The target's answer."""
+        rows = np.full(len(tokens), slot)
+        self.table.append_runs(np.array([slot]), np.array([len(tokens)]), np.array(tokens))
+        self.sampling.append(rows, np.array(tokens))
+
+    def propose(self, limits: dict[int, int]) -> Drafts:
+        slots = np.array(list(limits), np.int64)
+        self.graph.computed.clear()
+        self.graph.sizes.clear()
+        most = np.array(list(limits.values()), np.int64)
+        rows = DraftRows(slots, most, torch.empty(len(slots), 0), self.sampling.certain(slots))
+        found = self.drafter.propose(rows)
+        assert len(set(self.graph.computed)) == len(self.graph.computed), "computed twice"
+        return found
+
+    def drafts(self, limits: dict[int, int]) -> list[list[int]]:
+        return self.propose(limits).token_ids
+
+    def positions(self, slot: int) -> list[int]:
+        """That the last proposal computed."""
+        return [position for owner, position, _ in self.graph.computed if owner == slot]
+
+    def known(self, slot: int) -> list[int]:
+        return self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
+
+    def stored(self, slot: int, count: int) -> list[Tensor]:
+        """K and V of a slot's first tokens, layer after layer."""
+        places = np.arange(count)
+        blocks = torch.from_numpy(self.table.block_tables[1][slot, places // BLOCK]).long()
+        at = (blocks, torch.from_numpy(places % BLOCK))
+        return [tensor[at] for layer in loaded().kv for tensor in layer.tensors]
+
+
+def expected_stored(tokens: Sequence[int]) -> list[Tensor]:
+    model = plain_model()
+    model.step({0: list(tokens)})
+    found = []
+    for group, layers in enumerate(model.groups):
+        table = torch.tensor(model._tables[0][group])
+        places = torch.arange(len(tokens))
+        for layer in layers.layers:
+            kv = model.kv[layer]
+            found += [(layer, i, t[table[places // BLOCK], places % BLOCK])
+                      for i, t in enumerate(kv.tensors)]  # fmt: skip
+    return [tensor for _, _, tensor in sorted(found, key=lambda item: item[:2])]
+
+
+def assert_stored(world: World, slot: int, count: int) -> None:
+    expected = expected_stored(world.known(slot)[:count])
+    for found, wanted in zip(world.stored(slot, count), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_drafts_are_what_the_model_would_say() -> None:
+    world, limits = World(), {2: 4, 0: 1, 1: 3}
+    prompts = {0: TEXT[:3], 1: TEXT[5:16], 2: TEXT[20:27]}
+    world.enter(0, prompts[0], [9, 3])
+    world.enter(1, prompts[1], [5, 4, 1, 7])
+    world.enter(2, prompts[2], [11, 2, 8])
+    expected = [continuation(prompts[slot], count) for slot, count in limits.items()]
+    assert world.drafts(limits) == expected
+    for slot, prompt in prompts.items():
+        assert_stored(world, slot, len(prompt))
+    for slot, drafts in zip(limits, expected, strict=True):
+        world.deliver(slot, *drafts)
+    again = [continuation(world.known(slot), 2) for slot in limits]
+    assert world.drafts(dict.fromkeys(limits, 2)) == again
+    for slot in limits:
+        assert_stored(world, slot, len(world.known(slot)))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
+def test_only_what_is_new_is_computed(accepted: int) -> None:
+    """K and V of drafts that were right stay; the last draft was never computed."""
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2, 7])
+    (drafts,) = world.drafts({0: 4})
+    assert world.positions(0) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    other = (drafts[accepted] + 1) % VOCAB if accepted < 4 else 17
+    world.deliver(0, *drafts[:accepted], other)
+    again = world.drafts({0: 2})
+    known = 6 + accepted + 1
+    assert world.positions(0) == list(range(min(6 + accepted, 9), known + 1))
+    assert again == [continuation(world.known(0), 2)]
+    assert_stored(world, 0, known)
+
+
+def test_steps_without_drafts_are_made_up_for() -> None:
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2, 7, 9])
+    (drafts,) = world.drafts({0: 3})
+    for token in (*drafts, *TEXT[40:43]):  # one by one, by steps that drop drafts
+        world.deliver(0, token)
+    assert world.drafts({0: 3}) == [continuation(world.known(0), 3)]
+    assert world.positions(0) == [8, 9, 10, 11, 12, 13]
+    assert_stored(world, 0, 12)
+
+
+def test_nobody_is_computed_who_is_not_asked() -> None:
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2])
+    world.enter(1, TEXT[:9], [4, 5, 6])
+    world.drafts({1: 2})
+    assert world.positions(0) == []
+
+
+def test_what_an_earlier_request_computed_is_found_again() -> None:
+    world = World()
+    world.enter(0, TEXT[:11], [3, 1, 2, 8])
+    world.drafts({0: 2})
+    world.drafter.leave(0)
+    world.enter(1, [*TEXT[:9], 5, 6], [3, 1, 4], cached=8)
+    assert world.drafts({1: 2}) == [continuation([*TEXT[:9], 5, 6], 2)]
+    assert world.positions(1) == [8, 9, 10, 11]
+    assert_stored(world, 1, 11)
+
+
+def test_the_newest_token_is_computed_for_its_logits() -> None:
+    world = World()
+    world.enter(0, TEXT[:9], [3, 1, 2])
+    world.drafts({0: 2})
+    world.enter(1, TEXT[:8], [3, 1, 5], cached=7)
+    assert world.drafts({1: 2}) == [continuation(TEXT[:8], 2)]
+    assert world.positions(1) == [4, 5, 6, 7, 8]
+    assert_stored(world, 0, 9)
+
+
+def test_a_text_that_was_guessed_right_is_found_again() -> None:
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2, 7])
+    (drafts,) = world.drafts({0: 5})
+    world.deliver(0, *drafts)
+    world.drafts({0: 1})  # fills the second block, which drafts began
+    world.enter(1, [*world.known(0)[:8], 9], [3, 1, 4], cached=8)
+    assert world.drafts({1: 1}) == [continuation([*world.known(0)[:8], 9], 1)]
+    assert world.positions(1) == [8]
+
+
+def test_wrong_drafts_leave_nothing_to_be_found() -> None:
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2, 7])
+    (drafts,) = world.drafts({0: 5})
+    guessed = [*TEXT[:6], *drafts]  # K and V of which lie in blocks 3 and 1, and in part of 2
+    world.deliver(0, (drafts[0] + 1) % VOCAB)
+    world.enter(1, guessed, [3, 1, 4])
+    assert world.drafts({1: 1}) == [continuation(guessed, 1)]
+    assert world.positions(1) == list(range(4, 11))
+
+
+def test_blocks_that_were_written_to_are_not_taken_for_what_they_were() -> None:
+    """The target holds another's keys in them by then, or its own again."""
+    world = World()
+    world.enter(0, TEXT[:9], [3, 1, 2])
+    world.drafts({0: 1})
+    world.drafter.leave(0)
+    world.enter(1, TEXT[20:26], [5, 1])  # the second block changed hands
+    world.drafts({1: 1})
+    world.enter(2, TEXT[:9], [3, 1, 6])
+    assert world.drafts({2: 3}) == [continuation(TEXT[:9], 3)]
+    assert world.positions(2) == [4, 5, 6, 7, 8, 9, 10]
+    assert_stored(world, 2, 9)
+
+
+def test_drafts_spoil_what_lay_in_their_blocks() -> None:
+    world = World()
+    world.enter(0, TEXT[:9], [3, 1, 2])
+    world.drafts({0: 1})
+    world.drafter.leave(0)
+    world.enter(1, TEXT[20:24], [5, 3])  # only drafts are written to block 3
+    world.drafts({1: 3})
+    world.enter(2, TEXT[:9], [3, 1, 6])
+    assert world.drafts({2: 1}) == [continuation(TEXT[:9], 1)]
+    assert world.positions(2) == list(range(9))
+
+
+def test_siblings_share_what_they_share() -> None:
+    """Whole blocks of the prompt; the partly filled one is each one's own."""
+    world, prompt = World(), TEXT[:11]
+    world.enter(0, prompt, [3, 1, 2])
+    world.drafts({0: 1})
+    world.enter(1, prompt, [3, 1, 7], cached=10)
+    world.enter(2, prompt, [3, 1, 8], cached=10)
+    assert world.drafts({1: 2, 2: 2}) == [continuation(prompt, 2)] * 2
+    assert world.positions(1) == world.positions(2) == [8, 9, 10, 11]
+
+
+def test_of_siblings_that_come_at_once_one_computes_the_prompt() -> None:
+    world, prompt = World(max_tokens=6), TEXT[:11]
+    for slot, last in enumerate((2, 7, 8)):
+        world.enter(slot, prompt, [3, 1, last], cached=10 if slot else 0)
+    waiting, shared = dict.fromkeys(range(3), 2), []
+    while waiting:
+        found = dict(zip(waiting, world.drafts(waiting), strict=True))
+        shared += [place for _, place, _ in world.graph.computed if place < 8]
+        assert max(world.graph.sizes) <= 6
+        for slot, drafts in found.items():
+            if drafts:
+                assert drafts == continuation(prompt, 2)
+                del waiting[slot]
+    assert sorted(shared) == list(range(8))
+
+
+def test_long_ones_catch_up_while_others_draft() -> None:
+    world = World(max_tokens=7)
+    world.enter(0, TEXT[:30], list(range(1, 10)))
+    world.enter(1, TEXT[30:34], [20, 21, 22, 23, 24, 25])
+    seen: list[int] = []
+    for step in range(20):
+        found = world.drafts({0: 2, 1: 2})
+        assert max(world.graph.sizes) <= 7
+        assert found[1] == continuation(world.known(1), 2), f"step {step}"
+        seen += world.positions(0)
+        if found[0]:
+            break
+        world.deliver(1, TEXT[step])
+    assert found[0] == continuation(TEXT[:30], 2)
+    assert seen == list(range(31))
+    assert step > 3
+    assert_stored(world, 0, 30)
+
+
+def test_no_draft_follows_a_position_that_the_model_does_not_know() -> None:
+    world = World(max_context=12)
+    for slot, length in enumerate((9, 12, 13)):
+        world.enter(slot, TEXT[:length], [slot * 5 + i for i in range(1, 6)])
+    found = world.drafts({0: 5, 1: 5, 2: 5})
+    assert [len(drafts) for drafts in found] == [4, 1, 0]
+    assert found[:2] == [continuation(TEXT[:9], 4), continuation(TEXT[:12], 1)]
+    assert world.positions(2) == []
+    assert max(position for _, position, _ in world.graph.computed) == 11
+
+
+def test_drafts_reach_to_the_end_of_the_table() -> None:
+    world = World()
+    world.enter(0, TEXT[: LENGTH - 3], list(range(1, LENGTH // BLOCK + 1)))
+    world.enter(1, TEXT[:4], [30, 31, 32, 33])
+    first, others = world.drafts({0: 2, 1: 5})  # and one token of the target behind them
+    assert first == continuation(TEXT[: LENGTH - 3], 2)
+    assert others == continuation(TEXT[:4], 5)
+    world.deliver(0, *first)
+    assert world.drafts({0: 1}) == [continuation(world.known(0), 1)]
+
+
+def test_a_slot_begins_anew() -> None:
+    """After a preemption, or with another request: in other blocks, and with drafts forgotten."""
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2])
+    (drafts,) = world.drafts({0: 3})
+    world.drafter.leave(0)
+    tokens = [*TEXT[:6], *drafts[:2]]
+    world.enter(0, tokens, [3, 8, 9])
+    assert world.drafts({0: 2}) == [continuation(tokens, 2)]
+    assert world.positions(0) == [4, 5, 6, 7, 8]
+    assert_stored(world, 0, 8)
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_a_forward_that_fails_leaves_nothing_behind(forwards: int) -> None:
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2])
+    world.enter(1, TEXT[7:16], [4, 5, 6])
+    world.drafts({0: 1})
+    world.deliver(0, 5, 6)
+    world.graph.broken = forwards
+    with pytest.raises(RuntimeError, match="broke"):
+        world.propose({0: 4, 1: 3})
+    world.deliver(0, 7)
+    world.deliver(1, 8)
+    found = world.drafts({0: 4, 1: 3})
+    assert found == [continuation(world.known(slot), most) for slot, most in ((0, 4), (1, 3))]
+
+
+def test_rules_see_the_drafts_before() -> None:
+    """A token that may not be said twice."""
+    world, tokens = World(), TEXT[:5]
+    never = SamplingParams(temperature=0.0, frequency_penalty=2.0, bad_words=((3, 4),))
+    strict = never.with_changes(repetition_penalty=2.0, frequency_penalty=2.0)
+    world.enter(0, tokens, [3, 1, 2, 5], params=GREEDY)
+    world.enter(1, tokens, [4, 6, 7, 8], params=strict)
+    plain, ruled = world.drafts({0: 5, 1: 5})
+    assert len(set(ruled)) > len(set(plain)) or ruled != plain
+    model, expected = plain_model(), []
+    logits = model.step({0: tokens})[0][-1]
+    other = SamplingTable(1, VOCAB, CPU)
+    for depth in range(5):
+        other.set(0, strict, 0, tokens, expected, frozenset())
+        batch = other.batch(np.zeros(1, np.int64), np.array([len(tokens) + depth]))
+        expected.append(int(Sampler(REFERENCE).sample(logits[None], batch).token_ids))
+        logits = model.step({0: expected[-1:]})[0][-1]
+    assert ruled == expected
+
+
+@pytest.mark.parametrize("room", [1 << 30, 1])
+def test_what_drafts_were_drawn_from_comes_with_them(room: int) -> None:
+    """Row after row, as the drafts; greedy ones among them have no distribution."""
+    drawn = SamplingParams(temperature=1.3, top_k=7)
+    world, limits = World(room=room), {3: 3, 0: 2, 2: 1, 1: 4}
+    prompts = {slot: TEXT[slot * 4 : slot * 4 + 6] for slot in limits}
+    for slot, prompt in prompts.items():
+        params = {0: GREEDY, 2: drawn.with_changes(seed=5)}.get(slot, drawn)
+        world.enter(slot, prompt, [slot * 4 + i for i in range(1, 5)], params=params)
+    found = world.propose(limits)
+    assert found.probs is not None and found.probs.shape == (10, VOCAB)
+    rows = iter(found.probs)
+    for slot, drafts in zip(limits, found.token_ids, strict=True):
+        assert len(drafts) == limits[slot]
+        model = plain_model()
+        logits = model.step({0: prompts[slot]})[0][-1]
+        for draft in drafts:
+            shares = next(rows)
+            if slot == 0:
+                assert draft == int(logits.argmax())
+            else:
+                kept = logits.topk(7).indices
+                expected = torch.zeros(VOCAB)
+                expected[kept] = (logits[kept] / 1.3).softmax(-1)
+                torch.testing.assert_close(shares, expected, rtol=1e-3, atol=1e-5)
+                assert shares[draft] > 0
+            logits = model.step({0: [draft]})[0][-1]
+    assert world.propose({0: 2}).probs is None  # nobody draws

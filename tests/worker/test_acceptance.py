@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvik.worker.acceptance import START, Acceptance
+
+CHAIN = range(-1, 3)
+TREE = (
+    -1,
+    0,
+    0,
+    1,
+    1,
+    2,
+)  # two drafts for the next token, two behind the first, one behind the other
+
+
+def paths(acceptance_of: list[list[int]], drafts: int) -> np.ndarray:
+    """[rows, drafts], from the numbers of the accepted ones."""
+    found = np.zeros((len(acceptance_of), drafts), np.bool_)
+    for row, numbers in enumerate(acceptance_of):
+        found[row, numbers] = True
+    return found
+
+
+def test_before_anything_is_known_each_draft_is_as_likely_as_the_one_before_it() -> None:
+    gains = Acceptance(2, CHAIN).gains(np.array([1]))[0]
+    assert gains == pytest.approx([START, START**2, START**3])
+    gains = Acceptance(2, TREE).gains(np.array([0]))[0]
+    half = START / 2
+    assert gains == pytest.approx([START, half, half, half * START, half * START], abs=0.15)
+    assert (np.diff(gains) <= 0).all()
+
+
+@pytest.mark.parametrize("parents", [CHAIN, TREE])
+def test_gains_come_to_be_how_often_drafts_are_accepted(parents) -> None:
+    """Steps by turns: nothing, the first, the first two of a path, the whole path, in a cycle."""
+    drafts = len(parents) - 1
+    acceptance = Acceptance(1, parents)
+    slots, judged = np.array([0]), np.array([drafts])
+    whole = [0, 1, 2] if drafts == 3 else [0, 2]
+    cycle = [[], whole[:1], whole, whole[:2]] * 30
+    gains = []
+    for step in cycle:
+        acceptance.observe(slots, judged, paths([step], drafts))
+        gains.append(acceptance.gains(slots)[0])
+    found = np.mean(gains[-4:], axis=0)
+    expected = np.mean([paths([step], drafts)[0] for step in cycle[:4]], axis=0)
+    assert found[0] == pytest.approx(expected[0], abs=0.08)
+    if drafts == 3:
+        assert found == pytest.approx(expected, abs=0.12)
+    else:  # never rising, though the second draft is worse than the third
+        assert found[1] < 0.2 and found[2] <= found[1]
+
+
+def test_a_draft_that_was_not_judged_says_nothing() -> None:
+    acceptance = Acceptance(2, CHAIN)
+    for _ in range(20):
+        acceptance.observe(np.array([0]), np.array([1]), paths([[0]], 3))
+    gains = acceptance.gains(np.array([0]))[0]
+    assert gains[0] > 0.9 and gains[2] > 0.7  # the deeper ones lean on the first
+
+
+def test_requests_are_told_apart_and_lean_on_each_other() -> None:
+    acceptance = Acceptance(3, CHAIN)
+    for _ in range(20):
+        acceptance.observe(np.array([0, 1]), np.array([3, 3]), paths([[0, 1, 2], []], 3))
+    good, bad, new = acceptance.gains(np.array([0, 1, 2]))[:, 0]
+    assert good > 0.8 and bad < 0.2 and bad < new < good
+    acceptance.forget(0)
+    assert acceptance.gains(np.array([0]))[0, 0] == pytest.approx(new)
+
+
+def test_what_is_known_of_a_request_fades() -> None:
+    acceptance = Acceptance(2, CHAIN)
+    for _ in range(20):
+        acceptance.observe(np.array([0, 1]), np.array([3, 3]), paths([[0, 1, 2], []], 3))
+    before = acceptance.gains(np.array([1]))[0, 0]
+    for _ in range(80):  # steps without drafts
+        acceptance.observe(np.array([0, 1]), np.array([0, 0]), paths([[], []], 3))
+    after = acceptance.gains(np.array([1]))[0, 0]
+    assert before < 0.2 and after == pytest.approx(acceptance.gains(np.array([0]))[0, 0], abs=0.05)

@@ -1,0 +1,285 @@
+"""Drafts must never cost: runs of an engine of which only the times are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvik.worker.adaptive import DraftControl, StepFigures
+
+DRAFTS = 5  # of a request, at most
+
+Noise = Callable[[np.random.Generator], float]
+Acceptance = Callable[[int, int, int], float]  # step, request, position -> share
+JUDGING: dict[str, Callable[[int, int], float]] = {  # requests, drafts -> time of a step
+    "memory-bound": lambda requests, drafts: 1 + 0.02 * drafts,
+    "compute-bound": lambda requests, drafts: (requests + drafts) / requests,
+    "ridge": lambda requests, drafts: max(1.0, (requests + drafts) / 8) + 0.01 * drafts,
+    "jump": lambda requests, drafts: 1.5 + 0.02 * drafts if drafts else 1.0,
+}
+MAKING = {"lookup": 0.0001, "small model": 0.05, "large model": 0.2}  # for each draft in depth
+ACCEPTANCE: dict[str, Acceptance] = {
+    "never": lambda step, request, position: 0.0,
+    "low": lambda step, request, position: 0.3,
+    "good": lambda step, request, position: 0.8,
+    "always": lambda step, request, position: 1.0,
+    "dropping": lambda step, request, position: 0.9 if step < 100 else 0.05,
+    "rising": lambda step, request, position: 0.05 if step < 200 else 0.9,
+    "alternating": lambda step, request, position: 0.9 if step // 50 % 2 == 0 else 0.0,
+    "alternating fast": lambda step, request, position: 0.95 if step // 7 % 2 == 0 else 0.0,
+    "one of two": lambda step, request, position: 0.9 if request % 2 else 0.05,
+    "short runs": lambda step, request, position: 0.9 if position < 2 else 0.05,
+}
+
+
+def busy(rng: np.random.Generator) -> float:
+    """A machine with other things to do: any step may take half as long again, some ten times."""
+    return float(np.exp(0.3 * rng.standard_normal())) * (10.0 if rng.random() < 0.01 else 1.0)
+
+
+@dataclass
+class Run:
+    """Attributes:
+    speed_up: over the same tokens without drafts.
+    drafts: of each step and request.
+    """
+
+    speed_up: float
+    drafts: np.ndarray
+
+
+def run(
+    requests: int,
+    acceptance: Acceptance,
+    judging: Callable[[int, int], float],
+    making: float,
+    steps: int = 400,
+    fixed: int | None = None,
+    lookup: bool = False,
+    noise: Noise = lambda rng: 1.0,
+    found: float = 1.0,
+    seed: int = 0,
+) -> Run:
+    """
+    Args:
+        fixed: drafts of each request, without control.
+        making: for each draft in depth, or of a lookup for all together; in plain steps.
+        noise: what is measured over what it is.
+        found: how often the drafter has any drafts.
+    """
+    rng = np.random.default_rng((requests, seed))
+    control = DraftControl(requests, DRAFTS, requests * DRAFTS)
+    slots, room = np.arange(requests), np.full(requests, DRAFTS)
+    limits = np.zeros(requests, np.int64)
+    time, tokens = 0.0, 0
+    history = []
+    for step in range(steps):
+        limits = limits if fixed is None else np.full(requests, fixed)
+        assert (limits <= room).all()
+        asked = int(limits.max())
+        drafts = np.where(rng.random(requests) < found, limits, 0)
+        accepted = np.zeros(requests, np.int64)
+        for i in range(requests):
+            while accepted[i] < drafts[i] and rng.random() < acceptance(step, i, int(accepted[i])):
+                accepted[i] += 1
+        seconds = judging(requests, int(drafts.sum()))
+        made = making * (min(asked, 1) if lookup else asked)
+        time += seconds + made
+        tokens += requests + int(accepted.sum())
+        history.append(drafts)
+        limits = np.zeros(requests, np.int64)
+        if asked or not control.rest():
+            times = 0.02 * seconds * noise(rng), 0.02 * made * noise(rng)
+            control.observe(StepFigures(slots, drafts, accepted, *times, asked, True))
+            limits = control.limits(slots, room)
+    return Run(tokens / requests * judging(requests, 0) / time, np.stack(history))
+
+
+@pytest.mark.parametrize("judging", JUDGING)
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+def test_drafts_never_cost(acceptance: str, judging: str) -> None:
+    for requests, making in ((1, "lookup"), (1, "large model"), (8, "small model"), (32, "lookup")):
+        found = run(requests, ACCEPTANCE[acceptance], JUDGING[judging], MAKING[making], steps=300)
+        assert found.speed_up >= 0.97
+
+
+@pytest.mark.parametrize("judging", JUDGING)
+@pytest.mark.parametrize("acceptance", ["never", "low", "alternating", "one of two"])
+def test_drafts_do_not_cost_on_a_busy_machine(acceptance: str, judging: str) -> None:
+    for requests, making, lookup in ((1, 0.1, True), (8, 0.05, False)):
+        given = ACCEPTANCE[acceptance], JUDGING[judging], making
+        found = [
+            run(requests, *given, 600, lookup=lookup, noise=busy, seed=seed).speed_up
+            for seed in range(2)
+        ]
+        assert min(found) >= 0.97
+
+
+@pytest.mark.parametrize("judging", ["memory-bound", "ridge"])
+@pytest.mark.parametrize("acceptance", ["good", "always", "short runs"])
+def test_gains_survive_on_a_busy_machine(acceptance: str, judging: str) -> None:
+    for making, lookup in ((0.1, True), (0.05, False)):
+        given = 1, ACCEPTANCE[acceptance], JUDGING[judging], making, 1000
+        eager = run(*given, fixed=DRAFTS, lookup=lookup).speed_up
+        found = [run(*given, lookup=lookup, noise=busy, seed=seed).speed_up for seed in range(3)]
+        assert eager > 1.3 and np.mean(found) > 0.9 * eager
+
+
+def test_a_lookup_costs_the_same_for_any_number_of_drafts() -> None:
+    """It is not taken to cost five times as much for five."""
+    given = 1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.3
+    found = run(*given, lookup=True)
+    assert found.drafts[50:].mean() > 4.5
+    assert found.speed_up > 0.9 * run(*given, lookup=True, fixed=DRAFTS).speed_up
+
+
+def test_hiccups_do_not_end_what_pays() -> None:
+    hiccups = iter(range(10**6))
+    found = run(
+        1,
+        ACCEPTANCE["always"],
+        JUDGING["memory-bound"],
+        0.02,
+        noise=lambda rng: 20.0 if next(hiccups) % 9 == 8 else 1.0,
+    )
+    assert found.drafts[20:].mean() > 3.5
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("acceptance", ["low", "good", "always", "short runs"])
+def test_gains_are_nearly_those_of_the_best_fixed_number(acceptance: str, requests: int) -> None:
+    for judging in ("memory-bound", "ridge"):
+        given = ACCEPTANCE[acceptance], JUDGING[judging], 0.05
+        best = max(run(requests, *given, fixed=k).speed_up for k in range(DRAFTS + 1))
+        assert run(requests, *given).speed_up > 0.93 * best
+
+
+def test_requests_get_as_many_drafts_as_their_own_acceptance_is_worth() -> None:
+    found = run(8, ACCEPTANCE["one of two"], JUDGING["memory-bound"], 0.05)
+    means = found.drafts[100:].mean(axis=0)
+    assert means[1::2].min() > 3 and means[::2].max() < 1.5
+    everyone = max(
+        run(8, ACCEPTANCE["one of two"], JUDGING["memory-bound"], 0.05, fixed=k).speed_up
+        for k in range(DRAFTS + 1)
+    )
+    assert found.speed_up > everyone
+
+
+def test_drafts_end_when_they_fail_and_begin_again_when_they_are_right() -> None:
+    fails = run(1, ACCEPTANCE["dropping"], JUDGING["memory-bound"], 0.05).drafts[:, 0]
+    assert fails[20:100].mean() > 3 and fails[120:].mean() < 0.5
+    rises = run(1, ACCEPTANCE["rising"], JUDGING["memory-bound"], 0.05).drafts[:, 0]
+    assert rises[50:200].mean() < 0.5 and rises[300:].mean() > 3
+
+
+def test_a_batch_for_which_judging_costs_too_much_gets_no_drafts() -> None:
+    small, large = (
+        run(n, ACCEPTANCE["good"], JUDGING["ridge"], 0.05).drafts[50:].mean() for n in (1, 32)
+    )
+    assert small > 2 and large < 0.1
+
+
+def test_few_drafts_that_are_right_are_worth_their_rare_steps() -> None:
+    """A lookup that mostly finds nothing costs nothing then."""
+    found = run(1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.0001, found=0.1)
+    assert found.speed_up > 1.3
+
+
+def test_no_request_gets_more_than_there_is_room_for() -> None:
+    control = DraftControl(4, DRAFTS, 6)
+    slots, room = np.arange(4), np.array([5, 0, 2, 5])
+    none = np.zeros(4, np.int64)
+    for _ in range(6):
+        assert not control.limits(slots, room).any()  # what a step costs is not known yet
+        control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
+    seen = np.zeros(4, np.int64)
+    for _ in range(50):
+        limits = control.limits(slots, room)
+        seen = np.maximum(seen, limits)
+        assert (limits <= room).all() and limits.sum() <= 6
+        control.observe(StepFigures(slots, limits, limits, 0.01, 0.0, int(limits.max()), True))
+    assert seen[1] == 0 and seen[0] > 1 and seen[2] > 1
+    assert not control.limits(slots, np.zeros(4, np.int64)).any()
+
+
+def test_steps_that_read_prompts_say_nothing_of_what_drafts_cost() -> None:
+    control = DraftControl(1, DRAFTS, DRAFTS)
+    slots, none, five = np.arange(1), np.array([0]), np.array([5])
+    for _ in range(6):
+        control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
+    for _ in range(20):  # long, and with drafts
+        control.observe(StepFigures(slots, five, five, 5.0, 0.0, 5, False))
+    assert control.account > 0 and control.limits(slots, five)[0] > 0
+
+
+def test_a_new_request_is_not_judged_by_the_one_before_it() -> None:
+    control = DraftControl(2, DRAFTS, 2 * DRAFTS)
+    slots, none, some = np.arange(2), np.zeros(2, np.int64), np.array([3, 3])
+    for _ in range(6):
+        control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
+    for _ in range(10):
+        control.observe(StepFigures(slots, some // 3, np.array([1, 0]), 0.011, 0.0, 1, True))
+        control.observe(StepFigures(slots, some, np.array([3, 0]), 0.013, 0.0, 3, True))
+    control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
+    before = control.limits(slots, np.full(2, DRAFTS))
+    control.enter(1)
+    after = control.limits(slots, np.full(2, DRAFTS))
+    assert before[0] > before[1] and after[1] > before[1]
+
+
+def test_of_a_tree_as_many_nodes_are_judged_as_pay() -> None:
+    """The token is always one of the first two drafts; the others only cost."""
+    control = DraftControl(1, 4, 4)
+    control.follow((-1, 0, 0, 0, 0))
+    slots, room = np.arange(1), np.array([4])
+    limits = np.zeros(1, np.int64)
+    history = []
+    for step in range(200):
+        path = np.zeros((1, 4), np.bool_)
+        if limits[0] > step % 2:
+            path[0, step % 2] = True
+        seconds = 0.01 * (1 + 0.1 * int(limits[0]))
+        control.observe(
+            StepFigures(slots, limits, path.sum(1), seconds, 0.0, int(limits[0]), True, path)
+        )
+        limits = control.limits(slots, room)
+        history.append(int(limits[0]))
+    assert max(set(history[50:]), key=history[50:].count) == 2
+
+
+def test_a_tree_is_not_judged_as_a_chain() -> None:
+    """The token is one of four drafts for the same place. In a chain it would be the merit of the
+    first one, however often it is another."""
+
+    def gain(control: DraftControl, trees: bool) -> float:
+        slots, room = np.arange(1), np.array([4])
+        limits = np.zeros(1, np.int64)
+        tokens, time = 0, 0.0
+        rng = np.random.default_rng(0)
+        for _ in range(400):
+            path = np.zeros((1, 4), np.bool_)
+            right = rng.choice(4, p=(0.35, 0.3, 0.2, 0.15))
+            path[0, right] = limits[0] > right
+            accepted = path.sum(1)
+            seconds = 1.0 + 0.08 * int(limits[0])
+            tokens, time = tokens + 1 + int(accepted[0]), time + seconds
+            paths = path if trees else None
+            control.observe(
+                StepFigures(slots, limits, accepted, seconds, 0.0, int(limits[0]), True, paths)
+            )
+            limits = control.limits(slots, room)
+        return tokens / time
+
+    tree = DraftControl(1, 4, 4)
+    tree.follow((-1, 0, 0, 0, 0))
+    found, as_chain = gain(tree, trees=True), gain(DraftControl(1, 4, 4), trees=False)
+    assert found > 1.25 and found > 1.05 * as_chain
+
+
+def test_time_without_drafts_is_measured_again_from_time_to_time() -> None:
+    drafts = run(1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.05).drafts[:, 0]
+    without = np.flatnonzero(drafts == 0)
+    assert (np.diff([*without, len(drafts)]) <= 33).all() and len(without) < 40

@@ -1,0 +1,92 @@
+"""Trees of drafts: their shape, and which one is worth most."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvik.worker.draft_tree import MAX_NODES, DraftTree
+
+TREE = DraftTree((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
+
+
+def test_depths_words_and_paths():
+    assert TREE.depths.tolist() == [0, 1, 1, 2, 2, 3]
+    assert TREE.words.tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011]
+    assert [TREE.path(node) for node in (0, 2, 5)] == [[0], [0, 2], [0, 1, 3, 5]]
+    assert TREE.drafts == 5 and not TREE.is_chain
+
+
+def test_a_chain():
+    chain = DraftTree.chain(3)
+    assert chain.depths.tolist() == [0, 1, 2, 3]
+    assert chain.words.tolist() == [1, 3, 7, 15]
+    assert chain.is_chain and DraftTree.chain(0).is_chain
+
+
+def test_the_first_nodes_are_a_tree():
+    for drafts in range(8):
+        part = TREE.first(drafts)
+        assert part.words.tolist() == TREE.words.tolist()[: drafts + 1]
+
+
+@pytest.mark.parametrize(
+    ("parents", "ranks", "why"),
+    [
+        ((), (), "1 to"),
+        ((-1,) + (0,) * MAX_NODES, tuple(range(MAX_NODES + 1)), "1 to"),
+        ((-1, 0), (0,), "parent and a rank"),
+        ((0, 0), (0, 0), "node 0"),
+        ((-1, 2, 0), (0, 0, 0), "before it"),
+        ((-1, 1), (0, 0), "before it"),
+        ((-1, 0, 0), (0, 1, 1), "different ranks"),
+        ((-1, 0), (0, -1), "different ranks"),
+    ],
+)
+def test_what_is_no_tree(parents, ranks, why):
+    with pytest.raises(ValueError, match=why):
+        DraftTree(parents, ranks)
+
+
+def every_tree(accuracies: list[list[float]], drafts: int) -> list[float]:
+    """What each set of nodes that holds the parents of all its members is worth."""
+    nodes = [
+        path
+        for depth in range(1, len(accuracies) + 1)
+        for path in itertools.product(*(range(len(ranks)) for ranks in accuracies[:depth]))
+    ]
+
+    def worth(path: tuple[int, ...]) -> float:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= accuracies[depth][rank]
+        return product
+
+    return [
+        sum(map(worth, chosen))
+        for chosen in itertools.combinations(nodes, drafts)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+    ]
+
+
+def test_the_best_tree_is_the_best_of_all():
+    accuracies = [[0.5, 0.2, 0.1], [0.45, 0.3]]
+    for drafts in range(1, 6):
+        tree = DraftTree.best(accuracies, drafts)
+        assert tree.drafts == drafts
+        assert tree.worth(accuracies) == pytest.approx(max(every_tree(accuracies, drafts)))
+
+
+def test_nodes_fall_in_worth():
+    accuracies = [[0.6, 0.2, 0.1, 0.05], [0.5, 0.2, 0.1], [0.4, 0.2], [0.3]]
+    tree = DraftTree.best(accuracies, 20)
+    worths = [tree.first(n).worth(accuracies) for n in range(21)]
+    gains = [after - before for before, after in itertools.pairwise(worths)]
+    assert gains == pytest.approx(sorted(gains, reverse=True)) and gains[-1] > 0
+
+
+def test_a_tree_ends_where_nothing_is_worth_a_draft():
+    assert DraftTree.best([[0.5, 0.0], [0.5]], 10).parents == (-1, 0, 1)
+    assert DraftTree.best([[0.0]], 10).drafts == 0
+    assert DraftTree.best([[1.0] * 9] * 9, MAX_NODES - 1).drafts == MAX_NODES - 1

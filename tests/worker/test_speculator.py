@@ -1,0 +1,269 @@
+"""Who gets how many drafts, and what of a proposal is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvik.config.speculative import ResolvedSpeculation
+from kvik.core.plan import NewRequest
+from kvik.core.sampling_params import SamplingParams
+from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.rejection import Chains
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.speculator import Speculator, shared_out
+
+VOCAB, LENGTH, BLOCK = 11, 32, 4
+CPU = torch.device("cpu")
+EAGER = ResolvedSpeculation("ngram", num_draft_tokens=3, max_draft_rows=8, adaptive=False)
+
+
+class Told:
+    """Proposes what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[DraftRows], Drafts] = lambda rows: Drafts([[] for _ in rows.slots])
+        self.asked: list[DraftRows] = []
+        self.events: list[tuple[str, int]] = []
+
+    def enter(self, slot: int) -> None:
+        self.events.append(("enter", slot))
+
+    def leave(self, slot: int) -> None:
+        self.events.append(("leave", slot))
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        self.asked.append(rows)
+        return self.answer(rows)
+
+
+def as_many_as_allowed(rows: DraftRows) -> Drafts:
+    return Drafts([[5] * limit for limit in rows.limits])
+
+
+class World:
+    """Four slots, and a speculator over them."""
+
+    def __init__(self, speculation: ResolvedSpeculation = EAGER) -> None:
+        self.table = RequestTable(4, LENGTH, 1, BLOCK)
+        self.sampling = SamplingTable(4, VOCAB, CPU)
+        self.drafter = Told()
+        self.time = 0.0
+        self.speculator = Speculator(
+            speculation, self.drafter, self.table, self.sampling, VOCAB, self.clock
+        )
+
+    def clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def enter(self, slot: int, known: int = 5, **params: object) -> None:
+        new = NewRequest(
+            slot=slot,
+            token_ids=[1] * known,
+            num_prompt_tokens=known,
+            num_computed_tokens=known - 1,
+            block_ids=[[1 + 10 * slot + i for i in range(-(-known // BLOCK))]],
+            params=SamplingParams(**{"temperature": 0.0, **params}),  # type: ignore[arg-type]
+            stop_ids=frozenset(),
+            seed=0,
+        )
+        self.table.add(new)
+        self.sampling.set(slot, new.params, 0, new.token_ids, [], frozenset())
+        self.speculator.enter(new)
+
+    def propose(self, *slots: int) -> list[int]:
+        """Numbers of drafts that came of it."""
+
+        def hidden(chosen: np.ndarray) -> Tensor:
+            return torch.tensor(slots)[torch.from_numpy(chosen)][:, None].float()
+
+        where = np.array(slots, np.int64)
+        self.speculator.propose(where, hidden)
+        found: list[int] = self.speculator.num_drafts[where].tolist()
+        return found
+
+    def step(self, *slots: int) -> None:
+        none = np.zeros(len(slots), np.int64)
+        self.speculator.observe(np.array(slots), none, none, 1.0, pure=True)
+
+
+@pytest.mark.parametrize(
+    ("limits", "room", "given"),
+    [
+        ([3, 3], 6, [3, 3]),
+        ([3, 3], 4, [2, 2]),
+        ([5, 1, 5], 8, [4, 1, 3]),
+        ([2, 2, 2], 2, [1, 1, 0]),
+        ([2, 0, 2], 3, [2, 0, 1]),
+        ([4], 0, [0]),
+        ([4], -1, [0]),
+    ],
+)
+def test_room_is_shared_out(limits: list[int], room: int, given: list[int]) -> None:
+    assert shared_out(np.array(limits), room).tolist() == given
+
+
+def test_drafts_stand_behind_the_tokens() -> None:
+    world = World()
+    world.enter(0)
+    world.enter(2, known=7)
+    world.drafter.answer = lambda rows: Drafts([[3, 4], [6]])
+    assert world.propose(2, 0) == [2, 1]
+    assert world.table.token_ids[2, 7:9].tolist() == [3, 4]
+    assert world.table.token_ids[0, 5] == 6
+    (rows,) = world.drafter.asked
+    assert (rows.slots.tolist(), rows.limits.tolist()) == ([2, 0], [3, 3])
+    assert rows.hidden[:, 0].tolist() == [2, 0]
+
+
+def test_limits_keep_within_the_request() -> None:
+    world = World()
+    world.drafter.answer = as_many_as_allowed
+    world.enter(0, max_tokens=3)
+    world.enter(1, max_tokens=1)
+    world.enter(2, known=LENGTH - 2, max_tokens=None)
+    world.enter(3, speculation=False)
+    # The last token of each comes from the model itself.
+    assert world.propose(0, 1, 2, 3) == [2, 0, 1, 0]
+    assert world.drafter.events == [("enter", 0), ("enter", 1), ("enter", 2)]
+
+
+def test_drafts_of_requests_that_wait_count() -> None:
+    world = World(replace(EAGER, max_draft_rows=5))
+    world.drafter.answer = as_many_as_allowed
+    for slot in range(3):
+        world.enter(slot)
+    assert world.propose(0) == [3]
+    assert world.propose(1, 2) == [1, 1]
+    world.step(0, 1)
+    assert world.speculator.num_drafts.tolist() == [0, 0, 1, 0]
+    world.speculator.leave(2)
+    assert world.speculator.num_drafts.sum() == 0
+
+
+def test_drafts_that_had_their_step_are_forgotten() -> None:
+    world = World()
+    world.drafter.answer = as_many_as_allowed
+    world.enter(0)
+    assert world.propose(0) == [3]
+    world.step(0)
+    world.drafter.answer = lambda rows: Drafts([[]])
+    assert world.propose(0) == [0]
+
+
+def test_a_drafter_writes_within_the_blocks_of_its_request() -> None:
+    world = World(replace(EAGER, num_lookahead_tokens=3))
+    world.drafter.answer = as_many_as_allowed
+    world.enter(0, known=7)  # two blocks of four: the eighth place is for the first draft
+    world.enter(1, known=8)
+    assert world.propose(0, 1) == [2, 1]
+    world.table.add_blocks(1, 0, [9])
+    world.step(0, 1)
+    assert world.propose(0, 1) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        [[1], [VOCAB]],
+        [[1], [-1]],
+        [[1]],
+        [[1], [2], [3]],
+        [[1] * 4, []],
+    ],
+)
+def test_what_cannot_be_is_refused(drafts: list[list[int]], caplog) -> None:
+    world = World()
+    world.enter(0)
+    world.enter(1)
+    world.drafter.answer = lambda rows: Drafts(drafts)
+    with caplog.at_level(logging.WARNING):
+        assert world.propose(0, 1) == [0, 0]
+        assert world.propose(0, 1) == [0, 0]
+    assert len(caplog.records) == 1
+
+
+def test_the_tree_stays_and_the_control_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.enter(0)
+    followed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(world.speculator.control, "follow", followed.append)
+    tree = DraftTree((-1, 0, 0), (0, 0, 1))
+    world.drafter.answer = lambda rows: Drafts([[3, 4]], tree)
+    assert world.propose(0) == [2]
+    assert world.speculator.tree is tree
+    world.step(0)
+    assert world.propose(0) == [2]
+    assert followed == [tree.parents]
+    world.step(0)
+    world.drafter.answer = lambda rows: Drafts([[3, 4]], DraftTree.chain(2))
+    assert world.propose(0) == [0]
+    world.drafter.answer = lambda rows: Drafts([[3, 4, 5]], tree)  # of which it has two
+    assert world.propose(0) == [0]
+
+
+def test_a_broad_tree_is_asked_for_as_long_as_any_of_its_nodes_is_right() -> None:
+    world = World(replace(EAGER, adaptive=True))
+    world.enter(0, max_tokens=None)
+    tree = DraftTree((-1, 0, 0, 0), (0, 0, 1, 2))
+    world.drafter.answer = lambda rows: Drafts([[3, 4, 5][: rows.limits[0]]], tree)
+    asked = []
+    slots, count = np.array([0]), 0
+    for step in range(120):
+        right = step * 2 % 3
+        paths = np.zeros((1, 3), np.bool_)
+        paths[0, right] = right < count
+        world.speculator.observe(
+            slots, np.array([count]), paths.sum(1), 100.0 + 5 * count, pure=True, paths=paths
+        )
+        (count,) = world.propose(0)
+        asked.append(count)
+    assert np.mean(asked[40:]) > 2.5
+
+
+def test_probabilities_go_with_drafts_that_were_drawn() -> None:
+    world = World()
+    world.enter(0)
+    world.enter(1, temperature=1.0)
+    world.enter(2, temperature=1.0, seed=3)
+    probs = torch.arange(5 * VOCAB, dtype=torch.float32).view(5, VOCAB)
+    world.drafter.answer = lambda rows: Drafts([[1], [2, 3], [4, 5]], probs=probs)
+    assert world.propose(0, 1, 2) == [1, 2, 2]
+    assert world.drafter.asked[0].certain.tolist() == [True, False, True]
+    slots, counts = np.array([2, 1, 0]), np.array([2, 1, 1])  # one of slot 1 is checked
+    chains = Chains.of(counts, world.table.drafts(slots, counts))
+    guesses = world.speculator.guesses(slots, chains)
+    assert guesses is not None
+    assert (guesses.rows.tolist(), guesses.token_ids.tolist()) == ([3], [2])
+    assert torch.equal(guesses.probs, probs[1:2])
+    world.step(0, 1, 2)
+    assert world.speculator.guesses(slots, chains) is None
+
+
+def test_time_is_told_apart() -> None:
+    world = World()
+    world.enter(0)
+    world.enter(1)
+    world.drafter.answer = as_many_as_allowed
+    slots, none, drafts = np.array([0, 1]), np.zeros(2, np.int64), np.array([3, 3])
+
+    def observe(drafts: np.ndarray, accepted: np.ndarray, *, pure: bool = True) -> tuple:
+        times = world.speculator.observe(slots, drafts, accepted, 2.0, pure=pure)
+        return times.proposing, times.checking, times.plain
+
+    assert observe(none, none) == (0.0, 0.0, 0.0)  # nobody was asked
+    world.propose(0, 1)
+    assert observe(drafts, np.array([3, 1])) == (1.0, 3.0, 2.0 * 3.0)  # six tokens, not two
+    world.propose(0, 1)
+    assert observe(none, none) == (1.0, 3.0, 2.0)  # asked in vain
+    world.propose(0, 1)
+    assert observe(drafts, none, pure=False) == (1.0, 0.0, 0.0)
