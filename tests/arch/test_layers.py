@@ -26,10 +26,27 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
     "executors": {"config", "worker", "engine.executor", *BRIDGE},
-    "planner": {"config", "core", "engine"},
+    "planner": {"config", "core", "engine", "gguf"},
     # top: only launch joins the trunks
-    "launch": {"config", "core", "text", "engine", "executors", "worker"},
-    "llm": {"config", "core", "text", "engine", "launch", "progress", "interrupts"},
+    "model_files": {"config", "core", "text", "engine", "gguf"},
+    "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
+    "launch": {"config", "core", "text", "engine", "model_files", "executors", "worker"},
+    "llm": {
+        "config",
+        "core",
+        "text",
+        "engine",
+        "model_files",
+        "launch",
+        "progress",
+        "interrupts",
+    },
+    # Makes plans for a worker itself, so it stands beside the engine's own way of doing so.
+    "evaluate": {"config", "text", "model_files", "launch", *BRIDGE},
+    # Heads that guess ahead, from a model that reads.
+    "training": {"config", "text", "nn", "evaluate"},
+    # From a model to an engine folder.
+    "build": {"config", "model_files", "launch", ""},
     "progress": {"engine.output"},
     "interrupts": set(),
     "bench": {
@@ -41,16 +58,34 @@ ALLOWED: dict[str, set[str]] = {
         "planner",
         "launch",
         "llm",
+        "evaluate",
         "interrupts",
         "",
     },
-    "cli": {"config", "core", "text", "engine", "planner", "bench", "launch", "llm", ""},
+    "cli": {
+        "config",
+        "core",
+        "text",
+        "engine",
+        "planner",
+        "bench",
+        "model_files",
+        "export",
+        "launch",
+        "llm",
+        "evaluate",
+        "quantize",
+        "build",
+        "training",
+        "worker.draft_tree",
+        "",
+    },
     # `import kvik` itself, and `python -m kvik`
     "": {"config", "core", "engine", "llm"},
     "__main__": {"cli"},
 }
 
-CONTROL = ("config", "core", "text", "engine", "gguf", "planner")
+CONTROL = ("config", "core", "text", "engine", "gguf", "planner", "model_files")
 
 
 def inside(module: str) -> str:

@@ -90,7 +90,7 @@ def test_techniques(tmp_path: Path) -> None:
     sizes = ("--num-requests", "2", "--prefix-tokens", "16", "--prompt-tokens", "4")
     flags = ("--output-tokens", "3", "--alone", "1", "--repeats", "1", "--warmup", "0")
     found = bench("techniques", tmp_path / "out.json", *sizes, *flags, *ENGINE)
-    assert len(found["rows"]) == 6
+    assert len(found["rows"]) == 7
     assert values(found["rows"][0])["over the first"] == [1.0]
 
 
@@ -131,6 +131,7 @@ def test_startup(tmp_path: Path) -> None:
         (("batching", "--rate", "0"), "rate: must be above 0"),
         (("batching", "--policy", "static"), "policy: is what this benchmark varies"),
         (("techniques", "--quantization", "int8"), "quantization: is what this benchmark varies"),
+        (("techniques", "--spec-method", "suffix"), "spec_method: is what this benchmark varies"),
         (
             ("techniques", "--prefix-tokens", "0", "--num-requests", "9"),
             "num_requests: must be at most 8",

@@ -41,6 +41,7 @@ SAMPLING: dict[str, tuple[list[str], object]] = {
     "prompt_logprobs": (["2"], 2),
     "skip_special_tokens": ([], True),
     "include_stop_str_in_output": ([], True),
+    "speculation": ([], True),
 }
 
 

@@ -140,6 +140,7 @@ def test_the_length_is_the_models_own_where_none_is_given(
         (["--stop", "", "x"], "stop: must not contain an empty string"),
         (["--logprobs", "1", "x"], "logprobs: is shown with --json only"),
         (["--block-size", "0", "x"], "block_size: must be an integer in [1, 1024], not 0"),
+        (["/no/such/model.gguf", "x"], "model: there is no file '/no/such/model.gguf'"),
         (["/no/such/folder", "x"], "model: there is no folder '/no/such/folder'"),
     ],
 )

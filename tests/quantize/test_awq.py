@@ -109,6 +109,14 @@ def test_scales_are_normalised_and_dead_inputs_harmless() -> None:
     assert tied.alpha == 0 and torch.equal(tied.scales, torch.ones(64))
 
 
+def test_inputs_that_are_nearly_dead() -> None:
+    """Factors stay small enough for what they are folded into."""
+    w, x = normal(16, 64, seed=9), salient(100, 64, seed=10)
+    x[:, 5] *= 1e-18
+    found = search_scaling([w], x, x.abs().mean(0), INT4)
+    assert found.alpha > 0 and float(found.scales.max() / found.scales.min()) <= 1.001e6
+
+
 def test_the_second_moments_root_stands_for_all_tokens() -> None:
     w, x = normal(16, 64, seed=11), salient(500, 64, seed=12)
     mean_abs = x.abs().mean(0)

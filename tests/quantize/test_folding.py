@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, rms_norm, silu
 
-from kvik.quantize.folding import fold_into_linear, fold_into_norm, scale_inputs
+from kvik.quantize.folding import (
+    fold_into_linear,
+    fold_into_norm,
+    kept_scales,
+    scale_inputs,
+)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -81,3 +86,30 @@ def test_dtypes_are_kept() -> None:
     assert folded.dtype == torch.bfloat16 and shift is not None and shift.dtype == torch.float16
     assert torch.equal(folded[2], torch.full((3,), 1 / 3).bfloat16())
     assert scale_inputs(weight, torch.ones(3)).dtype == torch.float32
+
+
+def test_factors_that_a_gain_can_take() -> None:
+    """W (s kept) times the rounded gain is W times the gain, which W s is not."""
+    generator = torch.Generator().manual_seed(3)
+    gain = torch.randn(64, generator=generator).bfloat16()
+    scales = torch.empty(64).uniform_(0.1, 9, generator=generator)
+    kept = kept_scales(gain, scales)
+    folded, _ = fold_into_norm(gain, None, kept)
+    torch.testing.assert_close(folded.float() * kept, gain.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(kept, scales, rtol=2**-8, atol=0)
+    rounded, _ = fold_into_norm(gain, None, scales)
+    assert torch.equal(rounded, folded)
+    assert float((rounded.float() * scales - gain.float()).abs().max()) > 1e-4
+
+
+def test_a_gain_of_zero_takes_any_factor() -> None:
+    scales = torch.tensor([2.0, 3.0])
+    assert kept_scales(torch.tensor([0.0, 3.0]), scales).tolist() == [2.0, 3.0]
+
+
+def test_factors_that_the_gain_cannot_take() -> None:
+    """In fp16 it would be infinite, or 0."""
+    gain, scales = torch.tensor([1.0, 1.0, 2.0]).half(), torch.tensor([1e-6, 1e9, 4.0])
+    kept = kept_scales(gain, scales)
+    assert kept.tolist() == [1.0, 1.0, 4.0]
+    assert fold_into_norm(gain, None, kept)[0].tolist() == [1.0, 1.0, 0.5]

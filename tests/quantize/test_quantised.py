@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Int4Weight, Int8Weight
+from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
 from kvik.quantize.grid import ROW, TENSOR, Grid, Scales
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.rtn import rtn
@@ -24,32 +24,41 @@ def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) 
     weight = found.weight()
     assert isinstance(weight, Int4Weight)
     assert torch.equal(weight.dequantized(), found.dequantised())
-    # without zero points where the engine needs none
-    assert (weight.zeros is None) == (symmetric and bits == 4)
+    assert weight.scales.shape == (6, 64 // weight.group)
+    assert (weight.zeros is None) == symmetric
 
 
 @pytest.mark.parametrize("bits", [5, 8])
-@pytest.mark.parametrize("group", [ROW, TENSOR, 64])
+@pytest.mark.parametrize("group", [ROW, TENSOR, 64, 16])
 @pytest.mark.parametrize("activations", [True, False])
-def test_symmetric_rows_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
+def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
     found = rtn(normal(6, 64), Grid(bits, group, True))
     weight = found.weight(activations)
     assert isinstance(weight, Int8Weight)
     assert weight.quantize_activations == activations
+    assert weight.group == (16 if group == 16 else 0)
     assert weight.values.dtype == torch.int8
     assert int(weight.values.min()) >= -(2 ** (bits - 1) - 1)  # nothing wrapped
     assert torch.equal(weight.dequantized(), found.dequantised())
 
 
-def test_what_the_engine_has_no_weight_for() -> None:
-    w = normal(4, 64)
-    for grid in (Grid(8, 32, True), Grid(8, ROW, False), Grid(5, 16, True)):
-        with pytest.raises(ValueError, match=f"{grid.bits} bits"):
-            rtn(w, grid).weight()
-    found = rtn(w, Grid(4, 32, True))
-    order = torch.arange(64) % 2
-    with pytest.raises(ValueError, match="not neighbours"):
-        Quantised(found.q, found.scales, found.grid, order).weight()
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
+    natural = rtn(normal(4, 64), Grid(bits, 32, True))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32
+    found = Quantised(natural.q, natural.scales, natural.grid, order)
+    weight = found.weight()
+    assert isinstance(weight, OrderedWeight)
+    assert isinstance(weight.plain, Int8Weight if bits == 8 else Int4Weight)
+    assert torch.equal(weight.dequantized(), found.dequantised())
+
+
+@pytest.mark.parametrize("grid", [Grid(8, ROW, False), Grid(8, 32, False), Grid(5, 2, True)])
+def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
+    found = rtn(normal(4, 64), grid)
+    weight = found.weight()
+    assert isinstance(weight, FloatWeight)
+    assert torch.equal(weight.dequantized(), found.dequantised())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

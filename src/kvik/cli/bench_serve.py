@@ -248,9 +248,9 @@ def _filler(arguments: argparse.Namespace) -> Filler:
     if arguments.vocab_size:
         return TokenFiller(arguments.vocab_size)
     from kvik.config.model_source import find_model
-    from kvik.text.tokenizer import Tokenizer
+    from kvik.model_files import model_files
 
-    tokenizer = Tokenizer.load(find_model(arguments.tokenizer, weights=False))
+    tokenizer = model_files(find_model(arguments.tokenizer, weights=False)).tokenizer()
     return TokenFiller(tokenizer.vocab_size, tokenizer.special_ids)
 
 

@@ -13,6 +13,7 @@ from kvik.cli.bench_output import (
     write_out,
 )
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.config.speculative import WISHES
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -20,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench techniques",
         "[MODEL]",
         "Turn the techniques on one by one, and measure the same requests with each: no KV cache, "
-        "KV cache, continuous batching, prefix cache, quantised weights.",
+        "KV cache, continuous batching, prefix cache, speculation, quantised weights.",
     )
     add_model(parser)
     add = parser.add_argument
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_repeats(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
-    refuse_varied(options, "quantization", "enable_prefix_caching", "policy")
+    refuse_varied(options, "quantization", "enable_prefix_caching", "policy", *WISHES)
     config = EngineConfig(**options)
     requests = Requests(
         arguments.num_requests,
@@ -63,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     ladder = Ladder(
         LadderLoad(requests, arguments.alone),
-        lambda quantization: resolve_config(replace(config, quantization=quantization)),
+        lambda loading: resolve_config(
+            replace(config, quantization=loading.quantization, spec_method=loading.speculation)
+        ),
         arguments.warmup,
     )
     write_out(ladder.measure(Rounds(arguments.repeats, 0), run_facts()), arguments)

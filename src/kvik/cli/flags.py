@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
@@ -30,16 +30,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # "argument --top-k: must be ..." names the field; other complaints are about all of them.
-        named = re.fullmatch(r"argument (?:--no-\S+/|--)?(\S+?)(?:/\S+)?: (.*)", message, re.DOTALL)
+        pattern = r"argument (?:-\w/)?(?:--no-\S+/|--)?(\S+?)(?:/\S+)?: (.*)"
+        named = re.fullmatch(pattern, message, re.DOTALL)
         if named:
             raise KvikError(named[1].replace("-", "_"), named[2])
         raise KvikError("arguments", message)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """Args:
+    only: the fields that mean something to this verb; None: all.
+    """
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
-        if option.name not in NOT_ENGINE_FLAGS:
+        if option.name not in NOT_ENGINE_FLAGS and (only is None or option.name in only):
             _add(group, option)
 
 

@@ -17,6 +17,7 @@ from kvik.cli.flags import (
 )
 from kvik.cli.report import as_json, stats_line
 from kvik.config.errors import ParamError
+from kvik.config.model_source import CONFIG, GGUF
 from kvik.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
         "words",
         nargs="+",
         metavar="[MODEL] PROMPT",
-        help="a folder or hub id (left out: the bundled model), and the prompt; - reads it from "
-        "standard input",
+        help="a folder, GGUF file or hub id (left out: the bundled model), and the prompt; - reads "
+        "it from standard input",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
@@ -106,7 +107,8 @@ def _model_and_prompt(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])
-    if not model and os.path.isfile(os.path.join(prompt, "config.json")):
+    described = prompt if prompt.lower().endswith(GGUF) else os.path.join(prompt, CONFIG)
+    if not model and os.path.isfile(described):
         raise ParamError("prompt", f"is missing: {prompt[:60]!r} is a model")
     if prompt == "-":
         prompt = _read_standard_input()

@@ -15,9 +15,10 @@ from kvik.config.hardware import detect
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import formats_of
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec, read_model_spec
+from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.config.quantization import weight_bytes
 from kvik.config.resolve import resolve
+from kvik.model_files import model_files
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         "info", "[MODEL]", "Describe a model and what of it fits this machine, without loading it."
     )
     parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+        "model", nargs="?", default="", help="a folder, GGUF file or hub id (default: bundled)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser)
@@ -34,25 +35,29 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    folder = find_model(config.model, weights=False)
-    spec = read_model_spec(folder)
+    path = find_model(config.model, weights=False)
+    spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
     resolved, refusal = None, ""
     try:
-        resolved = resolve(config, spec, detect(gpus), str(folder))
+        resolved = resolve(config, spec, detect(gpus), str(path))
     except CapacityError as error:
         refusal = str(error)
     if arguments.json:
-        print(json.dumps(_as_json(str(folder), spec, resolved, refusal)))
+        print(json.dumps(_as_json(str(path), spec, resolved, refusal)))
     else:
-        print(_as_text(str(folder), spec, resolved, refusal))
+        print(_as_text(str(path), spec, resolved, refusal))
     return 0
 
 
 def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refusal: str) -> str:
     dtype = resolved.runner.dtype if resolved else spec.dtype
     kv_dtype = _kv_format(resolved) if resolved else dtype
-    weights = f"{show_bytes(weight_bytes(spec, dtype, 'none'))} in {dtype}"
+    weights = show_bytes(_weights(spec, dtype, resolved))
+    if spec.built is None:
+        weights += (
+            f" in {dtype}" if spec.quantization is None else f" in {dtype} where not quantised"
+        )
     rows = [
         ("model", folder),
         ("architecture", spec.architecture),
@@ -64,8 +69,8 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
         ("parameters", f"{spec.parameters.total:,}"),
-        ("checkpoint", str(spec.quantization or spec.dtype)),
-        ("weights", weights if spec.quantization is None else f"{weights} where not quantised"),
+        ("checkpoint", _stored_as(spec)),
+        ("weights", weights),
         ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
     ]
     lines = [f"{name:14}{value}" for name, value in rows]
@@ -93,8 +98,8 @@ def _as_json(
         "context": spec.max_context,
         "parameters": spec.parameters.total,
         "dtype": dtype,
-        "stored_as": str(spec.quantization or spec.dtype),
-        "weight_bytes": weight_bytes(spec, dtype, "none"),
+        "stored_as": _stored_as(spec),
+        "weight_bytes": _weights(spec, dtype, resolved),
         "kv_bytes_per_token": _kv_bytes(spec, resolved),
         "fits": resolved is not None,
     }
@@ -106,6 +111,18 @@ def _as_json(
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "memory": {**memory, "total": resolved.memory.total},
     }
+
+
+def _stored_as(spec: ModelSpec) -> str:
+    return str(spec.built or spec.quantization or spec.dtype)
+
+
+def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> int:
+    """Bytes of the weights as they are stored, but for what has to be `dtype`."""
+    if spec.built is not None:
+        return spec.built.weight_bytes
+    native = resolved is not None and resolved.runner.kernels == "native"
+    return weight_bytes(spec, dtype, "none", native=native)
 
 
 def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:

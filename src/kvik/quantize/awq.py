@@ -18,6 +18,7 @@ from kvik.quantize.quantised import Quantised
 from kvik.quantize.rtn import rtn
 
 PIECE = 1 << 22  # numbers of a product that are held at a time
+FLOOR = 1e-6  # of the largest mean |x|: what is less counts as that, or factors were too large
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
     live = mean_abs > 0
     if not bool(live.any()):
         return torch.ones_like(mean_abs)
-    powers = mean_abs.clamp(min=float(mean_abs[live].min())).pow(alpha)
+    least = max(float(mean_abs[live].min()), FLOOR * float(mean_abs.max()))
+    powers = mean_abs.clamp(min=least).pow(alpha)
     return powers / (powers.max() * powers.min()).sqrt()
 
 

@@ -5,12 +5,25 @@ The operation before the layer gives x / s: a norm by its weight, a linear layer
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def scale_inputs(w: Tensor, scales: Tensor) -> Tensor:
     """W diag(s), [outputs, inputs] fp32."""
     return w.float() * scales
+
+
+def kept_scales(weight: Tensor, scales: Tensor) -> Tensor:
+    """The factors near `scales` that a norm can take without its gain being rounded: what the
+    layers behind it are multiplied with. 1 where its dtype does not reach. [inputs] fp32.
+
+    Args:
+        weight: [inputs], the gain in the dtype of the checkpoint.
+    """
+    kept = weight.float() / _divided(weight, scales).float()
+    kept = kept.masked_fill(~(kept.isfinite() & (kept > 0)), 1.0)
+    return torch.where(weight == 0, scales, kept)
 
 
 def fold_into_norm(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from kvik.kernels.weights import SYMMETRIC_ZERO, Int4Weight, Int8Weight
-from kvik.nn.formats.bits import pack_nibbles
-from kvik.quantize.grid import ROW, TENSOR, Grid, Scales, dequantise
+from kvik.config.stored_quantization import StoredScheme
+from kvik.kernels.weights import Weight
+from kvik.nn.formats.integers import Codes, weight_of
+from kvik.quantize.grid import Grid, Scales, dequantise
+
+BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +36,29 @@ class Quantised:
         zero = self.grid.middle if zeros is None else zeros[:, self.order]
         return (self.q.float() - zero) * scales[:, self.order]
 
-    def weight(self, quantize_activations: bool = False) -> Int8Weight | Int4Weight:
-        """For the engine. Codes of two and three bits become ones of four.
+    def codes(self) -> Codes:
+        """As checkpoint layouts take them: [outputs, groups] scales, also where one is for all."""
+        outputs = len(self.q)
+        scales, zeros = self.scales.scales, self.scales.zeros
+        zeros = None if zeros is None else zeros.expand(outputs, -1)
+        return Codes(self.q, scales.expand(outputs, -1), zeros, self.grid.bits, self.order)
+
+    def weight(self, quantize_activations: bool = False) -> Weight:
+        """For the engine, as it would load it from a checkpoint: codes of two and three bits in
+        four, those of five to seven in eight, and floats where no kernel multiplies it.
 
         Args:
             quantize_activations: of a weight in more than four bits.
-
-        Raises:
-            ValueError: the engine has no weight of this kind.
         """
-        if self.order is not None:
-            raise ValueError("the engine has no weights whose groups are not neighbours")
-        outputs, inputs = self.q.shape
-        scales, zeros = self.scales.scales, self.scales.zeros
-        if self.grid.group == TENSOR:
-            scales = scales.expand(outputs, 1)
-            zeros = None if zeros is None else zeros.expand(outputs, 1)
-        if self.grid.bits > 4:
-            if zeros is not None or self.grid.group not in (ROW, TENSOR, inputs):
-                raise ValueError(
-                    f"the engine takes weights of {self.grid.bits} bits if they are symmetric with "
-                    "one scale for each output"
-                )
-            # codes from 1 to 255, less at most 128
-            values = (self.q.to(torch.int16) - self.grid.middle).to(torch.int8)
-            return Int8Weight(values, scales[:, 0].contiguous(), quantize_activations)
-        if zeros is None and self.grid.middle != SYMMETRIC_ZERO:
-            zeros = torch.full_like(scales, self.grid.middle, dtype=torch.uint8)
-        zeros = None if zeros is None else zeros.contiguous()
-        width = self.grid.width(inputs)
-        return Int4Weight(pack_nibbles(self.q), scales.contiguous(), zeros, width)
+        codes, symmetric = self.codes(), self.scales.zeros is None
+        if BYTE > codes.bits > 4 and symmetric:
+            codes = replace(codes, q=codes.q + (2 ** (BYTE - 1) - self.grid.middle), bits=BYTE)
+        scheme = StoredScheme(
+            "pack-quantized",
+            codes.bits,
+            max(self.grid.group, 0),
+            symmetric=symmetric,
+            ordered=self.order is not None,
+            quantize_activations=quantize_activations and codes.bits == BYTE,
+        )
+        return weight_of(codes, scheme)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-INT8_MAX = 127
-
 
 def smoothing_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0.5) -> Tensor:
     """s = max |x|^alpha / max |w|^(1 - alpha) of each input; what comes before gives x / s.
@@ -30,28 +28,3 @@ def smoothing_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float = 0
     largest = torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
     scales = absmax.float().pow(alpha) / largest.pow(1 - alpha)
     return scales.masked_fill((absmax == 0) | (largest == 0), 1.0)
-
-
-def static_scale(absmax: Tensor, smoothing: Tensor) -> Tensor:
-    """The step of calibrated activations, one for all tokens and inputs: [] fp32.
-
-    Args:
-        absmax: [inputs], before smoothing.
-        smoothing: [inputs].
-    """
-    return _nonzero((absmax.float() / smoothing).amax() / INT8_MAX)
-
-
-def token_scales(x: Tensor) -> Tensor:
-    """The steps of activations as they come: [tokens, inputs] -> [tokens, 1] fp32."""
-    return _nonzero(x.float().abs().amax(-1, keepdim=True) / INT8_MAX)
-
-
-def round_activations(x: Tensor, scale: Tensor) -> Tensor:
-    """[tokens, inputs] -> int8 in -127..127; what is beyond the calibrated range is cut."""
-    return (x.float() / scale).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    """1 where there is nothing to scale."""
-    return scale.masked_fill(scale == 0, 1.0)

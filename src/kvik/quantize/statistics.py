@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-PIECE = 1 << 23  # numbers of the inputs in fp32 at a time
+PIECE = 1 << 25  # numbers of the inputs in fp32 at a time
 BLOCK = 1024  # columns of the second moment that are added together
 
 
 class InputStatistics:
     """Sums over the tokens x [inputs] that a layer has seen.
 
-    Products of a batch are computed in fp32, sums over batches in fp64: in fp32 a sum of very many
+    Products of a batch are summed in fp32, sums over batches in fp64: in fp32 a sum of very many
     squares drifts. Batches should be large, since each one passes over the whole second moment.
 
     Attributes:
         inputs, tokens: how many.
-        first: place in the stream of the first token seen here.
         abs_sum: [inputs] fp64, the sum of |x|.
         absmax: [inputs] fp32.
         sample: [up to `sample_size`, inputs] fp32, tokens drawn evenly from all seen. Which ones
-            depends on their places in the stream alone, not on batches, merges or interruptions.
+            depends on their places in the stream alone, not on batches.
     """
 
     def __init__(
         self,
         inputs: int,
         *,
+        moment: bool = True,
         sample_size: int = 512,
-        first: int = 0,
         device: torch.device | None = None,
     ) -> None:
         """
         Args:
+            moment: the second moment is kept; it is by far the largest part.
             sample_size: 0 where only sums are wanted.
-            first: place of the first token to come; merged parts of a stream need their own.
         """
         self.inputs = inputs
         self.tokens = 0
-        self.first = first
         self.sample_size = sample_size
         self.abs_sum = torch.zeros(inputs, dtype=torch.float64, device=device)
         self.absmax = torch.zeros(inputs, device=device)
         self.sample = torch.empty(0, inputs, device=device)
         self._keys = torch.empty(0, dtype=torch.int64, device=device)
         # x^T x, of which the blocks on and below the diagonal are kept up to date
-        self._lower = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
+        self._lower: Tensor | None = None
+        if moment:
+            self._lower = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor) -> None:
         """x [tokens, inputs], any float dtype.
@@ -64,29 +65,25 @@ class InputStatistics:
         self.absmax = torch.maximum(self.absmax, absmax)
         for piece in x.split(max(1, PIECE // self.inputs)):
             wide = piece.float()
-            self.abs_sum += wide.abs().sum(0, dtype=torch.float64)
-            for start in range(0, self.inputs, BLOCK):
-                end = min(start + BLOCK, self.inputs)
-                self._lower[start:end, :end] += wide[:, start:end].t() @ wide[:, :end]
-            places = torch.arange(len(wide), device=x.device) + (self.first + self.tokens)
+            self.abs_sum += wide.abs().sum(0)
+            if self._lower is not None:
+                _add_products(self._lower, wide, exact=x.dtype == torch.bfloat16)
+            places = torch.arange(len(wide), device=x.device) + self.tokens
             self._draw(_keys(places), wide)
             self.tokens += len(wide)
-
-    def merge(self, other: InputStatistics) -> None:
-        """Adds what `other` has seen, of another part of the same stream."""
-        self.first = min(self.first, other.first)
-        self.tokens += other.tokens
-        self.abs_sum += other.abs_sum
-        self.absmax = torch.maximum(self.absmax, other.absmax)
-        self._lower += other._lower
-        self._draw(other._keys, other.sample)
 
     def mean_abs(self) -> Tensor:
         """[inputs] fp32."""
         return (self.abs_sum / max(self.tokens, 1)).float()
 
     def hessian(self) -> Tensor:
-        """2 X X^T of the squared error, [inputs, inputs] fp32; a copy."""
+        """2 X X^T of the squared error, [inputs, inputs] fp32; a copy.
+
+        Raises:
+            ValueError: the second moment was not kept.
+        """
+        if self._lower is None:
+            raise ValueError("no second moment was kept")
         whole = self._lower.float().mul_(2)
         for start in range(0, self.inputs, BLOCK):
             end = min(start + BLOCK, self.inputs)
@@ -94,28 +91,6 @@ class InputStatistics:
             corner.copy_(corner.tril() + corner.tril(-1).t())
             whole[:start, start:end] = whole[start:end, :start].t()
         return whole
-
-    def state(self) -> dict[str, Tensor]:
-        """All of it, to go on later. The tensors are this object's own."""
-        return {
-            "lower": self._lower,
-            "abs_sum": self.abs_sum,
-            "absmax": self.absmax,
-            "sample": self.sample,
-            "keys": self._keys,
-            "counts": torch.tensor([self.first, self.tokens, self.sample_size]),
-        }
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Tensor]) -> InputStatistics:
-        """What `state` was taken of; goes on with the same tensors."""
-        first, tokens, sample_size = state["counts"].tolist()
-        statistics = cls(0, sample_size=sample_size, first=first)
-        statistics.inputs, statistics.tokens = len(state["absmax"]), tokens
-        statistics._lower, statistics._keys = state["lower"], state["keys"]
-        statistics.abs_sum, statistics.absmax = state["abs_sum"], state["absmax"]
-        statistics.sample = state["sample"]
-        return statistics
 
     def _draw(self, keys: Tensor, tokens: Tensor) -> None:
         """Keeps the tokens with the smallest keys: a sample of all without knowing how many."""
@@ -127,6 +102,30 @@ class InputStatistics:
         keys = torch.cat((self._keys, keys))
         kept = keys.argsort()[: self.sample_size]
         self._keys, self.sample = keys[kept], torch.cat((self.sample, tokens))[kept]
+
+
+def _add_products(lower: Tensor, x: Tensor, exact: bool) -> None:
+    """lower += x^T x, on and below the diagonal.
+
+    Args:
+        x: [tokens, inputs] fp32.
+        exact: bfloat16 holds all of x, so that its products are those of fp32.
+    """
+    with _short_products() if exact else nullcontext():
+        for start in range(0, len(lower), BLOCK):
+            end = min(start + BLOCK, len(lower))
+            lower[start:end, :end] += x[:, start:end].t() @ x[:, :end]
+
+
+@contextmanager
+def _short_products() -> Iterator[None]:
+    """Matrices of fp32 are multiplied as bfloat16 ones where that is faster; sums stay in fp32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:

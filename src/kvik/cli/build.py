@@ -1,0 +1,101 @@
+"""`kvik build [MODEL] -o ENGINE`: a folder whose weights are mapped as they are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.config.capacity import show_bytes
+from kvik.config.engine_files import verify
+from kvik.config.engine_manifest import Manifest, is_engine_folder
+from kvik.config.errors import ConfigError
+
+FIELDS = ("quantization", "dtype", "kernels", "device", "threads", "memory_utilization")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "build",
+        "[MODEL] -o ENGINE",
+        "Write a model's weights as this machine's kernels take them, quantised if asked for. An "
+        "engine folder runs like a model, gives the same tokens, and is ready sooner.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        help="a folder, a GGUF file or a hub id (default: bundled)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="ENGINE",
+        help="the folder; an engine folder that is there is replaced",
+    )
+    parser.add_argument(
+        "--verify",
+        type=Path,
+        metavar="ENGINE",
+        help="build nothing, but read every byte of this folder and compare it with its hash",
+    )
+    add_engine_flags(parser, only=FIELDS)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if (arguments.output is None) == (arguments.verify is None):
+        raise ConfigError("output", "say where to with -o ENGINE, or --verify an engine folder")
+    if arguments.verify is not None:
+        if not is_engine_folder(arguments.verify):
+            raise ConfigError("verify", f"{str(arguments.verify)!r} is no engine folder")
+        size = verify(arguments.verify)
+        print(f"{arguments.verify}: {show_bytes(size)}, all as they were built")
+        return 0
+
+    from kvik.build import build_engine
+    from kvik.config.config import EngineConfig
+
+    config = EngineConfig(**engine_options(arguments, arguments.model))
+    with _progress() as progress:
+        folder, manifest = build_engine(config, arguments.output, progress)
+    print(_summary(folder, manifest, time.monotonic() - started))
+    return 0
+
+
+def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
+    quantized = manifest.quantization
+    words = "as stored" if quantized == "none" else quantized
+    return (
+        f"{folder}: {show_bytes(manifest.weight_bytes)} of weights in {seconds:.1f} s "
+        f"({manifest.dtype}, quantization {words}, {manifest.kernels} kernels)"
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; `progress(bytes, of bytes)` moves it."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = ("writing weights", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.start()  # not before the loader's own bar is gone
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()

@@ -1,0 +1,141 @@
+"""`kvik eval [MODEL]`: perplexity on a text, and the distance from a reference model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.config.config import EngineConfig
+
+if TYPE_CHECKING:
+    from kvik.evaluate.quality import Quality
+
+# Options that bear on what a model computes; the others are about serving many.
+READING = (
+    "dtype",
+    "quantization",
+    "device",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "block_size",
+    "memory_utilization",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "kernels",
+    "attention_backend",
+    "threads",
+)
+# Of these, what a reference does not share: it is read as it is stored.
+ROUNDING = ("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
+SAME = "same"  # the reference is the model itself
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "eval",
+        "[MODEL]",
+        "How well a model reads a text, computed as it serves: kernels, weight and KV formats. "
+        "Every token is scored at most once, with what its window holds before it.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="MODEL",
+        help="also the distance from this model, as it is stored: KL divergence and how often both "
+        f"expect the same token; {SAME}: MODEL itself, without the rounding asked for here",
+    )
+    add_text_flags(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
+    add_engine_flags(parser, READING)
+    return parser
+
+
+def add_text_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is read")
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='plain text, or .jsonl with a field "text" in each line, each read by itself '
+        "(default: a story of some 1500 tokens that ships with kvik)",
+    )
+    group.add_argument(
+        "--window", type=int, metavar="N", help="tokens read at once (the context, at most 2048)"
+    )
+    group.add_argument(
+        "--stride", type=int, metavar="N", help="tokens from window to window (the window)"
+    )
+
+
+def texts_of(arguments: argparse.Namespace) -> Sequence[str]:
+    from kvik.evaluate.texts import held_out_texts, read_texts
+
+    return held_out_texts() if arguments.data is None else read_texts(arguments.data)
+
+
+def text_name(arguments: argparse.Namespace) -> str:
+    return "the story that ships with kvik" if arguments.data is None else str(arguments.data)
+
+
+def reference_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EngineConfig | None:
+    if arguments.reference is None:
+        return None
+    shared = {name: value for name, value in options.items() if name not in ROUNDING}
+    named = {} if arguments.reference == SAME else {"model": arguments.reference}
+    return EngineConfig(**{**shared, **named})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvik.evaluate.bar import reading_bar
+    from kvik.evaluate.quality import measure_quality
+
+    options = engine_options(arguments, arguments.model)
+    texts = texts_of(arguments)
+    with reading_bar("reading") as progress:
+        quality = measure_quality(
+            EngineConfig(**options),
+            texts,
+            window=arguments.window,
+            stride=arguments.stride,
+            reference=reference_of(arguments, options),
+            progress=progress,
+        )
+    if arguments.json:
+        print(json.dumps(_as_json(quality, arguments)))
+    else:
+        print(_as_text(quality, arguments))
+    return 0
+
+
+def _as_text(quality: Quality, arguments: argparse.Namespace) -> str:
+    rows = [
+        ("text", text_name(arguments)),
+        ("window", f"{quality.window} tokens, every {quality.stride}"),
+        ("scored", f"{quality.num_scored:,} tokens"),
+        ("perplexity", f"{quality.perplexity:.4f}"),
+    ]
+    if quality.divergence is not None and quality.agreement is not None:
+        rows += [
+            ("KL divergence", f"{quality.divergence:.6f} nats a token, from the reference"),
+            ("top-1", f"{quality.agreement:.2%} of tokens expected as by the reference"),
+        ]
+    return "\n".join(f"{name:16}{value}" for name, value in rows)
+
+
+def _as_json(quality: Quality, arguments: argparse.Namespace) -> dict[str, object]:
+    return {
+        "text": text_name(arguments),
+        "window": quality.window,
+        "stride": quality.stride,
+        "scored_tokens": quality.num_scored,
+        "perplexity": quality.perplexity,
+        "loss": quality.loss,
+        "kl_divergence": quality.divergence,
+        "top1_agreement": quality.agreement,
+    }

@@ -1,0 +1,72 @@
+"""`kvik export [MODEL] -o FILE.gguf`: the model as one file, for llama.cpp and its kin."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvik.cli.flags import Parser
+from kvik.config.capacity import show_bytes
+from kvik.config.errors import ConfigError
+from kvik.config.files import can_write
+from kvik.config.model_source import GGUF, find_model
+
+DEFAULT_TYPE = "q8_0"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "export",
+        "[MODEL] -o FILE.gguf",
+        "Write a model and its tokenizer as a GGUF file, which llama.cpp and kvik load.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help=f"ends in {GGUF}"
+    )
+    parser.add_argument(
+        "--type",
+        default=DEFAULT_TYPE,
+        metavar="TYPE",
+        help="of the matrices: f32, bf16, f16, q8_0 or q4_0; with q4_0 the embedding and the head "
+        f"are q8_0 ({DEFAULT_TYPE})",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvik.export import TYPES, plan_export
+
+    path: Path = arguments.output
+    if path.suffix.lower() != GGUF:
+        raise ConfigError("output", f"must end in {GGUF}, not {path.name[:60]!r}")
+    if not path.parent.is_dir() or not can_write(path):
+        raise ConfigError("output", f"cannot be written: {str(path)[:200]!r}")
+    if arguments.type not in TYPES:
+        raise ConfigError("type", f"must be one of {', '.join(TYPES)}, not {arguments.type[:60]!r}")
+    export = plan_export(find_model(arguments.model), TYPES[arguments.type])
+    with _progress(export.size) as advance:
+        export.write(path, advance)
+    bits = 8 * export.size / export.weights
+    print(f"{path}: {show_bytes(path.stat().st_size)}, {bits:.2f} bits a weight")
+    return 0
+
+
+@contextmanager
+def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; `advance(bytes)` moves it."""
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=num_bytes)
+        yield lambda size: bar.advance(task, size)

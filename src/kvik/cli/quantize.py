@@ -1,0 +1,250 @@
+"""`kvik quantize [MODEL] -o FOLDER`: the same model in fewer bits, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.cli.before_after import BUILTIN, BeforeAfter
+from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError
+from kvik.config.model_source import find_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvik.quantize.recipe import Recipe
+    from kvik.quantize.results import Progress
+    from kvik.quantize.source import Source
+
+AUTO = "auto"
+DEFAULT_BITS, DEFAULT_SAMPLES, DEFAULT_TOKENS = 4, 128, 512
+RUNNING = ("device",)  # the engine options that are not the recipe's business
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "quantize",
+        "[MODEL] -o FOLDER",
+        "Write a model's linear layers in fewer bits, in a layout that kvik and others load. A run "
+        "that was cut off goes on where it was when it is started again.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save it"
+    )
+    group = parser.add_argument_group("the recipe")
+    group.add_argument(
+        "--method",
+        default="gptq",
+        metavar="NAME",
+        help="rtn (round to nearest), gptq, awq, smoothquant (8 bits, activations too) or fp8 "
+        "(gptq)",
+    )
+    group.add_argument(
+        "--bits", type=integer, metavar="N", help="2, 3, 4 or 8 (4; smoothquant and fp8: 8)"
+    )
+    group.add_argument(
+        "--group-size",
+        type=_group,
+        default=AUTO,
+        metavar="N",
+        help="inputs that share a scale; -1: all of them; fp8 also 0, one scale, and 128, blocks "
+        "of 128 x 128 (auto: 128, 64 or 32, the first that divides all inputs; smoothquant and "
+        "fp8: -1)",
+    )
+    group.add_argument(
+        "--sym",
+        action=argparse.BooleanOptionalAction,
+        help="without zero points (default, but for awq)",
+    )
+    group.add_argument(
+        "--asym",
+        dest="sym",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="the same as --no-sym",
+    )
+    group.add_argument(
+        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
+    )
+    group.add_argument(
+        "--static-groups", action="store_true", help="with --act-order: groups stay neighbours"
+    )
+    group.add_argument(
+        "--damping", type=number, default=0.01, metavar="X", help="gptq: of the Hessian (0.01)"
+    )
+    group.add_argument(
+        "--smoothing", type=number, default=0.5, metavar="X", help="smoothquant: alpha (0.5)"
+    )
+    group.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help='layers that stay floats, like "*.down_proj"; may be repeated',
+    )
+    group.add_argument(
+        "--budget-bits",
+        type=number,
+        metavar="X",
+        help="average bits of a code: the layers that lose most get 8, the others --bits",
+    )
+    group = parser.add_argument_group("calibration (rtn and fp8 need none)")
+    group.add_argument(
+        "--calib", default=BUILTIN, metavar="FILE", help="text in UTF-8 (builtin: short stories)"
+    )
+    group.add_argument(
+        "--samples",
+        type=integer,
+        default=DEFAULT_SAMPLES,
+        metavar="N",
+        help=f"windows of it at most ({DEFAULT_SAMPLES})",
+    )
+    group.add_argument(
+        "--calib-tokens",
+        type=integer,
+        metavar="N",
+        help=f"of a window ({DEFAULT_TOKENS}, or the model's context)",
+    )
+    group = parser.add_argument_group("the report")
+    group.add_argument(
+        "--eval",
+        default=BUILTIN,
+        metavar="FILE",
+        help="text for the perplexity before and after, or none (builtin: a story that no model "
+        "was trained on)",
+    )
+    group.add_argument(
+        "--speed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time both models (default)",
+    )
+    group.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_engine_flags(parser, RUNNING)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from kvik.launch import find_device
+    from kvik.quantize.output import Output
+    from kvik.quantize.report import Report
+    from kvik.quantize.save import check_request, quantise_folder
+    from kvik.quantize.source import open_source
+
+    options = engine_options(arguments, arguments.model)
+    running = {name: value for name, value in options.items() if name in RUNNING}
+    source = open_source(find_model(arguments.model))
+    config = EngineConfig(model=str(source.folder), **running)
+    device = torch.device(find_device(config.device))
+    recipe = _recipe(arguments, source)
+    check_request(source, recipe, arguments.output, None)
+    windows = _windows(arguments, source) if recipe.needs_data else None
+    measurements = BeforeAfter.of(config, arguments.eval, arguments.speed)
+    output = Output(arguments.output, source)
+    started = time.monotonic()
+    try:
+        with _progress() as progress:
+            saved = quantise_folder(source, recipe, windows, output, progress, device)
+        report = Report(
+            model=arguments.model or str(source.folder),
+            saved=saved,
+            calibration=_calibration(arguments, windows),
+            seconds=time.monotonic() - started,
+        )
+        report = measurements.measure(report, arguments.output)
+    except KeyboardInterrupt:
+        print("kvik: stopped; the same command goes on where it was", file=sys.stderr)
+        raise
+    path = output.report(report.as_json())
+    print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
+    print(f"\nsaved in {arguments.output}, with this report in {path.name}", file=sys.stderr)
+    return 0
+
+
+def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
+    from kvik.quantize.recipe import ROW, Recipe, dividing
+
+    method = arguments.method
+    eight = method in ("smoothquant", "fp8")
+    usual = 8 if eight else DEFAULT_BITS
+    recipe = Recipe(
+        method=method,
+        bits=usual if arguments.bits is None else arguments.bits,
+        group_size=ROW if arguments.group_size == AUTO else arguments.group_size,
+        symmetric=method != "awq" if arguments.sym is None else arguments.sym,
+        act_order=arguments.act_order,
+        static_groups=arguments.static_groups,
+        damping=arguments.damping,
+        smoothing=arguments.smoothing,
+        skip=tuple(arguments.skip),
+        average_bits=arguments.budget_bits,
+    )
+    if arguments.group_size != AUTO or eight:
+        return recipe
+    sizes = dividing(s.inputs for name, s in source.layers.items() if recipe.quantises(name))
+    return replace(recipe, group_size=sizes[0] if sizes else ROW)
+
+
+def _windows(arguments: argparse.Namespace, source: Source) -> Tensor:
+    """The calibration text, [windows, tokens] ids."""
+    from kvik.quantize.calibration_text import calibration_windows
+    from kvik.text.tokenizer import Tokenizer
+
+    context, tokens = source.spec.max_context, arguments.calib_tokens
+    if tokens is None:
+        tokens = min(DEFAULT_TOKENS, context)
+    if tokens > context:
+        raise ConfigError("calib_tokens", f"must be at most {context} (the context), not {tokens}")
+    tokenizer = Tokenizer.load(source.folder)
+    return calibration_windows(arguments.calib, tokenizer, samples=arguments.samples, tokens=tokens)
+
+
+def _calibration(arguments: argparse.Namespace, windows: Tensor | None) -> str:
+    if windows is None:
+        return "none: the weights alone"
+    count, tokens = windows.shape
+    return f"{count} windows of {tokens} tokens of {arguments.calib}"
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal, else nothing."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=30),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, completed=share, description=what)
+
+
+def _group(text: str) -> int | str:
+    return AUTO if text == AUTO else integer(text)

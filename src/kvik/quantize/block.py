@@ -1,0 +1,198 @@
+"""A decoder block by itself, built by kvik's own models and watched at its matrices.
+
+A block is a model with a single layer. Its weights come through the same `Ops.pack_rows` as in the
+engine, and its inputs are seen in `Ops.linear`: no model knows that it is being calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import StepLayout
+from kvik.attention.sdpa import SdpaAttention
+from kvik.config.kv_spec import group_layers
+from kvik.config.model_spec import ModelSpec
+from kvik.kernels.ops import Ops
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import FloatWeight, Matrix, Weight
+from kvik.models.registry import MODELS, Network
+from kvik.nn.builder import Builder, DeclaredTensor
+from kvik.nn.context import ForwardContext
+from kvik.nn.kv_formats import allocate_kv
+
+# Given the number of a matrix and its inputs x [tokens, inputs]: x as it is multiplied.
+Watch = Callable[[int, Tensor], Tensor]
+
+WEIGHT, BIAS = ".weight", ".bias"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLinear:
+    """A linear layer of a block.
+
+    Attributes:
+        name: in the checkpoint.
+        matrix: number of the matrix that it is rows of; its layers have the same inputs.
+        weight: [outputs, inputs] in the dtype of the checkpoint.
+        transposed: the checkpoint has [inputs, outputs].
+    """
+
+    name: str
+    matrix: int
+    weight: Tensor
+    transposed: bool
+
+
+def unwatched(matrix: int, x: Tensor) -> Tensor:
+    """Changes nothing: a `Watch`."""
+    return x
+
+
+class Tap:
+    """Sees the matrix products and the filling of matrices."""
+
+    def __init__(self) -> None:
+        self.watch: Watch = unwatched
+        self.matrices: list[Matrix] = []
+        self.filled: list[tuple[int, int, Tensor]] = []  # matrix, first row, rows
+        self._numbers: dict[int, int] = {}  # id of a matrix -> its number
+
+    def ops(self) -> Ops:
+        """Torch's operations with this in between. It is not kept: a block whose parts hold each
+        other would outlive its use."""
+        return replace(TORCH, linear=self._linear, pack_rows=self._pack_rows)
+
+    def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
+        assert isinstance(weight, FloatWeight)
+        if id(matrix) not in self._numbers:
+            self._numbers[id(matrix)] = len(self.matrices)
+            self.matrices.append(matrix)
+        self.filled.append((self._numbers[id(matrix)], first, weight.values))
+        TORCH.pack_rows(matrix, first, weight)
+
+    def _linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+        return TORCH.linear(self.watch(self._numbers[id(matrix)], x), matrix, residual)
+
+
+class Block:
+    """A decoder block.
+
+    Attributes:
+        layers: its linear layers, in the order of the model.
+        tensors: everything else of it in the checkpoint, by name: norms and biases.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokens: int,
+        tensors: Mapping[str, tuple[str, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            spec: with this one layer.
+            tokens: of a window.
+            tensors: by the name that the model declares: the name in the checkpoint and the values.
+            dtype: what is computed in.
+        """
+        self._tap = Tap()
+        self._tokens = tokens
+        self._groups = group_layers(spec.kv_specs(dtype.itemsize))
+        ops = self._tap.ops()
+        self._backend = SdpaAttention(ops)
+        builder = block_builder(spec, ops, self._backend, tokens, dtype, device)
+        self._network: Network = MODELS[spec.architecture](spec, builder)
+        self._device, self._dtype = device, dtype
+        self._declared: dict[str, DeclaredTensor] = {}
+        self._places: dict[str, tuple[Matrix, int]] = {}  # of linear layers
+        self.tensors: dict[str, Tensor] = {}
+        layers: list[BlockLinear] = []
+        for declared in builder.declared.tensors:
+            if declared.name not in tensors:
+                continue
+            name, values = tensors[declared.name]
+            values = values.to(device)
+            self._tap.filled.clear()
+            declared.fill(0, values)
+            if not self._tap.filled:
+                self.tensors[name], self._declared[name] = values, declared
+                continue
+            number, first, rows = self._tap.filled[0]
+            parts = [part for _, _, part in self._tap.filled]
+            layer = name.removesuffix(WEIGHT)
+            self._places[layer] = self._tap.matrices[number], first
+            transposed = rows.stride(0) == 1 and rows.shape[1] > 1
+            weight = values.t() if transposed else values
+            assert sum(map(len, parts)) == len(weight)
+            layers.append(BlockLinear(layer, number, weight, transposed))
+        self._tap.filled.clear()
+        self.layers = tuple(layers)
+
+    def set_weight(self, layer: str, weight: Tensor) -> None:
+        """weight: [outputs, inputs], any float dtype."""
+        matrix, first = self._places[layer]
+        TORCH.pack_rows(matrix, first, FloatWeight(weight))
+
+    def set_tensor(self, name: str, values: Tensor) -> None:
+        """A norm's or a bias' values, as the checkpoint has them."""
+        self._declared[name].fill(0, values)
+
+    def run(self, x: Tensor, watch: Watch) -> Tensor:
+        """x [windows, tokens, hidden] -> the same, one block later; windows do not see each other.
+
+        Args:
+            watch: sees what each matrix is given, and may change it.
+        """
+        count = len(x)
+        kv = allocate_kv(self._groups, count, self._tokens, self._dtype, self._device)
+        layout = _layout(count, self._tokens, self._device)
+        metadata = tuple(self._backend.plan(layout, g.spec.window) for g in self._groups)
+        positions = torch.arange(self._tokens, device=self._device).repeat(count)
+        flat = x.to(self._device, self._dtype).view(-1, x.shape[-1])
+        self._tap.watch = watch
+        try:
+            return self._network.blocks(flat, ForwardContext(positions, metadata, kv)).view_as(x)
+        finally:
+            self._tap.watch = unwatched
+
+
+def block_builder(
+    spec: ModelSpec,
+    ops: Ops,
+    backend: SdpaAttention,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Builder:
+    groups = group_layers(spec.kv_specs(dtype.itemsize))
+    return Builder(
+        ops,
+        backend,
+        groups,
+        dtype=dtype,
+        device=device,
+        max_model_len=tokens,
+        checkpoint=None,
+    )
+
+
+def _layout(count: int, tokens: int, device: torch.device) -> StepLayout:
+    """Windows side by side, each with one block of the cache."""
+    lengths = torch.full((count,), tokens, dtype=torch.int32, device=device)
+    table = torch.arange(count, dtype=torch.int32, device=device)[:, None]
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
+    return StepLayout(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=table,
+        slot_mapping=torch.arange(count * tokens, device=device),
+        num_scheduled=(tokens,) * count,
+        contexts=(tokens,) * count,
+        block_size=tokens,
+    )

@@ -1,0 +1,208 @@
+"""How quantised layers are written: the ecosystem's config keys, and the tensors that go with them.
+
+The config is read back by kvik's own reader, and the formats that it names write the tensors. So
+what is written is what kvik loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvik.config.errors import ConfigError
+from kvik.config.fields import Fields, shown
+from kvik.config.stored_quantization import HEAD, KEY, LINEAR, read_stored_quantization
+from kvik.kernels.fp8 import SQUARE
+from kvik.nn.formats.awq import Awq
+from kvik.nn.formats.base import LinearShape
+from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
+from kvik.nn.formats.fp8 import BLOCK_SCALE, Fp8
+from kvik.nn.formats.gptq import Gptq
+from kvik.nn.formats.registry import FORMATS
+from kvik.quantize.float8 import Float8
+from kvik.quantize.quantised import Quantised
+from kvik.quantize.recipe import ROW, Recipe
+
+Config = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """How one linear layer is stored.
+
+    Attributes:
+        scales: dtype that scales are written in, where the format leaves it open.
+    """
+
+    format: Awq | Gptq | PackQuantized | IntQuantized | Fp8
+    scales: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that it must have."""
+        tensors = self.format.tensors(None, self.scales).values()
+        return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors)
+
+    def tensors(self, quantised: Quantised | Float8) -> dict[str, Tensor]:
+        """By their names within the layer."""
+        if isinstance(quantised, Float8):
+            assert isinstance(self.format, Fp8)
+            found = self.format.save(quantised.values, quantised.scales)
+            scale = self.format.scale_name
+            return {**found, scale: found[scale].to(self.scales)}
+        assert not isinstance(self.format, Fp8)
+        codes = quantised.codes()
+        codes = replace(codes, scales=codes.scales.to(self.scales))
+        if isinstance(self.format, Awq) and codes.zeros is None:
+            middle = torch.full_like(codes.scales, quantised.grid.middle, dtype=torch.uint8)
+            codes = replace(codes, zeros=middle)
+        return self.format.save(codes)
+
+
+def layouts(
+    recipe: Recipe, layers: Mapping[str, LinearShape], dtype: torch.dtype
+) -> dict[str, LayerLayout]:
+    """Of all layers that are quantised, by name.
+
+    Args:
+        layers: the linear layers of all blocks.
+        dtype: of the model.
+
+    Raises:
+        ConfigError: a layer cannot be stored in the recipe's layout.
+    """
+    config = quantization_config(recipe, layers)
+    stored = read_stored_quantization(Fields({KEY: config}))
+    assert stored is not None
+    names = {BLOCK_SCALE: ()} if recipe.layout == "fp8" else {}
+    scales = dtype if recipe.layout == "compressed-tensors" else torch.float32
+    if recipe.method == "fp8":
+        scales = recipe.scale_dtype(dtype)
+    found = {}
+    for layer, shape in layers.items():
+        scheme = stored.scheme(layer)
+        if scheme is None:
+            continue
+        try:
+            format = FORMATS[scheme.layout](scheme, shape, names)
+        except ValueError as error:
+            raise ConfigError(
+                "method", f"{recipe.method} cannot store {shown(layer)}: {error}; skip it"
+            ) from None
+        assert isinstance(format, Awq | Gptq | PackQuantized | IntQuantized | Fp8)
+        found[layer] = LayerLayout(format, scales)
+    return found
+
+
+def quantization_config(recipe: Recipe, layers: Iterable[str]) -> Config:
+    """What config.json says of the layers.
+
+    Args:
+        layers: names of the linear layers of all blocks.
+    """
+    names = list(layers)
+    skipped = [name for name in names if not recipe.quantises(name)]
+    match recipe.layout:
+        case "awq":
+            return _awq(recipe, skipped)
+        case "gptq":
+            return _gptq(recipe, skipped)
+        case "fp8":
+            return _fp8(skipped)
+        case "compressed-tensors":
+            return _compressed(recipe, names, skipped)
+
+
+def _awq(recipe: Recipe, skipped: list[str]) -> Config:
+    return {
+        "quant_method": "awq",
+        "bits": recipe.bits,
+        "group_size": recipe.group_size,
+        "version": "gemm",
+        "zero_point": True,  # the layout always has them
+        "modules_to_not_convert": [HEAD, *skipped],
+    }
+
+
+def _gptq(recipe: Recipe, skipped: list[str]) -> Config:
+    config: Config = {
+        "quant_method": "gptq",
+        "bits": recipe.bits,
+        "group_size": recipe.group_size,
+        "damp_percent": recipe.damping,
+        "desc_act": recipe.act_order and not recipe.static_groups and recipe.group_size > 0,
+        "static_groups": recipe.static_groups,
+        "sym": recipe.symmetric,
+        "true_sequential": True,
+        "lm_head": False,
+        # Every tool reads the older format, but it has no zero points that are 0.
+        "checkpoint_format": "gptq" if recipe.symmetric else "gptq_v2",
+    }
+    if skipped:
+        config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+    return config
+
+
+def _fp8(skipped: list[str]) -> Config:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(SQUARE),
+        "modules_to_not_convert": [HEAD, *skipped],
+    }
+
+
+def _compressed(recipe: Recipe, names: list[str], skipped: list[str]) -> Config:
+    if recipe.method == "fp8":
+        format = "float-quantized"
+    else:
+        format = "int-quantized" if recipe.rounds_activations else "pack-quantized"
+    groups: Config = {"group_0": _group(recipe, [LINEAR], recipe.bits, format)}
+    others = sorted({recipe.bits_of(name) for name in names} - {recipe.bits})
+    for i, bits in enumerate(others, 1):
+        # names go before classes of layers
+        targets = [n for n in names if recipe.bits_of(n) == bits and recipe.quantises(n)]
+        if targets:
+            groups[f"group_{i}"] = _group(recipe, targets, bits, format)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [HEAD, *skipped],
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(recipe: Recipe, targets: list[str], bits: int, format: str) -> Config:
+    kind = "float" if recipe.method == "fp8" else "int"
+    size = recipe.group_size
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": recipe.symmetric,
+        "strategy": "group" if size > 0 else "channel" if size == ROW else "tensor",
+        "group_size": size if size > 0 else None,
+        "actorder": "weight" if recipe.act_order else None,  # groups are of neighbours
+        "dynamic": False,
+    }
+    activations = {
+        "num_bits": 8,
+        "type": kind,
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    rounded = format != "pack-quantized"
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": activations if rounded else None,
+        "output_activations": None,
+        "format": format,
+    }

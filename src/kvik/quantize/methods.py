@@ -1,0 +1,134 @@
+"""One matrix by each method: layers that have the same inputs, in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.rounding import round_tokens
+from kvik.quantize.awq import clip, search_clip
+from kvik.quantize.float8 import Float8, float8
+from kvik.quantize.gptq import gptq
+from kvik.quantize.grid import Grid, Scales
+from kvik.quantize.quantised import Quantised
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.rtn import rtn
+from kvik.quantize.statistics import InputStatistics
+
+Result = Quantised | Float8
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the layers of a matrix are given.
+
+    Attributes:
+        sample: [tokens, inputs] of it, factors taken off.
+        statistics: of it, factors not taken off.
+    """
+
+    sample: Tensor
+    statistics: InputStatistics
+
+
+def quantise_layers(
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    given: Given | None,
+    unclipped: Mapping[str, int],
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Result]]:
+    """
+    Args:
+        weights: [outputs, inputs] of each layer by name, factors put in.
+        given: None: nothing is known of the inputs.
+        unclipped: by name, how many of the first rows must not be cut.
+        dtype: of the model.
+
+    Raises:
+        ValueError: weights, groups or inputs that cannot be.
+    """
+    if recipe.method == "gptq":
+        assert given is not None
+        yield from _gptq(recipe, weights, given, dtype)
+        return
+    for name, w in weights.items():
+        if recipe.method == "fp8":
+            yield name, float8(w, recipe.block, recipe.scale_dtype(dtype))
+        elif recipe.method == "awq":
+            assert given is not None
+            yield name, _clipped(w, given.sample, recipe.grid(name, dtype), unclipped.get(name, 0))
+        else:
+            yield name, rtn(w, recipe.grid(name, dtype))
+
+
+def output_error(w: Tensor, rounded: Tensor, x: Tensor, round_inputs: bool) -> float:
+    """|| (W - Q) X || / || W X ||; 0 where nothing goes in.
+
+    Args:
+        w, rounded: [outputs, inputs].
+        x: [tokens, inputs] fp32.
+        round_inputs: Q is multiplied with inputs rounded to eight bits.
+    """
+    exact = x @ w.float().t()
+    found = (round_tokens(x) if round_inputs else x) @ rounded.t()
+    whole = float(exact.norm())
+    return float((exact - found).norm()) / whole if whole else 0.0
+
+
+def weight_error(w: Tensor, rounded: Tensor) -> float:
+    """|| W - Q || / || W ||."""
+    whole = float(w.float().norm())
+    return float((w.float() - rounded).norm()) / whole if whole else 0.0
+
+
+def _gptq(
+    recipe: Recipe, weights: Mapping[str, Tensor], given: Given, dtype: torch.dtype
+) -> Iterator[tuple[str, Result]]:
+    """Rows do not depend on each other: layers with one grid are one weight, whose inputs' second
+    moment is factored once."""
+    hessian = given.statistics.hessian()
+    for grid, names in _by_grid(recipe, weights, dtype):
+        together = torch.cat([weights[name].float() for name in names])
+        found = gptq(
+            together,
+            hessian,
+            grid,
+            damping=recipe.damping,
+            act_order=recipe.act_order,
+            static_groups=recipe.static_groups,
+        )
+        first = 0
+        for name in names:
+            rows = slice(first, first + len(weights[name]))
+            yield name, _rows(found, rows)
+            first = rows.stop
+
+
+def _by_grid(
+    recipe: Recipe, names: Sequence[str] | Mapping[str, Tensor], dtype: torch.dtype
+) -> list[tuple[Grid, list[str]]]:
+    found: dict[Grid, list[str]] = {}
+    for name in names:
+        found.setdefault(recipe.grid(name, dtype), []).append(name)
+    return list(found.items())
+
+
+def _rows(whole: Quantised, rows: slice) -> Quantised:
+    zeros = whole.scales.zeros
+    scales = Scales(
+        whole.scales.scales[rows].clone(), None if zeros is None else zeros[rows].clone()
+    )
+    return replace(whole, q=whole.q[rows].clone(), scales=scales)
+
+
+def _clipped(w: Tensor, x: Tensor, grid: Grid, unclipped: int) -> Quantised:
+    """Weights cut where that lessens the error of the outputs, but for the first rows."""
+    if unclipped == len(w):
+        return rtn(w, grid)
+    limits = search_clip(w[unclipped:], x, grid)
+    whole = torch.full((unclipped, limits.shape[1]), torch.inf, device=w.device)
+    return rtn(clip(w, torch.cat((whole, limits))), grid)

@@ -1,0 +1,218 @@
+"""What is made of a model: the method, the grid, and the layers that are left as they are.
+
+Nothing here needs torch until a grid is asked for, so that wishes are checked at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, get_args
+
+from kvik.config.errors import ConfigError
+from kvik.config.fields import shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvik.kernels.fp8 import Block
+    from kvik.quantize.grid import Grid
+
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
+Layout = Literal["awq", "gptq", "compressed-tensors", "fp8"]
+
+METHODS: tuple[Method, ...] = get_args(Method)
+BITS: Mapping[Method, tuple[int, ...]] = {
+    "rtn": (2, 3, 4, 8),
+    "gptq": (2, 3, 4, 8),
+    "awq": (2, 3, 4, 8),
+    "smoothquant": (8,),
+    "fp8": (8,),
+}
+ROW = -1  # `group_size`: a scale for each output
+TENSOR = 0  # `group_size` of fp8: one scale
+SQUARE = 128  # `group_size` of fp8: a scale for each block of so many outputs and inputs
+GROUPS = (128, 64, 32)  # what "auto" chooses from
+MANY = 8  # bits of the layers that lose most, with a budget
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the linear layers of all blocks are quantised. The head and the embedding never are.
+
+    Attributes:
+        bits: of a code; fp8 and smoothquant have 8.
+        group_size: inputs that share a scale; -1: all of them. With fp8 128 means blocks of
+            128 x 128, and 0 one scale for the layer.
+        symmetric: no zero points.
+        act_order: GPTQ rounds the columns with the largest inputs first.
+        static_groups: with `act_order`: groups stay neighbours in the layer.
+        damping: of GPTQ, a share of the mean diagonal.
+        smoothing: of SmoothQuant, alpha.
+        skip: layers that stay floats, by name; * and ? stand for any letters and any one.
+        average_bits: of a code, over all quantised weights: each layer has `bits` or 8, and those
+            that lose most have 8. None: all have `bits`.
+        layer_bits: what `average_bits` came to: the layers that have other bits than `bits`. Layers
+            that the engine makes one matrix of (q, k and v; gate and up) have the same, or it would
+            run them as floats.
+
+    Raises:
+        ConfigError: a field that cannot be, or that the method does not have.
+    """
+
+    method: Method
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    act_order: bool = False
+    static_groups: bool = False
+    damping: float = 0.01
+    smoothing: float = 0.5
+    skip: tuple[str, ...] = ()
+    average_bits: float | None = None
+    layer_bits: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(
+                "method", f"must be one of {', '.join(METHODS)}, not {shown(self.method)}"
+            )
+        allowed = BITS[self.method]
+        if self.bits not in allowed:
+            listed = ", ".join(map(str, allowed))
+            raise ConfigError(
+                "bits", f"must be one of {listed} with {self.method}, not {self.bits}"
+            )
+        self._check_group()
+        if self.method in ("smoothquant", "fp8") and not self.symmetric:
+            raise ConfigError("sym", f"must be true with {self.method}")
+        if self.act_order and self.method != "gptq":
+            raise ConfigError("act_order", f"is of gptq; {self.method} has no order")
+        if self.static_groups and not self.act_order:
+            raise ConfigError("static_groups", "needs act_order")
+        if not (math.isfinite(self.damping) and 0 < self.damping <= 1):
+            raise ConfigError("damping", f"must be in (0, 1], not {self.damping}")
+        if not 0 <= self.smoothing <= 1:
+            raise ConfigError("smoothing", f"must be in [0, 1], not {self.smoothing}")
+        if self.average_bits is not None:
+            if self.act_order and not self.static_groups:
+                raise ConfigError(
+                    "static_groups",
+                    "must be true with act_order and a budget: the layout has no order",
+                )
+            if self.method not in ("rtn", "gptq", "awq"):
+                raise ConfigError("budget_bits", f"is not of {self.method}, which has 8 everywhere")
+            if not self.bits <= self.average_bits <= MANY:
+                raise ConfigError(
+                    "budget_bits",
+                    f"must be in [{self.bits}, {MANY}] (from bits up), not {self.average_bits}",
+                )
+
+    def _check_group(self) -> None:
+        size = self.group_size
+        if self.method == "fp8":
+            if size not in (ROW, TENSOR, SQUARE):
+                raise ConfigError(
+                    "group_size",
+                    f"must be {ROW} (a scale for each output), {TENSOR} (one) or {SQUARE} (blocks "
+                    f"of {SQUARE} x {SQUARE}) with fp8, not {size}",
+                )
+        elif self.method == "smoothquant":
+            if size != ROW:
+                raise ConfigError("group_size", f"must be {ROW} with smoothquant, not {size}")
+        elif size != ROW and (size < 8 or size % 8):
+            raise ConfigError(
+                "group_size",
+                f"must be {ROW} (a scale for each output) or a multiple of 8, not {size}",
+            )
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration text has to run through the model."""
+        return self.method in ("gptq", "awq", "smoothquant") or self.average_bits is not None
+
+    @property
+    def rounds_activations(self) -> bool:
+        """The model is run with inputs of its layers rounded to 8 bits, token by token."""
+        return self.method == "smoothquant"
+
+    @property
+    def layout(self) -> Layout:
+        """How the checkpoint is written. AWQ's and GPTQ's have layers of one kind, AWQ's of 4 bits
+        alone."""
+        if self.method == "fp8":
+            return "fp8" if self.group_size == SQUARE else "compressed-tensors"
+        if self.average_bits is not None:
+            return "compressed-tensors"
+        if self.method == "gptq":
+            return "gptq"
+        return "awq" if self.method == "awq" and self.bits == 4 else "compressed-tensors"
+
+    def quantises(self, layer: str) -> bool:
+        """Of a linear layer of a block, by its name in the checkpoint."""
+        return not any(fnmatchcase(layer, pattern) for pattern in self.skip)
+
+    def bits_of(self, layer: str) -> int:
+        return self.layer_bits.get(layer, self.bits)
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What scales are rounded to before weights are rounded by them, in a model of `dtype`:
+        what the checkpoint will hold. AWQ and GPTQ have fp16, compressed-tensors the model's own.
+        """
+        import torch
+
+        if self.layout == "fp8":
+            return torch.float32
+        if self.method == "fp8":  # fp16 does not reach down to absmax / 448
+            return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        # the native kernels keep the digits of fp16, so scales in fp32 would not stay either
+        narrow = self.layout == "compressed-tensors" and dtype == torch.bfloat16
+        return torch.bfloat16 if narrow else torch.float16
+
+    def grid(self, layer: str, dtype: torch.dtype) -> Grid:
+        """Of a layer in a model of `dtype`; not with fp8, which has `block`."""
+        from kvik.quantize.grid import Grid
+
+        scales = (self.scale_dtype(dtype),)
+        return Grid(self.bits_of(layer), self.group_size, self.symmetric, scales)
+
+    @property
+    def block(self) -> Block:
+        """Of fp8: outputs and inputs that share a scale, as `kernels/fp8.py` writes it."""
+        if self.group_size == SQUARE:
+            return SQUARE, SQUARE
+        return (1, 0) if self.group_size == ROW else (0, 0)
+
+    def with_layer_bits(self, layer_bits: Mapping[str, int]) -> Recipe:
+        """The same, with bits chosen for the layers that differ."""
+        return replace(self, layer_bits=dict(layer_bits))
+
+
+def check_groups(recipe: Recipe, inputs: Mapping[str, int]) -> None:
+    """Whether groups divide the inputs of all quantised layers.
+
+    Args:
+        inputs: of each linear layer of all blocks.
+
+    Raises:
+        ConfigError: they do not; it says which would.
+    """
+    size = recipe.group_size
+    if recipe.method == "fp8" or size <= 0:
+        return
+    for layer, width in inputs.items():
+        if recipe.quantises(layer) and width % size:
+            fit = dividing(n for name, n in inputs.items() if recipe.quantises(name))
+            advice = f"take {' or '.join(map(str, (*fit, ROW)))}, or skip such layers"
+            raise ConfigError(
+                "group_size",
+                f"{size} does not divide the {width} inputs of {shown(layer)}: {advice}",
+            )
+
+
+def dividing(inputs: Iterable[int]) -> tuple[int, ...]:
+    """The usual groups that divide all these numbers of inputs, the largest first."""
+    common = math.gcd(*inputs)
+    return tuple(size for size in GROUPS if common % size == 0)

@@ -1,0 +1,121 @@
+"""What quantising a model has saved, and what it costs: for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvik.config.capacity import show_bytes
+from kvik.quantize.output import SavedLayer
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.save import Saved
+
+SHOWN = 5  # layers with the largest errors
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A figure of the model before and after."""
+
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """
+    Attributes:
+        calibration: what the statistics are of, in words.
+        seconds: the quantising took, without the measurements.
+        perplexity, speed: speed in tokens/s of one request; None: not measured.
+        text: what perplexity was measured on, in words.
+    """
+
+    model: str
+    saved: Saved
+    calibration: str
+    seconds: float
+    perplexity: Measured | None = None
+    text: str = ""
+    speed: Measured | None = None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the quantised layers, scales and all that goes with them included."""
+        layers = [layer for layer in self.saved.layers if layer.bits is not None]
+        return 8 * sum(layer.bytes for layer in layers) / sum(layer.weights for layer in layers)
+
+    def as_json(self) -> dict[str, object]:
+        saved = self.saved
+        return {
+            "model": self.model,
+            "recipe": asdict(saved.recipe),
+            "calibration": self.calibration,
+            "seconds": round(self.seconds, 1),
+            "bytes": {"before": saved.bytes_before, "after": saved.bytes_after},
+            "bits_per_weight": self.bits_per_weight,
+            "perplexity": self.perplexity and {**asdict(self.perplexity), "text": self.text},
+            "tokens_per_second": self.speed and asdict(self.speed),
+            "layers": [asdict(layer) for layer in saved.layers],
+        }
+
+    def as_text(self) -> str:
+        saved = self.saved
+        sizes = f"{show_bytes(saved.bytes_before)} -> {show_bytes(saved.bytes_after)}"
+        rows = [
+            ("recipe", _recipe(saved.recipe)),
+            ("calibration", self.calibration),
+            ("time", f"{self.seconds:.0f} s"),
+            ("weights", f"{sizes} ({saved.bytes_after / saved.bytes_before:.0%})"),
+            ("bits per weight", f"{self.bits_per_weight:.2f} of quantised layers, with scales"),
+        ]
+        if self.perplexity is not None:
+            rows.append(("perplexity", f"{_change(self.perplexity, 3)} on {self.text}"))
+        if self.speed is not None:
+            rows.append(("tokens/s", f"{_change(self.speed, 1)} for one request"))
+        lines = [f"{name:18}{value}" for name, value in rows]
+        return "\n".join([*lines, "", *_errors(saved.layers)])
+
+
+def _recipe(recipe: Recipe) -> str:
+    if recipe.method == "fp8":
+        shares = {-1: "a scale for each output", 0: "one scale for each layer"}
+        return f"fp8 (E4M3), {shares.get(recipe.group_size, 'blocks of 128 x 128')}"
+    words: list[str] = [recipe.method]
+    if recipe.average_bits is None:
+        words.append(f"{recipe.bits} bits")
+    else:
+        eight = sum(bits != recipe.bits for bits in recipe.layer_bits.values())
+        words.append(f"{recipe.bits} bits, and more in {eight} layers")
+    grouped = recipe.group_size > 0
+    words.append(f"groups of {recipe.group_size}" if grouped else "a scale for each output")
+    words.append("symmetric" if recipe.symmetric else "zero points")
+    words += ["act-order"] if recipe.act_order else []
+    words += ["activations in 8 bits"] if recipe.rounds_activations else []
+    return ", ".join(words)
+
+
+def _change(measured: Measured, digits: int) -> str:
+    change = measured.ratio - 1
+    return f"{measured.before:.{digits}f} -> {measured.after:.{digits}f} ({change:+.1%})"
+
+
+def _errors(layers: Sequence[SavedLayer]) -> list[str]:
+    """Relative errors by kind of layer, and the layers that are furthest off."""
+    quantised = [layer for layer in layers if layer.bits is not None]
+    what = "outputs" if quantised[0].on_inputs else "weights"
+    kinds: dict[str, list[SavedLayer]] = {}
+    for layer in quantised:
+        kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
+    lines = [f"relative error of {what:8}{'mean':>9}{'most':>9}"]
+    for kind, found in kinds.items():
+        errors = [layer.error for layer in found]
+        lines.append(f"  {kind:24}{sum(errors) / len(errors):9.4f}{max(errors):9.4f}")
+    worst = sorted(quantised, key=lambda layer: -layer.error)[:SHOWN]
+    lines += ["", "furthest off"]
+    lines += [f"  {layer.name:44}{layer.error:9.4f}" for layer in worst]
+    return lines

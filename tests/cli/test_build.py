@@ -1,0 +1,70 @@
+"""`kvik build`, by its flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvik.cli.main import main
+from kvik.config.engine_manifest import MANIFEST, WEIGHTS
+
+THREADS = ["--threads", "1"]
+
+
+def test_a_folder_that_generates_like_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = str(tmp_path / "engine")
+    assert main(["build", "-o", engine, "--quantization", "int8", *THREADS]) == 0
+    assert "quantization int8" in capsys.readouterr().out
+    words = ["--temperature", "0", "--max-tokens", "8", "--num-blocks", "64", *THREADS]
+    assert main(["generate", *words, engine, "Once upon a time"]) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", *words, "--quantization", "int8", "Once upon a time"]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["info", "--json", engine]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["weights"] == (tmp_path / "engine" / WEIGHTS).stat().st_size
+
+
+def test_every_byte_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "-o", str(tmp_path / "engine"), *THREADS]) == 0
+    assert main(["build", "--verify", str(tmp_path / "engine")]) == 0
+    assert "all as they were built" in capsys.readouterr().out
+    weights = tmp_path / "engine" / WEIGHTS
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert main(["build", "--verify", str(tmp_path / "engine")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvik: error: {WEIGHTS}: was altered since it was built. Build it ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "output: say where to with -o"),
+        (["-o", "there", "--verify", "here"], "output: say where to with -o"),
+        (["--verify", "nowhere"], "verify: 'nowhere' is no engine folder"),
+        (["-o", "x", "--quantization", "int2"], "quantization: must be one of none, "),
+        (["-o", "x", "--max-num-seqs", "3"], "arguments: unrecognized arguments"),
+    ],
+)
+def test_what_is_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["build", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"kvik: error: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_names_no_place_of_the_machine(tmp_path: Path) -> None:
+    assert main(["build", "-o", str(tmp_path / "engine"), *THREADS]) == 0
+    assert str(tmp_path) not in (tmp_path / "engine" / MANIFEST).read_text()

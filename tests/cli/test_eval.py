@@ -1,0 +1,87 @@
+"""`kvik eval`: from the command line to the figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvik import LLM
+from kvik.cli.main import main
+
+CPU = ("--device", "cpu", "--threads", "1")
+TEXT = "Once upon a time there was a fox. The fox lived by the river, and it was very old."
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["eval", "--json", *CPU, *words]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_perplexity_is_that_of_scored_prompts(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = found(capsys, "--data", text)
+    with LLM(device="cpu", threads=1, num_blocks=64) as llm:
+        (output,) = llm.score([TEXT])
+    assert output.prompt_logprobs is not None
+    losses = [-one.logprob for one in output.prompt_logprobs if one]
+    assert facts["scored_tokens"] == len(losses)
+    assert facts["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert facts["perplexity"] == pytest.approx(math.exp(facts["loss"]))
+    assert (facts["window"], facts["stride"], facts["text"]) == (1024, 1024, text)
+    assert facts["kl_divergence"] is facts["top1_agreement"] is None
+
+
+@pytest.mark.parametrize(
+    "rounding", [("--quantization", "int4"), ("--kv-cache-dtype", "int4")], ids=["weights", "KV"]
+)
+def test_the_reference_is_not_rounded(
+    text: str, rounding: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = found(capsys, "--data", text, "--reference", "same", *rounding)
+    assert 0.001 < facts["kl_divergence"] < 0.5
+    assert 0.5 < facts["top1_agreement"] < 1
+    plain = found(capsys, "--data", text, "--reference", "same")
+    assert plain["kl_divergence"] == pytest.approx(0, abs=1e-12)
+    assert plain["top1_agreement"] == 1
+    assert plain["perplexity"] != facts["perplexity"]
+
+
+def test_text_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--window", "128", "--stride", "128", "--reference", "same"]
+    assert main(["eval", *words, *CPU]) == 0
+    out = capsys.readouterr().out
+    for part in ("the story that ships", "128 tokens, every 128", "perplexity", "100.00%"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (("--window", "1025"), "window: must be 2 to 1024"),
+        (("--window", "64", "--stride", "65"), "stride: must be 1 to 64"),
+        (("--window", "many"), "window: "),
+        (("--data", "none.txt"), "data: none.txt cannot be read"),
+        (("--quantization", "int3"), "quantization: must be one of"),
+        (("--reference", "/no/model"), "model: "),
+        (("--max-num-seqs", "4"), "arguments: unrecognized arguments"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    words: tuple[str, ...], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *CPU, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvik: error: {wrong}") and error.count("\n") == 1

@@ -1,0 +1,155 @@
+"""`kvik export`: a folder as a GGUF file, which kvik reads back as the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gguf import GGUFReader
+from helpers.gguf_tokenizers import texts
+from helpers.stored_layers import gptq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny, tokens
+from safetensors.torch import load_file, save_file
+
+from kvik import LLM, SamplingParams
+from kvik.build import build_engine
+from kvik.cli.main import main
+from kvik.config.config import EngineConfig
+from kvik.config.model_source import BUNDLED
+from kvik.export import TYPES
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+PROMPT = "Once upon a time"
+
+
+def opened(model: Path | str, **options: object) -> LLM:
+    return LLM(str(model), device="cpu", threads=1, num_blocks=64, **options)
+
+
+def test_the_bundled_model_there_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stories.gguf"
+    assert main(["export", "-o", str(path), "--type", "bf16"]) == 0
+    assert capsys.readouterr().out == f"{path}: 9.5 MiB, 16.01 bits a weight\n"
+    with opened("", kernels="torch") as before, opened(path, kernels="torch") as after:
+        expected, found = (llm.generate([PROMPT], GREEDY)[0] for llm in (before, after))
+        assert found.completions[0].token_ids == expected.completions[0].token_ids
+        assert found.completions[0].text == expected.completions[0].text
+        assert after.default_params == before.default_params
+        for llm in (before, after):
+            assert llm.resolved.model.eos_token_ids == (0, 4)
+        for text in texts(60):
+            ids = before.tokenizer.encode(text)
+            assert after.tokenizer.encode(text) == ids
+            assert after.tokenizer.decode(ids) == before.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_every_type_says_the_same_at_first(type: str, tmp_path: Path) -> None:
+    path = tmp_path / "stories.gguf"
+    assert main(["export", str(BUNDLED), "-o", str(path), "--type", type]) == 0
+    with opened(path) as llm:
+        (output,) = llm.generate([PROMPT], GREEDY)
+        assert output.completions[0].text.startswith(" there was a little")
+
+
+def test_the_chat_template_goes_along(tmp_path: Path) -> None:
+    folder, path = tmp_path / "m", tmp_path / "m.gguf"
+    folder.mkdir()
+    for file in BUNDLED.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert main(["export", str(folder), "-o", str(path)]) == 0
+    messages = [{"role": "user", "content": "Hello"}]
+    with opened(folder) as before, opened(path) as after:
+        assert after.render_chat(messages) == before.render_chat(messages)
+        assert "<user>Hello" in after.render_chat(messages)
+
+
+def test_the_public_package_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "stories.gguf"
+    assert main(["export", "-o", str(path), "--type", "q4_0"]) == 0
+    reader = GGUFReader(path)
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["general.file_type"].contents() == 2
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q4_0"
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Qwen3", hidden_size=64, intermediate_size=96, head_dim=16)
+    path = tmp_path / "m.gguf"
+    assert main(["export", str(tmp_path), "-o", str(path), "--type", "f32"]) == 0
+    found = []
+    for model in (tmp_path, path):
+        with opened(model, kernels="torch") as llm:
+            found.append(llm.generate([tokens(9)], GREEDY)[0].completions[0].token_ids)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "m.bin"], "output: must end in .gguf, not 'm.bin'"),
+        (["-o", "none/m.gguf"], "output: cannot be written: 'none/m.gguf'"),
+        (["-o", "m.gguf", "--type", "q4_k"], "type: must be one of f32, f16, q4_0, q8_0, bf16, no"),
+        (["/no/such", "-o", "m.gguf"], "model: there is no folder '/no/such'"),
+        (["file.gguf", "-o", "m.gguf"], "model: file.gguf is a GGUF file already"),
+        (["gptq", "-o", "m.gguf"], "model: is stored quantised (gptq: 4 bits, in groups of 32): "),
+        (["gpt2", "-o", "m.gguf"], "architectures: must be one of LlamaForCausalLM, "),
+        (["large", "-o", "m.gguf", "--type", "f16"], "has numbers above 65504, too large for F16"),
+        ([], "arguments: the following arguments are required: -o/--output"),
+    ],
+)
+def test_bad_input(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    for folder, family in (("large", "Llama"), ("gpt2", "GPT2")):
+        save_tiny(tmp_path / folder, family, **(sizes if family == "Llama" else {}))
+    save_quantised(tmp_path / "large", tmp_path / "gptq", tmp_path / "twin", gptq_config())
+    weights = load_file(tmp_path / "large/model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 3] = 1e5
+    save_file(weights, tmp_path / "large/model.safetensors")
+    assert main(["export", "twin", "-o", "file.gguf"]) == 0
+    capsys.readouterr()
+    assert main(["export", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvik: error: ") and message in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "large",
+        "gpt2",
+        "gptq",
+        "twin",
+        "file.gguf",
+    }
+
+
+def test_a_folder_whose_weights_do_not_fit_its_config_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = tmp_path / "model", tmp_path / "out.gguf"
+    save_tiny(folder, "Llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["export", str(folder), "-o", str(output)]) == 2
+    assert "model: its weights lack 'model.layers." in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_an_engine_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "model", "Llama", hidden_size=64)
+    wishes = EngineConfig(model=str(tmp_path / "model"), device="cpu", kernels="torch")
+    build_engine(wishes, tmp_path / "engine", lambda done, total: None)
+    assert main(["export", str(tmp_path / "engine"), "-o", str(tmp_path / "out.gguf")]) == 2
+    assert "is an engine folder: export the model it was built from" in capsys.readouterr().err

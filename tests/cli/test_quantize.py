@@ -1,0 +1,142 @@
+"""The verb: what it refuses before it works, what it leaves behind, and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import save_tiny
+from safetensors.torch import load_file, save_file
+
+from kvik import LLM, SamplingParams
+from kvik.cli.main import main
+from kvik.config.engine_manifest import MANIFEST
+from kvik.config.model_source import BUNDLED, CONFIG
+from kvik.nn.checkpoint import SINGLE
+from kvik.quantize.output import REPORT
+
+CPU = ("--device", "cpu")
+FAST = ("--eval", "none", "--no-speed", *CPU)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model from one end to the other."""
+    out = tmp_path / "out"
+    assert main(["quantize", "-o", str(out), "--method", "rtn", "--bits", "8", *CPU]) == 0
+    printed = capsys.readouterr()
+    assert "rtn, 8 bits, groups of 64, symmetric" in printed.out
+    assert "perplexity" in printed.out and "tokens/s" in printed.out
+    assert f"saved in {out}" in printed.err
+    report = json.loads((out / REPORT).read_text())
+    assert report["bytes"]["after"] < 0.62 * report["bytes"]["before"]
+    # a scale of 16 bits for each group, and the shape of each layer
+    assert report["bits_per_weight"] == pytest.approx(8 + 16 / 64, rel=1e-3)
+    perplexity = report["perplexity"]
+    assert abs(perplexity["after"] / perplexity["before"] - 1) < 0.005
+    assert report["tokens_per_second"]["after"] > 0
+    assert len(report["layers"]) == 42 and all(0 < la["error"] < 0.02 for la in report["layers"])
+    with LLM(str(out), device="cpu") as llm:
+        assert llm.generate(["Once upon a time"], GREEDY)[0].completions[0].text
+    assert main(["info", str(out), "--device", "cpu"]) == 0
+    assert "compressed-tensors: 8 bits, in groups of 64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--method", "best"), "method: must be one of rtn, gptq, awq, smoothquant, fp8"),
+        (("--bits", "5"), "bits: must be one of 2, 3, 4, 8 with gptq, not 5"),
+        (("--bits", "x"), "bits: must be an integer, not 'x'"),
+        (("--group-size", "128"), "group_size: 128 does not divide the 704 inputs of"),
+        (("--group-size", "all"), "group_size: must be an integer, not 'all'"),
+        (("--method", "fp8", "--asym"), "sym: must be true with fp8"),
+        (("--method", "fp8", "--no-sym"), "sym: must be true with fp8"),
+        (("--method", "awq", "--act-order"), "act_order: is of gptq"),
+        (("--budget-bits", "12"), "budget_bits: must be in [4, 8]"),
+        (("--skip", "*"), "skip: leaves no layer to quantise"),
+        (("--bits", "0"), "bits: must be one of 2, 3, 4, 8 with gptq, not 0"),
+        (("--eval", "nowhere.txt"), "eval: nowhere.txt cannot be read"),
+        (("--eval", "SHORT"), "eval: the original cannot be measured (data: has no token to score"),
+        (("--device", "tpu"), "device: must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        (("--device", "cuda:77"), "device: cuda:77 is not there"),
+        (("--calib-tokens", "1025"), "calib_tokens: must be at most 1024 (the context), not 1025"),
+        (("model.gguf",), "model: model.gguf is a GGUF file: take the folder it was made of"),
+        (("ENGINE",), "model: is an engine folder: take the model it was built from"),
+        (("--calib", "nowhere.txt"), "calib: cannot read 'nowhere.txt'"),
+        (("--calib", "SHORT"), "calib: 'SHORT' has 1 tokens, one window needs 512"),
+        (("--calib", __file__, "--samples", f"{10**20}"), "samples: must be at most 32768"),
+        (("--samples", "0"), "samples: must be at least 1, not 0"),
+        (("/no/where",), "model: there is no folder '/no/where'"),
+    ],
+)
+def test_refusals(
+    flags: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("SHORT").write_text("a")
+    Path("model.gguf").write_bytes(b"GGUF")
+    Path("ENGINE").mkdir()
+    Path("ENGINE", MANIFEST).write_text("{}")
+    Path("ENGINE", CONFIG).write_text("{}")
+    assert main(["quantize", "-o", str(tmp_path / "out"), *FAST, *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"kvik: error: {message}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize"]) == 2
+    assert "-o" in capsys.readouterr().err
+    assert main(["quantize", "-o"]) == 2
+    assert capsys.readouterr().err == "kvik: error: output: expected one argument\n"
+
+
+@pytest.mark.parametrize("method", ["rtn", "fp8"])
+def test_weights_that_are_no_numbers(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    tensors = load_file(tmp_path / "model" / SINGLE)
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, tmp_path / "model" / SINGLE)
+    flags = ["--method", method, "--group-size", "-1", *FAST]
+    assert main(["quantize", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "model.layers.2.mlp.up_proj" in lines[0] and "NaN" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_defaults_by_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight bits and whole rows where a method has nothing else; the largest group that fits."""
+    out = tmp_path / "out"
+    assert main(["quantize", "-o", str(out), "--method", "fp8", "--json", *FAST]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"]["bits"] == 8 and report["recipe"]["group_size"] == -1
+    assert report["perplexity"] is None and report["tokens_per_second"] is None
+    assert report["calibration"] == "none: the weights alone"
+    assert json.loads((out / REPORT).read_text()) == report
+    # all but down_proj have 256 inputs
+    out = tmp_path / "other"
+    flags = ("--method", "rtn", "--skip", "*.down_proj", "--json", *FAST)
+    assert main(["quantize", str(BUNDLED), "-o", str(out), *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"]["group_size"] == 128
+    kept = [layer for layer in report["layers"] if layer["bits"] is None]
+    assert len(kept) == 6 and all(layer["name"].endswith("down_proj") for layer in kept)
+
+
+def test_a_second_run_into_the_same_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", "-o", str(tmp_path / "out"), "--method", "rtn", *FAST]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main(arguments) == 2
+    assert "output: " in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""`kvik spec-report` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvik.cli.main import main
+
+ENGINE = ("--device", "cpu", "--threads", "1", "--max-model-len", "96", "--max-num-seqs", "2")
+SMALL = ("--batch", "2", "--output-tokens", "24", "--repeats", "1", "--warmup", "0")
+
+
+@pytest.fixture(autouse=True)
+def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured on this machine must not be found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, data = tmp_path / "out.json", tmp_path / "text.jsonl"
+    data.write_text(json.dumps({"text": "Tom had a red ball. Tom had a red"}))
+    eager = ("--speculative-config", '{"adaptive": false}')
+    flags = ("--spec-method", "suffix", "--spec-tokens", "4", "--data", str(data), *eager)
+    assert main(["spec-report", *flags, *SMALL, *ENGINE, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert (found["group"], found["kind"]) == ("", "spec-report")
+    assert found["facts"]["method"] == "suffix"
+    assert found["facts"]["prompts from"] == str(data)
+    assert found["facts"]["prefix caching"] == "off"
+    (row,) = found["rows"]
+    figures = {figure["name"]: figure["values"] for figure in row["figures"]}
+    assert figures["equal tokens"] == [100.0]
+    assert figures["drafts"][0] > 0
+    assert 0 < figures["K"][0] <= 4
+    assert "predicted" in capsys.readouterr().out
+
+
+def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spec-report", *SMALL, *ENGINE, "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# kvik spec-report\n")
+    assert "- **method**: ngram" in text
+    assert "- **prompts from**: the story that ships with kvik" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--spec-method", "off"), "spec_method: must name a method"),
+        (("--spec-method", "draft_model"), "spec_model: must name a draft model"),
+        (("--enable-prefix-caching",), "enable_prefix_caching: is what this benchmark varies"),
+        (("--batch", "3"), "batch: must be in [1, 2] (max_num_seqs), not 3"),
+        (("--data", "no.txt"), "data: no.txt cannot be read"),
+        (("--prompt-tokens", "0"), "prompt_tokens: must be at least"),
+        (("--repeats", "0"), "repeats: must be in [1, 1000], not 0"),
+    ],
+)
+def test_what_is_refused(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["spec-report", *ENGINE, *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"kvik: error: {message}")

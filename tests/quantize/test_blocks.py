@@ -1,0 +1,144 @@
+"""A model run block by block is the model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.calibrated import FAMILIES, random_windows
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik.config.errors import ModelError
+from kvik.config.model_spec import read_model_spec
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.quantize.block import unwatched
+from kvik.quantize.blocks import ModelBlocks
+from kvik.quantize.structure import NORMS
+
+
+def open_model(folder: Path, tokens: int, dtype: torch.dtype = torch.float32) -> ModelBlocks:
+    spec = read_model_spec(folder)
+    return ModelBlocks(open_checkpoint(folder), spec, tokens, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_by_block_is_the_model(tmp_path: Path, family: str) -> None:
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    windows = random_windows(3, 11)
+    model = open_model(tmp_path, 11)
+    model.check()
+    x = torch.cat(list(model.embed(windows, 2)))
+    for index in range(3):
+        x = model.block(index).run(x, unwatched)
+    whole = PagedModel(tmp_path)
+    for window, found in zip(windows, x, strict=True):
+        logits = whole.model.logits(whole.model.norm(found))  # type: ignore[attr-defined]
+        expected = PagedModel(tmp_path).logits(window.tolist())
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_trunk_without_its_prefix(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = open_model(tmp_path, 4).block(1)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors")
+    block = open_model(tmp_path, 4).block(1)
+    assert block.layers[0].name == "layers.1.self_attn.q_proj"
+    for layer, other in zip(block.layers, expected.layers, strict=True):
+        assert torch.equal(layer.weight, other.weight)
+
+
+def test_layers_are_named_and_grouped(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", attention_bias=True)
+    block = open_model(tmp_path, 4).block(2)
+    names = [layer.name.removeprefix("model.layers.2.") for layer in block.layers]
+    assert names == [
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+    ]
+    q, k, v, o, gate, up, down = (layer.matrix for layer in block.layers)
+    assert q == k == v
+    assert gate == up
+    assert len({q, o, gate, down}) == 4
+    assert "model.layers.2.input_layernorm.weight" in block.tensors
+    assert "model.layers.2.self_attn.q_proj.bias" in block.tensors
+
+
+def test_stored_transposed(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "GPT2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in open_model(tmp_path, 4).block(0).layers:
+        assert layer.transposed
+        assert torch.equal(layer.weight, tensors[f"{layer.name}.weight"].t())
+
+
+def test_what_is_watched_is_multiplied(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    model = open_model(tmp_path, 5)
+    block, x = model.block(0), next(model.embed(random_windows(2, 5), 2))
+    seen: dict[int, Tensor] = {}
+
+    def watch(matrix: int, given: Tensor) -> Tensor:
+        seen[matrix] = given
+        return torch.zeros_like(given)
+
+    # nothing is added to the residual stream: x stays as it is
+    assert torch.equal(block.run(x, watch), x)
+    widths = {layer.matrix: layer.weight.shape[1] for layer in block.layers}
+    assert {matrix: given.shape for matrix, given in seen.items()} == {
+        matrix: (10, width) for matrix, width in widths.items()
+    }
+
+
+def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
+    """Blocks are large, and the collector counts objects and not bytes."""
+    save_tiny(tmp_path, "Llama")
+    model = open_model(tmp_path, 5)
+    x = next(model.embed(random_windows(2, 5), 2))
+    gc.collect()
+    gc.disable()
+    try:
+        block = model.block(0)
+        weight = weakref.ref(block.layers[0].weight)
+        block.run(x, unwatched)
+        del block
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path: Path, bad: float) -> None:
+    save_tiny(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = bad
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight.* holds NaN"):
+        open_model(tmp_path, 4).check()
+
+
+def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    short = tensors | {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 32)}
+    save_file(short, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"must have shape \[56, 32\]"):
+        open_model(tmp_path, 4).check()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lack .*layers\.1\.mlp\.up_proj\.weight"):
+        open_model(tmp_path, 4).check()
+
+
+def test_every_architecture_says_where_factors_go() -> None:
+    """One without a row is quantised without factors; here none is forgotten."""
+    from kvik.models.registry import MODELS
+
+    assert set(NORMS) == set(MODELS)

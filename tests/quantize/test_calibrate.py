@@ -1,0 +1,267 @@
+"""The pass over a model: what it makes means the same model, and can be cut off anywhere."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.calibrated import FAMILIES, calibrated, quiet, random_windows, save_multiplied_out
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import save_tiny, tokens
+from torch import Tensor
+
+from kvik.config.errors import ConfigError, ModelError
+from kvik.config.fields import Fields
+from kvik.config.model_source import BUNDLED
+from kvik.config.model_spec import read_model_spec
+from kvik.config.stored_quantization import read_stored_quantization
+from kvik.kernels.rounding import round_tokens
+from kvik.nn.checkpoint import open_checkpoint
+from kvik.quantize.block import Block, unwatched
+from kvik.quantize.blocks import ModelBlocks
+from kvik.quantize.calibrate import quantise_blocks
+from kvik.quantize.calibration_text import calibration_windows
+from kvik.quantize.float8 import Float8
+from kvik.quantize.quantised import Quantised
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.results import BlockResult
+from kvik.text.tokenizer import Tokenizer
+
+METHODS = {
+    "rtn": Recipe("rtn", 8, 8),
+    "gptq": Recipe("gptq", 8, 8),
+    "gptq-act-order": Recipe("gptq", 8, 8, act_order=True),
+    "awq": Recipe("awq", 8, 8, symmetric=False),
+    "smoothquant": Recipe("smoothquant", 8, -1),
+}
+
+
+def same(results: list[BlockResult], others: list[BlockResult]) -> None:
+    assert [r.index for r in results] == [r.index for r in others]
+    for result, other in zip(results, others, strict=True):
+        assert result.changed.keys() == other.changed.keys()
+        for name, values in result.changed.items():
+            assert torch.equal(values, other.changed[name])
+        for a, b in zip(result.layers, other.layers, strict=True):
+            assert (a.name, a.error, a.on_inputs) == (b.name, b.error, b.on_inputs)
+            assert isinstance(a.quantised, Quantised)
+            assert isinstance(b.quantised, Quantised)
+            assert torch.equal(a.quantised.q, b.quantised.q)
+            assert torch.equal(a.quantised.scales.scales, b.quantised.scales.scales)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method: str) -> None:
+    """Errors of rounding are small then, and those of wrong factors are not."""
+    save_tiny(tmp_path / "model", family, **FAMILIES[family])
+    recipe = METHODS[method]
+    windows = random_windows(16, 16)
+    results = calibrated(tmp_path / "model", recipe, windows, tmp_path / "work")
+    save_multiplied_out(tmp_path / "model", results, tmp_path / "after")
+    ids = tokens(24, seed=5)
+    expected = PagedModel(tmp_path / "model").logits(ids)
+    found = PagedModel(tmp_path / "after").logits(ids)
+    assert float((found - expected).norm() / expected.norm()) < 0.04
+    assert all(layer.on_inputs for result in results for layer in result.layers)
+    assert all(0 < layer.error < 0.05 for result in results for layer in result.layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "pattern"),
+    [
+        ("Llama", "awq", ("*.v_proj", "*.up_proj", "*.q_proj")),
+        ("Llama", "smoothquant", ("*.v_proj", "*.up_proj", "*.q_proj")),
+        ("GPT2", "awq", ("*.c_attn",)),
+    ],
+)
+def test_layers_that_stay_floats_take_factors_too(
+    tmp_path: Path, family: str, method: str, pattern: tuple[str, ...]
+) -> None:
+    save_tiny(tmp_path / "model", family, **FAMILIES[family])
+    recipe = replace(METHODS[method], skip=pattern)
+    results = calibrated(tmp_path / "model", recipe, random_windows(16, 16), tmp_path / "work")
+    left = {la.name for la in results[0].layers if la.quantised is None}
+    assert len(left) == len(pattern)
+    assert left <= {name.removesuffix(".weight") for name in results[0].changed}
+    save_multiplied_out(tmp_path / "model", results, tmp_path / "after")
+    ids = tokens(24, seed=5)
+    expected = PagedModel(tmp_path / "model").logits(ids)
+    found = PagedModel(tmp_path / "after").logits(ids)
+    assert float((found - expected).norm() / expected.norm()) < 0.04
+
+
+@pytest.mark.parametrize("method", ["rtn", "fp8"])
+def test_without_data(tmp_path: Path, method: str) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    recipe = Recipe("fp8", 8, -1) if method == "fp8" else Recipe("rtn", 4, 8)
+    results = calibrated(tmp_path / "model", recipe, None, tmp_path / "work")
+    kind = Float8 if method == "fp8" else Quantised
+    layers = [layer for result in results for layer in result.layers]
+    assert len(layers) == 21
+    assert all(isinstance(layer.quantised, kind) and not layer.on_inputs for layer in layers)
+    assert all(0 < layer.error < 0.2 for layer in layers)
+    assert not (tmp_path / "work").exists()
+
+
+def bundled_windows(count: int, size: int, skip: int = 0) -> Tensor:
+    tokenizer = Tokenizer.load(BUNDLED)
+    return calibration_windows("builtin", tokenizer, samples=count + skip, tokens=size)[skip:]
+
+
+def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
+    """Of the outputs of a block when its layers are as in the result."""
+    expected = block.run(x, unwatched).float()
+    for layer in result.layers:
+        assert layer.quantised is not None
+        block.set_weight(layer.name, layer.quantised.dequantised())
+    for name, values in result.changed.items():
+        block.set_tensor(name, values)
+    return float((block.run(x, unwatched).float() - expected).norm() / (expected - x).norm())
+
+
+@pytest.mark.parametrize("group", [-1, 64])
+def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> None:
+    """On text that calibration has not seen, in the bundled model's first block."""
+    spec = replace(read_model_spec(BUNDLED), num_layers=1, windows=(None,))
+    windows = bundled_windows(64, 128, skip=8)
+    model = ModelBlocks(open_checkpoint(BUNDLED), spec, 128, torch.float32, torch.device("cpu"))
+    x = torch.cat(list(model.embed(bundled_windows(8, 128), 8)))
+    errors = {}
+    for method in ("rtn", "gptq", "awq"):
+        recipe = Recipe(method, 4, group)  # type: ignore[arg-type]
+        work = tmp_path / method
+        (result,) = quantise_blocks(BUNDLED, spec, recipe, windows, work, quiet)
+        errors[method] = block_error(result, model.block(0), x)
+    assert errors["gptq"] < 0.9 * errors["rtn"]
+    assert errors["awq"] < 0.95 * errors["rtn"]
+
+
+def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
+    """Also the rounding of activations, where the engine will round them."""
+    save_tiny(tmp_path / "model", "Llama")
+    spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
+    model = ModelBlocks(
+        open_checkpoint(tmp_path / "model"), spec, 16, torch.float32, torch.device("cpu")
+    )
+    x = torch.cat(list(model.embed(windows, 4)))
+    for name, recipe in METHODS.items():
+        work = tmp_path / name
+        steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, work, quiet)
+        result = next(steps)
+        found = torch.frombuffer(bytearray((work / "hidden-1").read_bytes()), dtype=torch.float32)
+        block = model.block(0)
+        for layer in result.layers:
+            assert layer.quantised is not None
+            block.set_weight(layer.name, layer.quantised.dequantised())
+        for tensor, values in result.changed.items():
+            block.set_tensor(tensor, values)
+        rounds = recipe.rounds_activations
+        expected = block.run(x, lambda m, given, r=rounds: round_tokens(given) if r else given)  # type: ignore[misc]
+        assert torch.equal(found.view_as(x), expected)
+        assert not torch.equal(expected, model.block(0).run(x, unwatched))
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_a_pass_that_was_cut_off_goes_on(tmp_path: Path, saved: int) -> None:
+    """Whether it ended before or after the last result was saved."""
+    save_tiny(tmp_path / "model", "Llama")
+    recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
+    whole = calibrated(tmp_path / "model", recipe, windows, tmp_path / "whole")
+    spec, work = read_model_spec(tmp_path / "model"), tmp_path / "work"
+    steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, work, quiet)
+    begun = [next(steps), next(steps)]
+    steps.close()  # type: ignore[attr-defined]
+    (work / ".kvik-cut").write_bytes(b"half a file")
+    rest = calibrated(tmp_path / "model", recipe, windows, work, first=saved)
+    same([*begun[:saved], *rest], whole)
+    assert not list(work.iterdir())
+
+
+def test_going_on_without_what_was_kept(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
+    with pytest.raises(ModelError, match="hidden-1' is missing or of another pass"):
+        calibrated(tmp_path / "model", recipe, windows, tmp_path / "work", first=1)
+
+
+def test_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    load = ModelBlocks.block
+
+    def block(self: ModelBlocks, index: int) -> Block:
+        alive.append(sum(ref() is not None for ref in made))
+        found = load(self, index)
+        made.append(weakref.ref(found.layers[-1].weight))
+        return found
+
+    monkeypatch.setattr(ModelBlocks, "block", block)
+    spec = read_model_spec(tmp_path / "model")
+    gc.collect()
+    gc.disable()
+    try:
+        for recipe in METHODS.values():
+            for result in quantise_blocks(
+                tmp_path / "model", spec, recipe, random_windows(4, 8), tmp_path / "work", quiet
+            ):
+                assert len(list((tmp_path / "work").iterdir())) == 2
+                del result
+    finally:
+        gc.enable()
+    assert alive == [0] * 3 * len(METHODS)
+
+
+def test_progress_names_layers_and_only_grows(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    spec, seen = read_model_spec(tmp_path / "model"), []
+    for _ in quantise_blocks(
+        tmp_path / "model",
+        spec,
+        METHODS["gptq"],
+        random_windows(4, 8),
+        tmp_path / "work",
+        lambda doing, share: seen.append((doing, share)),
+    ):
+        pass
+    shares = [share for _, share in seen]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] == 1
+    assert any("model.layers.2.mlp.down_proj" in doing for doing, _ in seen)
+
+
+def test_wishes_that_cannot_be(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    windows = random_windows(4, 8)
+
+    def run(recipe: Recipe, windows: Tensor | None) -> None:
+        calibrated(tmp_path / "model", recipe, windows, tmp_path / "work")
+
+    with pytest.raises(ConfigError, match="gptq needs"):
+        run(Recipe("gptq", 4, 8), None)
+    with pytest.raises(ConfigError, match="16 does not divide the 56 inputs"):
+        run(Recipe("gptq", 4, 16), windows)
+    with pytest.raises(ConfigError, match="windows of 2 to 128 tokens, not 4 of 1"):
+        run(Recipe("gptq", 4, 8), windows[:, :1])
+    with pytest.raises(ConfigError, match="windows of 2 to 128 tokens, not 1 of 129"):
+        run(Recipe("gptq", 4, 8), random_windows(1, 129))
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Llama")
+    spec = read_model_spec(tmp_path / "model")
+    config = Fields({"quantization_config": {"quant_method": "fp8"}})
+    spec = replace(spec, quantization=read_stored_quantization(config))
+    with pytest.raises(ModelError, match="is quantised already"):
+        next(
+            quantise_blocks(
+                tmp_path / "model", spec, METHODS["rtn"], None, tmp_path / "work", quiet
+            )
+        )

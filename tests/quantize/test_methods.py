@@ -1,0 +1,29 @@
+"""Layers of one matrix: what AWQ cuts, and what it leaves whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvik.quantize.methods import Given, quantise_layers
+from kvik.quantize.quantised import Quantised
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.rtn import rtn
+from kvik.quantize.statistics import InputStatistics
+
+
+@pytest.mark.parametrize("whole", [0, 4, 6])
+def test_rows_of_queries_and_keys_are_not_cut(whole: int) -> None:
+    """Others are: each group has one large weight, for an input that is nearly nothing."""
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(6, 64, generator=generator), torch.randn(90, 64, generator=generator)
+    w[:, ::32], x[:, ::32] = 5.0, x[:, ::32] / 1000
+    statistics = InputStatistics(64, moment=False)
+    statistics.add(x)
+    recipe = Recipe("awq", 3, 32)
+    given = Given(statistics.sample, statistics)
+    ((_, found),) = quantise_layers(recipe, {"qkv": w}, given, {"qkv": whole}, torch.float32)
+    assert isinstance(found, Quantised)
+    steps, uncut = found.scales.scales, rtn(w, recipe.grid("qkv", torch.float32)).scales.scales
+    assert torch.equal(steps[:whole], uncut[:whole])
+    assert bool((steps[whole:] < 0.8 * uncut[whole:]).all())

@@ -1,0 +1,81 @@
+"""The bundled model in fewer bits, as it runs: what each format and method may cost on a story that
+no model was trained on. `docs/quantisation.md` has the figures on more text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.held_out import TEXT
+from helpers.optional_native import NATIVE
+
+from kvik.cli.main import main
+from kvik.config.config import EngineConfig
+from kvik.evaluate.quality import Quality, measure_quality
+
+WINDOW = 512
+PLAIN = EngineConfig(device="cpu", threads=1, kernels="native" if NATIVE else "torch")
+# Few and short, as a test must be; the order of the methods is the same with all of the text.
+CALIBRATION = ("--samples", "16", "--calib-tokens", "256")
+
+
+def quality(**changed: object) -> Quality:
+    config = replace(PLAIN, **changed)
+    return measure_quality(config, [TEXT], window=WINDOW, reference=PLAIN)
+
+
+@pytest.fixture(scope="module")
+def plain() -> float:
+    return measure_quality(PLAIN, [TEXT], window=WINDOW).perplexity
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+def quantised(folder: Path, *words: str) -> Quality:
+    out = folder / "-".join(word.strip("-") for word in words)
+    if not out.exists():
+        flags = () if words[1] in ("rtn", "fp8") else CALIBRATION
+        options = ("-o", str(out), "--eval", "none", "--no-speed")
+        assert main(["quantize", *options, "--method", *words[1:], *flags]) == 0
+    return quality(model=str(out))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bound", "divergence"),
+    [("int8-weight-only", 0.005, 0.0012), ("int8", 0.01, 0.004), ("fp8", 0.01, 0.008)],
+)
+def test_eight_bits_at_load(scheme: str, bound: float, divergence: float, plain: float) -> None:
+    found = quality(quantization=scheme)
+    assert abs(found.perplexity / plain - 1) < bound
+    assert 0 < found.divergence < divergence
+
+
+@pytest.mark.parametrize(
+    ("words", "bound", "divergence"),
+    [
+        (("--method", "rtn", "--bits", "8", "--group-size", "-1"), 0.005, 0.001),
+        (("--method", "smoothquant"), 0.01, 0.005),
+        (("--method", "fp8"), 0.01, 0.008),
+    ],
+)
+def test_eight_bits_that_are_stored(
+    words: tuple[str, ...], bound: float, divergence: float, plain: float, folder: Path
+) -> None:
+    found = quantised(folder, *words)
+    assert abs(found.perplexity / plain - 1) < bound
+    assert 0 < found.divergence < divergence
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_four_bits_with_care_are_nearer_than_rounding(
+    method: str, plain: float, folder: Path
+) -> None:
+    nearest = quantised(folder, "--method", "rtn")
+    found = quantised(folder, "--method", method)
+    assert found.perplexity / plain - 1 < 0.06
+    assert found.divergence < 0.85 * nearest.divergence
+    assert found.agreement > nearest.agreement
