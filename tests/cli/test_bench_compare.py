@@ -151,7 +151,11 @@ def test_what_ends_the_command_ends_the_engine_too(number: signal.Signals, tmp_p
         f'options = {{ pid = "{pid}" }}\n'
     )
     command = [sys.executable, "-m", "kvik", *small("--config", str(config))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    # These tests may run under nohup, and who ignores a signal hands that down.
+    before = signal.signal(number, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    signal.signal(number, before)
+    with process:
         while not (pid.exists() and pid.read_text()) and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)

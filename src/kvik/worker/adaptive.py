@@ -89,9 +89,10 @@ class DraftControl:
         self._numbers = np.arange(len(parents) - 1)
 
     def enter(self, slot: int) -> None:
-        """A request of which nothing is known."""
+        """A request of which nothing is known. It may be a better one to guess at: a long pause
+        becomes a short one, not none, as many short requests would leave no rest at all."""
         self._acceptance.forget(slot)
-        self._pause = 0
+        self._pause = min(self._pause, _PAUSE)
 
     def rest(self) -> bool:
         """Whether nobody gets drafts after the step that was just computed, whatever it tells, so
