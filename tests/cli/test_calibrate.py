@@ -30,8 +30,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
         hardware: Hardware, threads: int, effort: Effort, tell: Callable[[float, str], None]
     ):
         calls.append((threads, effort))
-        tell(0.0, "everything")
-        tell(1.0, "")
+        tell("everything", 0.0)
+        tell("", 1.0)
         return calibration(), ("the machine was busy",)
 
     monkeypatch.setattr(kvik.bench.machine.calibrate, "calibrate", measured)

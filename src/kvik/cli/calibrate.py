@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvik.cli.flags import Parser
+from kvik.cli.share_bar import share_bar
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect
 from kvik.config.options import parse_int
 from kvik.planner.calibration import Calibration, calibration_path, save
-
-if TYPE_CHECKING:
-    from kvik.bench.machine.calibrate import Tell
 
 MAX_THREADS = 1024
 DISTURBED = 1  # exit code
@@ -59,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.output or calibration_path()
     if not can_write(path):
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
-    with _progress() as progress:
+    with share_bar(redraws=False) as progress:
         found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
     print(as_text(found), flush=True)
     for remark in remarks:
@@ -110,27 +105,6 @@ def as_text(found: Calibration) -> str:
         f"{found.host_token * 1e6:.2f} us a token of its prompt",
     ]
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress() -> Iterator[Tell]:
-    """A bar on a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = BarColumn(bar_width=30), TextColumn("{task.description}")
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal,
-        auto_refresh=False,  # a thread that draws would take time from what is measured
-    ) as bar:  # fmt: skip
-        task = bar.add_task("", total=1.0)
-
-        def show(share: float, what: str) -> None:
-            bar.update(task, completed=share, description=what)
-            bar.refresh()
-
-        yield show
 
 
 def _threads(text: str) -> int:

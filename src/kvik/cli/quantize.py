@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.cli.before_after import BUILTIN, BeforeAfter
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
+from kvik.cli.share_bar import share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.model_source import find_model
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvik.quantize.recipe import Recipe
-    from kvik.quantize.results import Progress
     from kvik.quantize.source import Source
 
 AUTO = "auto"
@@ -157,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.output, source)
     started = time.monotonic()
     try:
-        with _progress() as progress:
+        with share_bar() as progress:
             saved = quantise_folder(source, recipe, windows, output, progress, device)
         report = Report(
             model=arguments.model or str(source.folder),
@@ -218,32 +216,6 @@ def _calibration(arguments: argparse.Namespace, windows: Tensor | None) -> str:
         return "none: the weights alone"
     count, tokens = windows.shape
     return f"{count} windows of {tokens} tokens of {arguments.calib}"
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=30),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, completed=share, description=what)
 
 
 def _group(text: str) -> int | str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
+from kvik.cli.share_bar import share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.training.heads import HeadsRecipe, TrainedHeads
-    from kvik.training.states import Progress
 
 # Options that bear on the hidden states that the heads learn from.
 READING = (
@@ -131,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     window = min(arguments.window, longest_window(config))
     windows = windows_of(texts, tokenizer, window)
     recipe = _recipe(arguments, resolved.model.hidden_size)
-    with _bar() as progress:
+    with share_bar() as progress:
         trained = train_heads(config, windows, recipe, arguments.output, progress)
     if not trained.finished:
         again = "the same command goes on"
@@ -205,29 +203,3 @@ def _as_text(report: dict[str, Any]) -> str:
     for drafts, tokens in report["tokens_per_step"].items():
         lines.append(f"{drafts:>18}   {tokens:.2f}")
     return "\n".join(lines)
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    """On a terminal, else nothing."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=30),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, completed=share, description=what)

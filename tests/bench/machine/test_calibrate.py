@@ -51,7 +51,7 @@ def without_native(hardware: Hardware) -> Hardware:
 )
 def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Path) -> None:
     told: list[tuple[float, str]] = []
-    found, _ = calibrate(hardware, 1, TINY, lambda share, what: told.append((share, what)))
+    found, _ = calibrate(hardware, 1, TINY, lambda what, share: told.append((share, what)))
     assert [share for share, _ in told] == sorted({share for share, _ in told})
     assert told[0][0] == 0.0 and told[-1][0] == 1.0
 

@@ -28,7 +28,7 @@ from kvik.planner.calibration import Calibration, ReadRate, this_machine
 CHANGED = 1.15  # from where on the memory's rates during one calibration are worth a word
 
 
-Tell = Callable[[float, str], None]  # share done, what comes next
+Tell = Callable[[str, float], None]  # what comes next, share done
 
 
 def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:
@@ -52,7 +52,7 @@ def calibrate(
 
     def next_is(what: str) -> None:
         nonlocal done
-        tell(done / steps, what)
+        tell(what, done / steps)
         done += 1
 
     readings = Readings(stage.limits)
@@ -92,7 +92,7 @@ def calibrate(
     found = measure_host(found, stage.limits, effort)
     others = watch.others()
     found = replace(found, disturbed=others > OTHERS)
-    tell(1.0, "")
+    tell("", 1.0)
     return found, remarks(others, readings.rates)
 
 

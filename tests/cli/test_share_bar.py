@@ -1,0 +1,21 @@
+"""A bar is for people at a terminal: a log gets none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvik.cli.share_bar import share_bar
+
+
+@pytest.mark.parametrize("redraws", [True, False])
+def test_a_terminal_is_told_and_a_file_is_not(
+    redraws: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with share_bar(redraws=redraws) as tell:
+        tell("layer 1", 0.5)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes that for a terminal
+    with share_bar(redraws=redraws) as tell:
+        tell("layer 2", 0.5)
+    shown = capsys.readouterr().err
+    assert "layer 2" in shown and "50%" in shown
