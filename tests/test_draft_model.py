@@ -248,3 +248,19 @@ def test_drafts_that_are_drawn_leave_the_distribution_as_it_is(tmp_path, rule) -
         cells += 1
     assert cells > 10
     assert square < cells + 4 * (2 * cells) ** 0.5
+
+
+@pytest.mark.parametrize("context", [48, 67])
+def test_texts_that_end_at_the_context_beside_others_that_go_on(
+    context: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that get fewer drafts than their neighbours have no places for more."""
+    options = {**ENGINE, "max_model_len": context}
+    prompts = [list(range(5, 5 + length)) for length in range(3, context - 2, 4)]
+    with LLM("", **options) as llm:
+        plain = texts(llm.generate(prompts, GREEDY))
+    with LLM("", **options, **drafting(DRAFT, num_speculative_tokens=7)) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+    assert texts(outputs) == plain
+    assert accepted(outputs) > 0
+    assert not [record for record in caplog.records if "drafter failed" in record.getMessage()]

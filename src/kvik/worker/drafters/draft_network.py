@@ -69,7 +69,7 @@ class DraftNetwork:
         Args:
             slots, places: [rows] int64, of the first one of each. All places before have been
                 computed.
-            depths: how many of each at most.
+            depths: how many of each at most; every slot has places for them.
         """
         return Chain(self, slots, places, depths)
 
@@ -99,8 +99,6 @@ class Chain:
         block_table = table.block_tables[0]  # of every group
         self._places = places + np.arange(depths)[:, None]  # [depths, rows]
         blocks, offsets = np.divmod(self._places, table.block_size)
-        # Slots that get fewer drafts than others may have no place for more at their text's end.
-        blocks = np.minimum(blocks, block_table.shape[1] - 1)
         self._mapping = block_table[slots, blocks].astype(np.int64) * table.block_size + offsets
         self._lengths = (self._places + 1).astype(np.int32)
         self._starts = np.arange(rows + 1)
