@@ -30,7 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     # top: only launch joins the trunks
     "model_files": {"config", "core", "text", "engine", "gguf"},
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
+    # A leaf: it is handed an engine, and does not build one.
+    "server": {"config", "core", "text", "engine", "planner", "model_files", ""},
     "launch": {"config", "core", "text", "engine", "model_files", "executors", "worker"},
+    # The engine in a process of its own, behind a socket.
+    "engine_process": {"config", "engine", "launch"},
     "llm": {
         "config",
         "core",
@@ -69,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "planner",
         "bench",
+        "server",
         "model_files",
         "export",
         "launch",
@@ -85,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
-CONTROL = ("config", "core", "text", "engine", "gguf", "planner", "model_files")
+CONTROL = ("config", "core", "text", "engine", "gguf", "planner", "model_files", "server")
 
 
 def inside(module: str) -> str:

@@ -29,3 +29,16 @@ class ModelError(KvikError):
 
 class CapacityError(KvikError):
     """Something that can never fit in memory, the KV cache or the queue."""
+
+
+class OverloadError(KvikError):
+    """There is too much work now. `retry_after` tells in how many seconds there may be room."""
+
+    def __init__(self, field: str, message: str, retry_after: float, *, own: bool) -> None:
+        super().__init__(field, message)
+        self.retry_after = retry_after
+        self.own = own  # it is the caller's own work that is too much, not everyone's
+
+
+class UnavailableError(KvikError):
+    """The engine cannot take requests now: it starts, restarts, drains or has failed."""

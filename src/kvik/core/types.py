@@ -25,6 +25,14 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix of the prompt that stays in the prefix cache for a while, used or not."""
+
+    num_tokens: int  # of the prompt; what is pinned are its full blocks
+    seconds: float  # since it was last computed or used
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request as it enters the engine: what the caller wants, already checked and tokenised."""
 
@@ -34,6 +42,9 @@ class EngineRequest:
     priority: int = 0  # smaller is more urgent
     cache_salt: str = ""  # requests share prefix blocks only under the same salt
     deadline: float | None = None  # engine-clock time after which the result is worthless
+    tenant: str = ""  # those who share the engine; each gets a fair part of it
+    pins: tuple[Pin, ...] = ()  # in order of length
+    pooling: str | None = None  # "mean" or "last": hidden states are wanted, and no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,7 @@ class RequestDelta:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     report: RequestReport | None = None  # with the last delta
+    embedding: list[float] | None = None  # of a pooling request, with its last delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +139,4 @@ class RequestReport:
     num_preemptions: int
     num_drafted_tokens: int = 0  # guessed ahead, by speculation
     num_accepted_tokens: int = 0  # and right
+    num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request

@@ -1,0 +1,67 @@
+"""How an event loop talks to an engine that runs elsewhere: in another process, or a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.stats import EngineStats
+
+Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"  # the model is being loaded
+    READY = "ready"
+    STALLED = "stalled"  # it has work and nothing advances
+    RESTARTING = "restarting"  # it crashed, and is being loaded again
+    FAILED = "failed"  # it cannot be started, or crashes again and again
+    CLOSED = "closed"
+
+
+class AsyncEngineClient(Protocol):
+    """Requests in; deltas come to the sink that the client was made with. No method blocks.
+
+    Every request that was added ends with exactly one last delta for each sibling, whatever happens
+    to the engine: when it crashes, with `FinishReason.ERROR`.
+    """
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def reason(self) -> str:
+        """Why the engine is not ready, for a person to read; "" if it is."""
+        ...
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises `ParamError` or `CapacityError` when the request can never be served."""
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """`check`, and send it.
+
+        Raises:
+            UnavailableError: the engine is not ready.
+        """
+        ...
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        """As of now; the last known ones if the engine does not answer within a second."""
+        ...
+
+    async def close(self) -> None: ...

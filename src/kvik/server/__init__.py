@@ -1,0 +1,1 @@
+"""The production server: OpenAI- and Anthropic-compatible, over one engine."""
