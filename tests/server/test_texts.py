@@ -1,0 +1,118 @@
+"""Texts: the tokenizer's ids, and refusals before work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ParamError
+from kvik.launch import resolve_config
+from kvik.model_files import model_files
+from kvik.server.texts import INLINE_CHARS, Texts
+from kvik.text.chat_template import ChatTemplate
+from kvik.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    resolved = resolve_config(EngineConfig(device="cpu"))
+    return model_files(Path(resolved.runner.model_path)).tokenizer()
+
+
+def with_texts(
+    tokenizer: Tokenizer | None, use: Callable[[Texts], Awaitable[T]], limit: int = 2048
+) -> T:
+    async def run() -> T:
+        texts = Texts(tokenizer, limit)
+        try:
+            return await use(texts)
+        finally:
+            await texts.close()
+
+    return asyncio.run(run())
+
+
+def refusal(tokenizer: Tokenizer | None, text: str, limit: int = 2048) -> str:
+    async def use(texts: Texts) -> str:
+        with pytest.raises(ParamError) as caught:
+            await texts.encode(text)
+        return str(caught.value)
+
+    return with_texts(tokenizer, use, limit)
+
+
+@pytest.mark.parametrize("repeats", [1, 700])
+def test_ids_are_the_tokenizers(tokenizer: Tokenizer, repeats: int) -> None:
+    text = "The fox ran. " * repeats
+    assert (len(text) > INLINE_CHARS) == (repeats > 1)
+    found = with_texts(tokenizer, lambda texts: texts.encode(text), 100_000)
+    assert found == tokenizer.encode(text)
+    bare = with_texts(tokenizer, lambda texts: texts.encode(text, False), 100_000)
+    assert bare == tokenizer.encode(text, False)
+
+
+class Counted(Tokenizer):
+    """Notes how much text is tokenised."""
+
+    chars = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.chars += len(text)
+        return super().encode(text, add_special_tokens)
+
+
+def counted(tokenizer: Tokenizer) -> Counted:
+    return Counted(tokenizer.library, tokenizer.bos_token, tokenizer.eos_token)
+
+
+def test_what_no_context_holds_is_refused_unread(tokenizer: Tokenizer) -> None:
+    counter = counted(tokenizer)
+    message = refusal(counter, "fox " * 100_000, limit=512)
+    assert message.startswith("prompt: has more than 3125 tokens, which leaves no room")
+    assert "512 (max_model_len)" in message
+    assert counter.chars == 0
+
+
+def test_the_beginning_of_a_long_text_tells(tokenizer: Tokenizer) -> None:
+    counter = counted(tokenizer)
+    message = refusal(counter, "fox and hen, " * 4000, limit=512)
+    assert "prompt: has more than" in message
+    assert counter.chars == 512 * 8
+
+
+def test_a_text_of_few_long_tokens_is_read_to_its_end() -> None:
+    library = Library(WordLevel({"[unk]": 0, "abcdefghijklmnop": 1}, "[unk]"))
+    library.pre_tokenizer = Whitespace()
+    text = "abcdefghijklmnop " * 200
+    assert len(text) > 300 * 8
+    assert with_texts(Counted(library), lambda texts: texts.encode(text), 300) == [1] * 200
+
+
+def test_a_conversation_is_rendered_and_encoded_without_another_bos(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "A story about a fox, please."}]
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    found = with_texts(tokenizer, lambda texts: texts.encode_chat(messages))
+    assert found == tokenizer.encode(template.render(messages), False)
+
+
+def test_without_a_tokenizer_prompts_must_be_ids() -> None:
+    assert refusal(None, "hello") == "prompt: must be token ids: this model has no tokenizer"
+
+
+def test_without_a_template_conversations_are_refused(tokenizer: Tokenizer) -> None:
+    async def use(texts: Texts) -> None:
+        assert not texts.has_template
+        with pytest.raises(ParamError, match="messages: cannot be rendered: chat_template"):
+            await texts.render([{"role": "user", "content": "hi"}])
+
+    with_texts(counted(tokenizer), use)
