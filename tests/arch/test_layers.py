@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
     "executors": {"config", "worker", "engine.executor", *BRIDGE},
-    "planner": {"config", "core", "engine", "gguf"},
+    "planner": {"config", "core", "engine", "gguf", ""},
     # top: only launch joins the trunks
     "model_files": {"config", "core", "text", "engine", "gguf"},
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},

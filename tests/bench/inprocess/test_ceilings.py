@@ -36,7 +36,7 @@ def test_of_a_calibrated_machine(calibrated: None, engine: Engine) -> None:
     ceilings = Ceilings.of(engine.resolved)
     assert ceilings.notes == ()
     found = by_name(ceilings.decode(4, 64))
-    time = step_time(ceilings.shape, Setting(ceilings.device, "bf16", "bf16"), decode(4, 64))
+    time = step_time(ceilings.model.shape, Setting(ceilings.device, "bf16", "bf16"), decode(4, 64))
     assert found["decode ceiling"] == pytest.approx(4 / time.floor)
     assert found["decode expected"] == pytest.approx(4 / time.expected)
     assert found["decode expected"] <= found["decode ceiling"]
@@ -59,7 +59,7 @@ def test_what_a_run_achieved(calibrated: None, engine: Engine) -> None:
     run = run_jobs(engine, [Job([20 + i] * 16, 8) for i in range(4)])
     found = by_name(ceilings.achieved([run]))
     busy = run.after.time.busy - run.before.time.busy
-    weights = ceilings.shape.read_bytes("bf16", 4)
+    weights = ceilings.model.shape.read_bytes("bf16", 4)
     # 7 steps of decoding and one of prompts read the weights, and little else
     assert found["memory read"] * 1e9 * busy == pytest.approx(8 * weights, rel=0.05)
     rate = ceilings.device.read_rate(weights)

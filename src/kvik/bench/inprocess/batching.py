@@ -149,7 +149,7 @@ def _row(
         )
     predicted: tuple[Figure, ...] = ()
     if batching is CONTINUOUS:  # what the planner's model of a load is of
-        places = ceilings.resolved.scheduler.max_num_seqs
+        places = ceilings.model.resolved.scheduler.max_num_seqs
         predicted = ceilings.steady(min(load.count, places), load.traffic())
     records = [record for run in found for record in run.records]
     due = [record.due - run.started for run in found for record in run.records]

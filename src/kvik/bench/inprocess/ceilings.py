@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvik import __version__
 from kvik.bench.inprocess.inproc import Run
 from kvik.bench.report.result import Figure
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import detect
-from kvik.config.kv_formats import AUTO
-from kvik.planner.calibration import calibration_path, load, this_machine
-from kvik.planner.devices import Device, cpu_device, this_device
-from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency
-from kvik.planner.families import read_shape
-from kvik.planner.formats import weight_format
+from kvik.planner.devices import Device
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency
 from kvik.planner.roofline import Step, decode, step_time
+from kvik.planner.running import RunningModel
 from kvik.planner.serving import Serving, Traffic, predict
-from kvik.planner.setting import Setting
-from kvik.planner.shape import ModelShape
 
 CEILING = "by what must be read and computed, at this machine's limits"
 EXPECTED = "by the same roofline at the pace of kvik's kernels here (kvik calibrate)"
@@ -36,15 +26,17 @@ SHARE = "achieved / ceiling of this machine, as calibrated, for what a step read
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The model an engine runs, on the machine it runs on."""
+    """Of the model an engine runs, on the machine it runs on."""
 
-    resolved: ResolvedConfig
-    shape: ModelShape
-    device: Device
+    model: RunningModel
 
     @staticmethod
     def of(resolved: ResolvedConfig) -> Ceilings:
-        return Ceilings(resolved, read_shape(resolved.runner.model_path), running_device(resolved))
+        return Ceilings(RunningModel.of(resolved))
+
+    @property
+    def device(self) -> Device:
+        return self.model.device
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -106,13 +98,18 @@ class Ceilings:
         """Output tokens a second of a load that keeps `count` requests in the engine."""
         if not self.device.measured:
             return ()
-        cache, scheduler = self.resolved.cache, self.resolved.scheduler
+        cache, scheduler = self.model.resolved.cache, self.model.resolved.scheduler
         if not cache.enable_prefix_caching:
             traffic = replace(traffic, shared=0)
         room = (cache.num_blocks - 1) * cache.block_size // traffic.context
         budget = scheduler.max_num_batched_tokens
         serving = Serving(
-            self.shape, self._setting, max(1, room), scheduler.max_num_seqs, budget, budget
+            self.model.shape,
+            self.model.setting,
+            max(1, room),
+            scheduler.max_num_seqs,
+            budget,
+            budget,
         )
         found = predict(serving, traffic, count)
         if found is None:
@@ -121,19 +118,10 @@ class Ceilings:
 
     def _together(self, tokens: int, count: int) -> int:
         """Prompts that a step has room for."""
-        return min(count, max(1, self.resolved.scheduler.max_num_batched_tokens // tokens))
+        return min(count, max(1, self.model.resolved.scheduler.max_num_batched_tokens // tokens))
 
     def _efficiency(self, run: Run) -> Efficiency:
-        at = self._setting
-        return efficiency(
-            run.before,
-            run.after,
-            run.seconds,
-            self.shape,
-            at.weight_format,
-            at.kv_format,
-            self.device,
-        )
+        return self.model.efficiency(run.before, run.after, run.seconds)
 
     def _rates(
         self, name: str, steps: Sequence[tuple[float, Step]], tokens: int
@@ -141,40 +129,15 @@ class Ceilings:
         """Of so many steps of each kind, which make so many tokens."""
         if not self.device.rated:
             return ()
-        times = [(count, step_time(self.shape, self._setting, step)) for count, step in steps]
+        times = [
+            (count, step_time(self.model.shape, self.model.setting, step)) for count, step in steps
+        ]
         rate = tokens / sum(count * time.floor for count, time in times)
         ceiling = Figure(f"{name} ceiling", "tokens/s", (rate,), "more", CEILING)
         if not self.device.measured:
             return (ceiling,)
         rate = tokens / sum(count * time.expected for count, time in times)
         return (Figure(f"{name} expected", "tokens/s", (rate,), "more", EXPECTED), ceiling)
-
-    @property
-    def _setting(self) -> Setting:
-        runner = self.resolved.runner
-        # Layers may differ in format: that of most of them stands for all.
-        specs = (spec for group in self.resolved.cache.groups for spec in group.specs)
-        ((stored, _),) = Counter(spec.format for spec in specs).most_common(1)
-        return Setting(
-            self.device,
-            weight_format(runner.dtype, runner.quantization),
-            weight_format(runner.dtype) if stored == AUTO else stored,
-        )
-
-
-def running_device(resolved: ResolvedConfig) -> Device:
-    """The device an engine uses, as calibrated with its kernels and its number of threads."""
-    if resolved.runner.device != "cpu":
-        return this_device(detect(find_gpus()), calibration_path())
-    hardware = detect()
-    if resolved.runner.kernels != "native":
-        hardware = replace(hardware, native=False)
-    machine = this_machine(hardware, resolved.runner.threads, __version__)
-    try:
-        return cpu_device(load(calibration_path()), machine, hardware.memory_limit)
-    except ConfigError as error:
-        memory = hardware.memory_limit
-        return Device("this", "cpu", memory, None, {}, unknown=error.message)
 
 
 def _percent(share: float | None) -> float | None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvik.bench.inprocess.ceilings import running_device
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.load.workload import TokenFiller
 from kvik.bench.report.facts import engine_facts
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError
+from kvik.planner.running import running_device
 
 PARTS: Mapping[str, str] = {
     "Python": "from the start of the process to the first line of kvik",
