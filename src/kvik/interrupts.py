@@ -1,4 +1,5 @@
-"""Ctrl-C between steps, never inside one: books that are half written cannot be trusted after."""
+"""Ctrl-C between steps, never inside one: books that are half written cannot be trusted after. And
+other ways to be ended, which are to lose no more than it does."""
 
 from __future__ import annotations
 
@@ -34,3 +35,23 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if caught:
         previous(signal.SIGINT, caught[0])
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """However the process is told to end, also with its terminal, it is as if by Ctrl-C: what was
+    started is cleaned up, what was measured is printed. A signal that is ignored (`nohup`) stays
+    so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, _as_ctrl_c)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)

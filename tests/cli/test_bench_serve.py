@@ -295,7 +295,10 @@ def test_without_aiohttp_it_says_what_to_install(
     assert "pip install 'kvik[bench]'" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_until_it_is_ended_is_printed(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     out = tmp_path / "result.json"
     with FakeServer(reply) as fake:
         command = [sys.executable, "-m", "kvik", "bench", "serve", "--url", fake.url]
@@ -307,7 +310,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while len(fake.requests) < 40 and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert b"Traceback" not in errors

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from kvik.cli.bench_output import add_model, add_output_flags, check_output, write_out
 from kvik.cli.flags import Parser
 from kvik.config.errors import ConfigError
+from kvik.interrupts import ended_like_ctrl_c
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = Found()
     code = 0
     try:
-        with _ended_like_ctrl_c():
+        with ended_like_ctrl_c():
             measure(comparison, found, run_adapter, _say)
     except KeyboardInterrupt:
         _say("interrupted: these are the figures so far")
@@ -130,21 +129,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     write_out(to_result(comparison, found, facts), arguments)
     return code or (0 if found.answers else 1)
-
-
-@contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """However it is ended, also with its terminal, no engine is left running, and an hour's figures
-    are not thrown away. A signal that is ignored (`nohup`) stays so."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

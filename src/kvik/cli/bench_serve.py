@@ -27,6 +27,7 @@ from kvik.cli.bench_serve_flags import (
 )
 from kvik.cli.flags import Parser
 from kvik.config.errors import ConfigError
+from kvik.interrupts import ended_like_ctrl_c
 
 if TYPE_CHECKING:
     from kvik.bench.load.arrivals import TraceRow
@@ -65,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     facts = {**run_facts(), **_facts(arguments)}
     progress = Progress()
     try:
-        asyncio.run(bench.run(progress.show if sys.stderr.isatty() else None))
-    finally:  # what was measured until Ctrl-C is worth printing
+        with ended_like_ctrl_c():
+            asyncio.run(bench.run(progress.show if sys.stderr.isatty() else None))
+    finally:  # what was measured until then is worth printing
         progress.end()
         if any(log.records for logs in bench.logs.values() for log in logs):
             write_out(bench.result(facts), arguments)
