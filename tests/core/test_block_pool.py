@@ -22,6 +22,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.refs: dict[int, int] = {}
         self.keys: dict[BlockKey, int] = {}
+        self.pins: dict[int, int] = {}
 
     def key_of(self, block: int) -> BlockKey | None:
         return next((key for key, b in self.keys.items() if b == block), None)
@@ -31,13 +32,20 @@ class PoolMachine(RuleBasedStateMachine):
         if key is not None:
             del self.keys[key]
 
+    def append(self, block: int) -> None:
+        """To the free blocks, as if released now."""
+        self.free[block] = None
+        if self.key_of(block) is None:
+            self.free.move_to_end(block, last=False)
+
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
-        if count > len(self.free):
+        free = [block for block in self.free if block not in self.pins]
+        if count > len(free):
             with pytest.raises(RuntimeError, match="wanted"):
                 self.pool.allocate(count)
             return
-        expected = list(self.free)[:count]
+        expected = free[:count]
         assert self.pool.allocate(count) == expected
         for block in expected:
             del self.free[block]
@@ -63,9 +71,26 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 del self.refs[block]
-                self.free[block] = None
-                if self.key_of(block) is None:
-                    self.free.move_to_end(block, last=False)
+                self.append(block)
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def pin(self, data: Any) -> None:
+        block = data.draw(st.sampled_from(sorted(self.keys.values())))
+        self.pool.pin(block)
+        self.pins[block] = self.pins.get(block, 0) + 1
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: Any) -> None:
+        block = data.draw(st.sampled_from(sorted(self.pins)))
+        self.pool.unpin(block)
+        self.pins[block] -= 1
+        if self.pins[block] == 0:
+            del self.pins[block]
+            if block in self.free:
+                del self.free[block]
+                self.append(block)
 
     @precondition(lambda self: self.refs)
     @rule(data=st.data(), group=st.integers(0, 1), content=st.sampled_from([b"a", b"b", b"c"]))
@@ -82,11 +107,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget(block)
         self.forget(block)
 
+    @rule(really=st.integers(0, 4))
+    def withdraw_all(self, really: int) -> None:
+        if really == 0:
+            assert self.pool.forget_all() == len(self.keys)
+            self.keys.clear()
+
     @invariant()
     def same(self) -> None:
         pool = self.pool
-        assert pool.free_blocks() == list(self.free)
+        assert pool.free_blocks() == [block for block in self.free if block not in self.pins]
         assert pool.num_free == len(self.free)
+        assert pool.num_kept == sum(block in self.pins for block in self.free)
+        assert (pool.pin_counts(), pool.num_pinned) == (self.pins, len(self.pins))
         counts = [self.refs.get(block, 0) for block in range(pool.num_blocks)]
         assert pool.ref_counts == counts
         assert dict(pool.index_items()) == self.keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.fake_worker import expected_output
 from helpers.simulation import Setup, Simulation
@@ -28,7 +30,7 @@ def order_of_service(sim: Simulation) -> list[str]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_can_be_made(name: str) -> None:
     policy = make_policy(Setup(policy=name).scheduler, lambda request: 0)
-    assert policy.admissible([], 0, 0.0) == 0
+    assert policy.admissible([], 0, 0.0) == []
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -163,6 +165,32 @@ def test_a_dynamic_batch_waits_for_company_exactly_so_long() -> None:
     sim.now = 1.5
     assert sim.plan() is not None
     assert len(running(sim)) == 2
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "length", "wait"),
+    [
+        (8, 1000, 1, 0.5),  # a quarter of the requests allowed: as long as ever
+        (4, 1000, 1, 0.5),
+        (3, 1000, 1, 1 / 3),
+        (2, 1000, 1, 0.0),  # nobody else would be let in
+        (8, 30, 8, 0.5 * 14 / 15),  # 16 of 30 tokens
+        (8, 16, 8, 0.0),
+    ],
+)
+def test_a_dynamic_batch_waits_less_the_fuller_the_queue(
+    requests: int, tokens: int, length: int, wait: float
+) -> None:
+    setup = Setup(policy="dynamic", max_wait=0.5, budget=32)
+    sim = Simulation(replace(setup, max_queued_requests=requests, max_queued_tokens=tokens))
+    sim.now = 1.0
+    for i in range(2):
+        sim.add([i] * length)
+    due = sim.scheduler.policy.wakeup(sim.scheduler.waiting.snapshot(), 1.0)
+    assert due == pytest.approx(1.0 + wait)
+    assert (sim.plan() is None) == (wait > 0)
+    sim.now = due or 0.0
+    assert wait == 0 or sim.plan() is not None
 
 
 def test_a_full_dynamic_batch_starts_at_once() -> None:

@@ -44,3 +44,15 @@ def test_too_many_tokens_are_refused_but_an_empty_queue_takes_anything() -> None
     with pytest.raises(CapacityError, match="60 of 100") as caught:
         queue.check_room(1, 41)
     assert caught.value.field == "max_queued_tokens"
+
+
+def test_each_tenant_has_a_line_of_its_own() -> None:
+    queue = WaitingQueue(10, 100)
+    requests = [request(key) for key in (3.0, 1.0, 2.0)]
+    for r, tenant in zip(requests, "aba", strict=True):
+        r.tenant = tenant
+        queue.add(r)
+    assert queue.by_tenant == {"a": [requests[2], requests[0]], "b": [requests[1]]}
+    queue.remove(requests[1])
+    queue.remove(requests[2])
+    assert queue.by_tenant == {"a": [requests[0]]}

@@ -21,7 +21,7 @@ from kvik.core.kv_groups import first_visible_block
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.policy import POLICIES
 from kvik.core.prefix import block_hash, extend_hashes, root_hash
-from kvik.core.scheduler import Scheduler
+from kvik.core.steps import StepsInFlight
 from kvik.core.types import FinishReason, Request
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (5,), (None, 6), (16, None, 3)]
@@ -56,6 +56,7 @@ def run(seed: int, policy: str, windows: tuple[int | None, ...], depth: int) -> 
                 n=rng.choice([1, 1, 3]),
                 priority=rng.randint(0, 2),
                 salt=rng.choice(["", "", "tenant"]),
+                tenant=rng.choice(["", "a", "b"][: seed % 3 + 1]),
                 deadline=sim.now + 1.0 if rng.random() < 0.2 else None,
             )
         if rng.random() < 0.06 and sim.requests:
@@ -143,16 +144,16 @@ def publishes_promises(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    deliver = Scheduler._deliver
+    deliver = StepsInFlight._deliver
 
-    def optimistic(self: Scheduler, request: Request, *args: Any) -> Any:
+    def optimistic(self: StepsInFlight, request: Request, *args: Any) -> Any:
         computed = request.num_computed_tokens
         delta = deliver(self, request, *args)
         if request.num_computed_tokens:
             request.num_computed_tokens = computed
         return delta
 
-    patch.setattr(Scheduler, "_deliver", optimistic)
+    patch.setattr(StepsInFlight, "_deliver", optimistic)
 
 
 def keeps_what_blocks_cached(patch: pytest.MonkeyPatch) -> None:

@@ -447,4 +447,4 @@ def test_far_deadlines_of_ended_requests_are_forgotten() -> None:
         sim.add([0], max_tokens=1, deadline=1e9)
         sim.step()
     assert not sim.scheduler.has_requests
-    assert len(sim.scheduler._deadlines) < 70
+    assert len(sim.scheduler.deadlines) < 70

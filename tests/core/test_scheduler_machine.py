@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvik.core.policy import POLICIES
-from kvik.core.types import FinishReason
+from kvik.core.types import FinishReason, Pin
 
 LONGEST = 24  # tokens of a request at most
 
@@ -66,6 +66,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "tenant"]),
         patience=st.sampled_from([None, None, 0.2, 1.0]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        pinned=st.sampled_from([(), (), (12,), (3, 7), (4, 8, 12)]),
+        seconds=st.sampled_from([0.1, 1.0]),
     )
     def add(
         self,
@@ -77,6 +80,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         salt: str,
         patience: float | None,
+        tenant: str,
+        pinned: tuple[int, ...],
+        seconds: float,
     ) -> None:
         deadline = None if patience is None else self.sim.now + patience
         self.sim.add(
@@ -86,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             salt=salt,
             deadline=deadline,
+            tenant=tenant,
+            pins=tuple(Pin(length, seconds) for length in pinned),
         )
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))

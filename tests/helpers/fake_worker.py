@@ -39,13 +39,15 @@ def next_token(state: int) -> int:
     return EOS if number < 40 else number % 3
 
 
-def expected_output(prompt: list[int], salt: str, max_tokens: int) -> list[int]:
+def expected_output(
+    prompt: list[int], salt: str, max_tokens: int, *, stop_id: int | None = EOS
+) -> list[int]:
     """What a request must get, however it is scheduled."""
     state = start_state(salt)
     for token in prompt:
         state = extend_state(state, token)
     output: list[int] = []
-    while len(output) < max_tokens and output[-1:] != [EOS]:
+    while len(output) < max_tokens and output[-1:] != [stop_id]:
         output.append(next_token(state))
         state = extend_state(state, output[-1])
     return output

@@ -13,7 +13,7 @@ from kvik.core import invariants
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, Request, RequestDelta
+from kvik.core.types import FinishReason, Pin, Request, RequestDelta
 
 
 def kv_spec(window: int | None = None) -> KVCacheSpec:
@@ -40,11 +40,20 @@ class Setup:
     max_queued_requests: int = 1000
     max_queued_tokens: int = 100_000
     lookahead: int = 0
+    pinned_share: float = 0.75
+    tenant_pinned_share: float = 0.5
 
     @property
     def cache(self) -> CacheConfig:
         groups = group_layers([kv_spec(window) for window in self.windows])
-        return CacheConfig(self.block_size, self.num_blocks, groups, self.caching)
+        return CacheConfig(
+            self.block_size,
+            self.num_blocks,
+            groups,
+            self.caching,
+            self.pinned_share,
+            self.tenant_pinned_share,
+        )
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -93,6 +102,8 @@ class Simulation:
         deadline: float | None = None,
         params: SamplingParams | None = None,
         stop_ids: frozenset[int] = frozenset([EOS]),
+        tenant: str = "",
+        pins: tuple[Pin, ...] = (),
     ) -> list[Request]:
         name = f"r{len(self.requests)}"
         siblings: list[Request] = []
@@ -110,6 +121,8 @@ class Simulation:
                 priority=priority,
                 cache_salt=salt,
                 deadline=deadline,
+                tenant=tenant,
+                pins=pins,
                 leader=siblings[0] if siblings else None,
             )
             siblings.append(request)
@@ -192,10 +205,14 @@ class Simulation:
             self.ended[key] = delta
             prompt = request.token_ids[: request.num_prompt_tokens]
             right = expected_output(
-                prompt, request.cache_salt, request.max_length - request.num_prompt_tokens
+                prompt,
+                request.cache_salt,
+                request.max_length - request.num_prompt_tokens,
+                stop_id=EOS if EOS in request.stop_ids else None,
             )
             if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert self.outputs[key] == right
-                assert (delta.finish_reason is FinishReason.STOP) == (right[-1] == EOS)
+                stopped = right[-1] in request.stop_ids
+                assert (delta.finish_reason is FinishReason.STOP) == stopped
             else:
                 assert self.outputs[key] == right[: len(self.outputs[key])]

@@ -15,6 +15,9 @@ class BlockPool:
     A block nobody references is *free* and sits in the free list, but keeps its contents and its
     hash until it is handed out again: the free list is the prefix cache, least recently used
     first. Blocks without a hash are of no use to anyone and go to the front.
+
+    A *pinned* block is not handed out while it is pinned: when nobody references it, it is kept
+    beside the free list, and whoever pinned it must unpin it before it can be allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,12 +28,15 @@ class BlockPool:
         # A doubly linked list threaded through two arrays; the null block is its sentinel.
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1
+        self.num_free = num_blocks - 1  # that nobody references, pinned ones included
+        self.num_kept = 0  # of these, pinned
+        self._pins: dict[int, int] = {}  # how often a block is pinned
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each, forgetting what they cached."""
-        if count > self.num_free:
-            raise RuntimeError(f"{count} blocks wanted, {self.num_free} free")
+        if count > self.num_free - self.num_kept:
+            free = self.num_free - self.num_kept
+            raise RuntimeError(f"{count} blocks wanted, {free} free and not pinned")
         following, keys, refs = self._next, self._keys, self.ref_counts
         blocks = []
         block = following[NULL_BLOCK]
@@ -50,9 +56,10 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """One more reference; a free block leaves the free list with its contents."""
         if self.ref_counts[block] == 0:
-            before, after = self._previous[block], self._next[block]
-            self._next[before] = after
-            self._previous[after] = before
+            if block in self._pins:
+                self.num_kept -= 1
+            else:
+                self._remove(block)
             self.num_free -= 1
         self.ref_counts[block] += 1
 
@@ -64,10 +71,30 @@ class BlockPool:
                 raise RuntimeError(f"block {block} released more often than acquired")
             self.ref_counts[block] = count
             if count == 0:
-                if self._keys[block] is None:
-                    self._insert(NULL_BLOCK, block, self._next[NULL_BLOCK])
+                self.num_free += 1
+                if block in self._pins:
+                    self.num_kept += 1
                 else:
-                    self._insert(self._previous[NULL_BLOCK], block, NULL_BLOCK)
+                    self._append(block)
+
+    def pin(self, block: int) -> None:
+        """Keep a block's content, referenced or not, until it is unpinned as often as pinned."""
+        count = self._pins.get(block, 0)
+        if count == 0 and self.ref_counts[block] == 0:
+            self._remove(block)
+            self.num_kept += 1
+        self._pins[block] = count + 1
+
+    def unpin(self, block: int) -> None:
+        """The opposite of `pin`; a block nobody references is then free as if released now."""
+        count = self._pins[block] - 1
+        if count:
+            self._pins[block] = count
+            return
+        del self._pins[block]
+        if self.ref_counts[block] == 0:
+            self.num_kept -= 1
+            self._append(block)
 
     def lookup(self, key: BlockKey) -> int | None:
         """The block that holds this content, free or not."""
@@ -87,13 +114,34 @@ class BlockPool:
         del self._index[key]
         self._keys[block] = None
 
+    def forget_all(self) -> int:
+        """Withdraw every content; returns how many there were."""
+        count = len(self._index)
+        for block in self._index.values():
+            self._keys[block] = None
+        self._index.clear()
+        return count
+
     @property
     def num_cached(self) -> int:
         """Blocks whose content can be matched."""
         return len(self._index)
 
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned, referenced or not."""
+        return len(self._pins)
+
+    def sample(self, every: int) -> tuple[list[int], list[bool], list[bool]]:
+        """Of every so many-th block, from block 1 on: its references, whether its content can be
+        matched, and whether it is pinned."""
+        cached = [key is not None for key in self._keys[1::every]]
+        pinned = [block in self._pins for block in range(1, self.num_blocks, every)]
+        return self.ref_counts[1::every], cached, pinned
+
     def free_blocks(self) -> list[int]:
-        """The free list from the first to be handed out to the last (for audits)."""
+        """The free list from the first to be handed out to the last (for audits). Pinned blocks are
+        not in it."""
         blocks = []
         block = self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
@@ -105,9 +153,23 @@ class BlockPool:
         """Every published content and its block (for audits)."""
         return list(self._index.items())
 
-    def _insert(self, before: int, block: int, after: int) -> None:
+    def pin_counts(self) -> dict[int, int]:
+        """How often each pinned block is pinned (for audits)."""
+        return dict(self._pins)
+
+    def _append(self, block: int) -> None:
+        """Into the free list: last if it caches something, else first."""
+        if self._keys[block] is None:
+            before, after = NULL_BLOCK, self._next[NULL_BLOCK]
+        else:
+            before, after = self._previous[NULL_BLOCK], NULL_BLOCK
         self._next[before] = block
         self._previous[block] = before
         self._next[block] = after
         self._previous[after] = block
-        self.num_free += 1
+
+    def _remove(self, block: int) -> None:
+        """Out of the free list."""
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+MAX_SIZES = 32
+
 
 @dataclass(slots=True)
 class SchedulerCounters:
+    """Attributes:
+    step_sizes: [i] steps of more than 2^(i - 1) and up to 2^i tokens.
+    """
+
     steps: int = 0
     scheduled_tokens: int = 0
     delivered_tokens: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
+    step_sizes: list[int] = field(default_factory=lambda: [0] * MAX_SIZES)
 
 
 @dataclass(slots=True)

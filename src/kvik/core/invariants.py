@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvik.core.block_pool import NULL_BLOCK
 from kvik.core.kv_groups import first_visible_block
+from kvik.core.kv_manager import KVCacheManager
 from kvik.core.prefix import extend_hashes
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request, RequestStatus
@@ -19,7 +20,9 @@ def check(scheduler: Scheduler) -> None:
     """Raise `InvariantError` at the first thing that is wrong."""
     _check_requests(scheduler)
     _check_in_flight(scheduler)
+    _check_shares(scheduler)
     _check_blocks(scheduler)
+    _check_pins(scheduler.kv)
     _check_prefix_index(scheduler)
 
 
@@ -72,7 +75,7 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
 def _check_in_flight(scheduler: Scheduler) -> None:
     """What requests believe to be under way is what the steps in flight will bring."""
     scheduled, pending = Counter[int](), Counter[int]()
-    for plan, requests in scheduler._in_flight:
+    for plan, requests in scheduler.steps.in_flight:
         for r, tokens, drafts, samples in zip(
             requests, plan.num_scheduled_tokens, plan.num_draft_tokens, plan.samples, strict=True
         ):
@@ -85,6 +88,26 @@ def _check_in_flight(scheduler: Scheduler) -> None:
         _require(r.num_pending_tokens == pending[id(r)], f"{r.key} miscounts pending tokens")
 
 
+def _check_shares(scheduler: Scheduler) -> None:
+    """The accounts of tenants are about the requests there are."""
+    shares, waiting = scheduler.shares, list(scheduler.waiting)
+    requests = [*scheduler.running, *waiting]
+    counts = Counter(r.tenant for r in requests)
+    active = {t: a.num_requests for t, a in shares.accounts.items() if a.num_requests}
+    _require(active == counts, "accounts miscount requests")
+    _require(shares.num_active == len(counts), "tenants are miscounted")
+    served = all(a.served >= 0 for a in shares.accounts.values())
+    _require(served, "a tenant was served less than nothing")
+    newcomers = list(shares.newcomers)
+    _require(all(r in requests and r.first_token is None for r in newcomers), "old newcomers")
+    _require(len({r.tenant for r in newcomers}) == len(newcomers), "two newcomers of a tenant")
+    _require(not any(r.num_preemptions for r in newcomers), "a newcomer was preempted")
+    lines: dict[str, list[Request]] = {}
+    for r in waiting:
+        lines.setdefault(r.tenant, []).append(r)
+    _require(lines == scheduler.waiting.by_tenant, "the lines of tenants are not the queue")
+
+
 def _check_blocks(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
     held = Counter(
@@ -95,13 +118,16 @@ def _check_blocks(scheduler: Scheduler) -> None:
         if block != NULL_BLOCK
     )
     free = pool.free_blocks()
-    _require(len(free) == len(set(free)) == pool.num_free, "the free list is broken")
+    pinned = pool.pin_counts()
+    kept = {b for b in pinned if pool.ref_counts[b] == 0}
+    _require(len(free) == len(set(free)) == pool.num_free - len(kept), "the free list is broken")
+    _require(pool.num_kept == len(kept), "blocks kept by pins are miscounted")
     _require(pool.ref_counts[NULL_BLOCK] == 0, "the null block was handed out")
     for block in range(1, pool.num_blocks):
         count = pool.ref_counts[block]
         _require(count == held[block], f"block {block}: {count} references, {held[block]} holders")
     _require(
-        set(free) == {b for b in range(1, pool.num_blocks) if pool.ref_counts[b] == 0},
+        set(free) == {b for b in range(1, pool.num_blocks) if pool.ref_counts[b] == 0} - kept,
         "free list and reference counts disagree",
     )
     block_size = scheduler.kv.block_size
@@ -112,6 +138,38 @@ def _check_blocks(scheduler: Scheduler) -> None:
             _require(NULL_BLOCK not in ids[seen:], f"{r.key} lacks a block that it sees")
             for block in ids[at:]:  # what is yet to be written must not be seen by anybody else
                 _require(pool.ref_counts[block] == 1, f"{r.key} writes into a shared block")
+
+
+def _check_pins(kv: KVCacheManager) -> None:
+    """Pinned blocks are those that pins hold, no more than may be, and can still be matched."""
+    pins, pool = kv.pins, kv.pool
+    if not (pins.tenants or pins.by_use or pool.num_pinned):
+        return
+    by_block = {block: key for key, block in pool.index_items()}
+    counts: Counter[int] = Counter()
+    for tenant in pins.tenants.values():
+        uses: Counter[int] = Counter()
+        held = Counter(block for pin in tenant.pins.values() for block in pin.window)
+        for pin in tenant.pins.values():
+            if pin.end is not None:
+                uses[id(pin.end)] += 1
+        for key, node in tenant.nodes.items():
+            held.update(node.blocks)
+            if node.parent is not None:
+                uses[id(node.parent)] += 1
+                _require(node.parent.key in tenant.nodes, "a pinned prefix has lost its beginning")
+            for block in node.blocks:
+                _require(by_block.get(block, (0, b""))[1] == key, f"block {block}: pinned in vain")
+        for node in tenant.nodes.values():
+            _require(node.uses == uses[id(node)] > 0, "a node of pins is miscounted")
+        _require(tenant.num_blocks == held.total(), f"{tenant.name!r} miscounts what it pins")
+        _require(tenant.num_blocks <= pins.most_of_tenant, f"{tenant.name!r} pins too much")
+        counts += held
+    _require(counts == pool.pin_counts(), "blocks are pinned by nobody, or not as often as held")
+    _require(pool.num_pinned <= pins.most_blocks, "too much is pinned")
+    _require(all(block in by_block for block in counts), "what is pinned cannot be matched")
+    listed = sum(len(tenant.pins) for tenant in pins.tenants.values())
+    _require(listed == len(pins.by_use), "pins are listed wrongly")
 
 
 def _check_prefix_index(scheduler: Scheduler) -> None:

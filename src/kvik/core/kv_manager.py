@@ -8,6 +8,7 @@ from kvik.config.config import CacheConfig
 from kvik.config.kv_spec import max_blocks
 from kvik.core.block_pool import NULL_BLOCK, BlockPool
 from kvik.core.kv_groups import first_visible_block
+from kvik.core.pins import PinTable
 from kvik.core.prefix import extend_hashes
 from kvik.core.types import Request, RequestStatus
 
@@ -32,6 +33,7 @@ class KVCacheManager:
         self.groups = config.groups
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
+        self.pins = PinTable(self.pool, config)
         self._windowed = any(g.spec.window is not None for g in config.groups)
 
     @property
@@ -47,11 +49,11 @@ class KVCacheManager:
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a waiting request. Nothing is acquired yet.
 
-        The last known token is always left to compute, since its logits are wanted; and a caller
-        who wants logprobs of the prompt needs every position computed.
+        The last known token is always left to compute, since its logits are wanted; and some
+        callers need every position computed.
         """
         usable = (len(request.token_ids) - 1) // self.block_size
-        if not self.caching or usable == 0 or request.params.prompt_logprobs is not None:
+        if not self.caching or usable == 0 or request.reads_whole_prompt:
             return self._fork(request) or PrefixMatch(0, [[] for _ in self.groups])
         extend_hashes(
             request.block_hashes, request.token_ids, self.block_size, request.cache_salt, usable
@@ -60,13 +62,23 @@ class KVCacheManager:
         forked = self._fork(request)
         return forked if forked and forked.num_tokens > found.num_tokens else found
 
-    def fits(self, match: PrefixMatch, num_tokens: int, chunk: int) -> bool:
-        """Whether a request with this match could grow to `num_tokens` tokens right now."""
+    def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
+        """Free blocks that a request with this match takes until it has `num_tokens` tokens."""
         held = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
         if match.num_tokens % self.block_size:
             held -= len(self.groups)  # the shared partial block is copied
-        new = self.max_blocks(num_tokens, chunk) - held
-        return new + self._revived(match) <= self.pool.num_free
+        return self.max_blocks(num_tokens, chunk) - held + self._revived(match)
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that `extend` would allocate."""
+        missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
+        return max(0, missing) * len(self.groups)
+
+    def num_held(self, request: Request) -> int:
+        """Blocks of a running request, shared ones included."""
+        if not self._windowed:
+            return len(self.groups) * len(request.block_ids[0])
+        return sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids)
 
     def admit(
         self, request: Request, match: PrefixMatch, num_tokens: int
@@ -92,11 +104,11 @@ class KVCacheManager:
         if partial:
             for ids in request.block_ids:
                 source = ids[-1]
-                ids[-1] = self.pool.allocate(1)[0]
+                ids[-1] = self._allocate(1)[0]
                 copies.append((source, ids[-1]))
                 self.pool.release((source,))
         for ids in request.block_ids:
-            ids.extend(self.pool.allocate(wanted - len(ids)))
+            ids.extend(self._allocate(wanted - len(ids)))
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
         request.num_committed_blocks = match.num_tokens // self.block_size
         return copies
@@ -108,7 +120,7 @@ class KVCacheManager:
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
         if missing * len(self.groups) > self.pool.num_free:
             return None
-        new = [self.pool.allocate(missing) for _ in self.groups]
+        new = [self._allocate(missing) for _ in self.groups]
         for ids, more in zip(request.block_ids, new, strict=True):
             ids.extend(more)
         return new
@@ -132,6 +144,35 @@ class KVCacheManager:
         if self._windowed:
             self._release_unseen(request)
 
+    def use_pins(self, request: Request, now: float) -> None:
+        """A request has just been admitted: what it shares of pinned prefixes is in use."""
+        if self.pins.by_use:
+            shared = request.block_hashes[: request.num_committed_blocks]
+            self.pins.use(request.tenant, shared, now)
+        if request.pins:
+            self.pin(request, now)
+
+    def pin(self, request: Request, now: float) -> None:
+        """Pin the prefixes that a request wants pinned, as far as they are published by now.
+
+        The prompt's last token is computed anew by whoever has the same prompt, so no pin needs to
+        reach it.
+        """
+        if not self.caching:
+            return
+        longest = request.num_prompt_tokens - 1
+        done = 0
+        for pin in request.pins:
+            length = min(pin.num_tokens, longest) // self.block_size
+            if length > request.num_committed_blocks:
+                break
+            done += 1
+            hashes = request.block_hashes[:length]
+            if hashes and self.pins.pin(request.tenant, hashes, pin.seconds, now):
+                written = length * self.block_size - request.num_cached_tokens
+                request.num_pinned_tokens = max(request.num_pinned_tokens, written)
+        request.pins = request.pins[done:]
+
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Take all blocks back. The end of the table is evicted first, so that what other requests
         may share lives longest. `forget`: the contents are in doubt and must not be matched."""
@@ -141,9 +182,23 @@ class KVCacheManager:
                 for block in held:
                     self.pool.forget(block)
             self.pool.release(held)
+        if forget and request.block_hashes:
+            self.pins.forget(request.block_hashes[0])
         request.block_ids = []
         request.num_committed_blocks = 0
         request.num_computed_tokens = request.num_written_tokens = 0
+
+    def reset(self) -> int:
+        """Forget what all blocks cache, pinned or not; requests go on. Returns how many did."""
+        self.pins.clear()
+        return self.pool.forget_all()
+
+    def _allocate(self, count: int) -> list[int]:
+        """Blocks that were counted as free, among them those of pins, which give way."""
+        short = count - (self.pool.num_free - self.pool.num_kept)
+        if short > 0:
+            self.pins.give_way(short)
+        return self.pool.allocate(count)
 
     def _revived(self, match: PrefixMatch) -> int:
         """Free blocks that the match would take out of the free list."""

@@ -25,6 +25,7 @@ class NewRequest:
     stop_ids: frozenset[int]  # masked until min_tokens
     seed: int
     cache_salt: str = ""  # the tenant: what is learned of its texts is for its requests alone
+    pooling: str | None = None  # see `EngineRequest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class ModelRunnerOutput:
     num_draft_tokens: list[int] | None = None  # proposed for each row's next step
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
+    embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, with its last token
     errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
     seconds: float = 0.0
     draft_times: DraftTimes | None = None  # None: nothing guesses ahead

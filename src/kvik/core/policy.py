@@ -4,6 +4,9 @@ A policy is handed to the one scheduler; continuous, static and dynamic batching
 Smaller `order` keys are served first. Keys never change while a request is in the system, which is
 possible even with ageing: "one level more urgent per `ageing` seconds of waiting" orders requests
 exactly like the constant key `level * ageing + arrival`.
+
+Between the requests of different tenants `fair_share` decides first, and a policy among those of
+one. Where requests are served in batches, fair shares decide who is in the next batch.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from kvik.core.types import Request, RequestStatus
 
 class Policy(Protocol):
     """The seam between the scheduler's mechanism and a service's wishes."""
+
+    batches: bool  # nobody joins those that run, until they have ended
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
         """The request's key, asked once when it arrives."""
@@ -36,17 +41,24 @@ class Policy(Protocol):
         """Which of the running requests (sorted by `order`) gives up its blocks first."""
         ...
 
-    def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
-        """How many of the first waiting requests (sorted by `order`) may start now."""
+    def cheapest(self, running: Sequence[Request]) -> Request:
+        """Which of a tenant's running requests (sorted by `order`) gives way to another tenant."""
+        ...
+
+    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
+        """Which of the waiting requests may start now. They come in the order of `order`, or of
+        fair shares between tenants; those of a batch under way that had to wait come first."""
         ...
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        """When to look again if nothing is running and `admissible` said 0."""
+        """When to look again if nothing is running and nothing was `admissible`."""
         ...
 
 
 class Fcfs:
     """First come, first served, continuous batching: whoever fits joins at every step."""
+
+    batches = False
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
         return (request.arrival, request.serial)
@@ -60,8 +72,12 @@ class Fcfs:
     def victim(self, running: Sequence[Request]) -> Request:
         return running[-1]
 
-    def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
-        return len(waiting)
+    def cheapest(self, running: Sequence[Request]) -> Request:
+        """The one that loses least, the youngest of equals."""
+        return min(reversed(running), key=lambda r: r.num_computed_tokens)
+
+    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
+        return waiting
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
         return None
@@ -75,6 +91,10 @@ class Priority(Fcfs):
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
         return (request.priority * self.ageing + request.arrival, request.serial)
+
+    def cheapest(self, running: Sequence[Request]) -> Request:
+        least_urgent = max(r.priority for r in running)
+        return super().cheapest([r for r in running if r.priority == least_urgent])
 
 
 class ShortestPrefillFirst(Fcfs):
@@ -112,11 +132,13 @@ class LongestPrefixMatch(Fcfs):
 class Static(Fcfs):
     """A batch starts when the one before it has ended, and takes no newcomer in meanwhile."""
 
+    batches = True
+
     def __init__(self, batch_size: int, max_tokens: int) -> None:
         self.batch_size = batch_size
         self.max_tokens = max_tokens
 
-    def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
+    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
         if num_running:
             return _rejoining(waiting, self.batch_size - num_running)
         return _first_batch(waiting, self.batch_size, self.max_tokens)
@@ -124,51 +146,72 @@ class Static(Fcfs):
 
 class Dynamic(Fcfs):
     """A static batch that waits for company: it starts when it is full or its oldest request has
-    waited `max_wait` seconds."""
+    waited `max_wait` seconds. From a queue that is half full on, it waits less: not at all once
+    the queue is full, when new company would be refused anyway."""
 
-    def __init__(self, batch_size: int, max_tokens: int, max_wait: float) -> None:
+    batches = True
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_tokens: int,
+        max_wait: float,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+    ) -> None:
         self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.max_wait = max_wait
+        self.max_queued_requests = max_queued_requests
+        self.max_queued_tokens = max_queued_tokens
 
-    def admissible(self, waiting: Sequence[Request], num_running: int, now: float) -> int:
+    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
         if num_running:
             return _rejoining(waiting, self.batch_size - num_running)
         if not waiting:
-            return 0
-        count = _first_batch(waiting, self.batch_size, self.max_tokens)
-        full = count == self.batch_size or count < len(waiting)
-        return count if full or now >= self._due(waiting) else 0
+            return []
+        batch = _first_batch(waiting, self.batch_size, self.max_tokens)
+        full = len(batch) == self.batch_size or len(batch) < len(waiting)
+        return batch if full or now >= self._due(waiting) else []
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
         return self._due(waiting) if waiting else None
 
     def _due(self, waiting: Sequence[Request]) -> float:
-        return waiting[0].arrival + self.max_wait
+        tokens = sum(r.num_prompt_tokens for r in waiting)
+        fill = max(len(waiting) / self.max_queued_requests, tokens / self.max_queued_tokens)
+        patience = min(1.0, 2.0 * max(0.0, 1.0 - fill))
+        return min(r.arrival for r in waiting) + self.max_wait * patience
 
 
-def _rejoining(waiting: Sequence[Request], room: int) -> int:
+def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
     """Members of the batch under way that had to wait: preempted ones, and siblings of a request
     that runs, since they need its prompt."""
-    count = 0
+    found: list[Request] = []
     for request in waiting[: max(0, room)]:
-        leader = request.leader
-        sibling = leader is not None and leader.status is RequestStatus.RUNNING
-        if not sibling and request.status is not RequestStatus.PREEMPTED:
+        if not rejoins(request):
             break
-        count += 1
-    return count
+        found.append(request)
+    return found
 
 
-def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> int:
+def rejoins(request: Request) -> bool:
+    """Whether a waiting request belongs to those that run."""
+    leader = request.leader
+    sibling = leader is not None and leader.status is RequestStatus.RUNNING
+    return sibling or request.status is RequestStatus.PREEMPTED
+
+
+def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:
     """As many requests as batch size and token cap allow, but at least one."""
-    tokens = count = 0
+    found: list[Request] = []
+    tokens = 0
     for request in waiting[:batch_size]:
         tokens += len(request.token_ids)
-        if count and tokens > max_tokens:
+        if found and tokens > max_tokens:
             break
-        count += 1
-    return count
+        found.append(request)
+    return found
 
 
 POLICIES = CHOICES["policy"]
@@ -189,5 +232,11 @@ def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> P
         case "static":
             return Static(batch_size, config.max_num_batched_tokens)
         case "dynamic":
-            return Dynamic(batch_size, config.max_num_batched_tokens, config.max_wait)
+            return Dynamic(
+                batch_size,
+                config.max_num_batched_tokens,
+                config.max_wait,
+                config.max_queued_requests,
+                config.max_queued_tokens,
+            )
     raise ConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {config.policy!r}")

@@ -13,6 +13,13 @@ def _order(request: Request) -> tuple[float, int]:
     return request.order
 
 
+def _take(requests: list[Request], request: Request) -> None:
+    i = bisect_left(requests, request.order, key=_order)
+    if i == len(requests) or requests[i] is not request:
+        raise RuntimeError(f"request {request.key} is not in the queue")
+    del requests[i]
+
+
 class WaitingQueue:
     """A sorted list. Bounded, so that overload is refused at the door and not by running out."""
 
@@ -20,6 +27,7 @@ class WaitingQueue:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # prompt tokens of everything in the queue
+        self.by_tenant: dict[str, list[Request]] = {}  # the same, for those that have some
         self._requests: list[Request] = []
 
     def check_room(self, count: int, num_tokens: int) -> None:
@@ -37,13 +45,15 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_order)
+        insort(self.by_tenant.setdefault(request.tenant, []), request, key=_order)
         self.num_tokens += request.num_prompt_tokens
 
     def remove(self, request: Request) -> None:
-        i = bisect_left(self._requests, request.order, key=_order)
-        if i == len(self._requests) or self._requests[i] is not request:
-            raise RuntimeError(f"request {request.key} is not in the queue")
-        del self._requests[i]
+        _take(self._requests, request)
+        of_tenant = self.by_tenant[request.tenant]
+        _take(of_tenant, request)
+        if not of_tenant:
+            del self.by_tenant[request.tenant]
         self.num_tokens -= request.num_prompt_tokens
 
     def snapshot(self) -> list[Request]:

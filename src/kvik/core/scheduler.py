@@ -10,17 +10,20 @@ what did not come true.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterator
 
 from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.core.counters import DraftCounts, SchedulerCounters
+from kvik.core.deadlines import Deadlines
+from kvik.core.fair_share import FairShare
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
-from kvik.core.policy import make_policy
+from kvik.core.pace import Pace
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.policy import make_policy, rejoins
 from kvik.core.queue import WaitingQueue
-from kvik.core.stop import finish_reason
+from kvik.core.room import Holdings, Room, decode_demand, prompt_demand
+from kvik.core.rows import Rows
+from kvik.core.steps import StepsInFlight
 from kvik.core.types import (
     FinishReason,
     Request,
@@ -32,21 +35,6 @@ from kvik.core.types import (
 from kvik.core.work import WorkMeter
 
 
-class _Rows:
-    """The rows of a step while it is planned."""
-
-    __slots__ = ("chunks", "drafts", "requests", "samples", "scheduled", "short", "slots")
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.slots: list[int] = []
-        self.scheduled: list[int] = []
-        self.drafts: list[int] = []
-        self.samples: list[bool] = []
-        self.chunks = 0  # rows that are part of a prompt
-        self.short = False  # there were not blocks enough for all who would have had a row
-
-
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.config = config
@@ -56,12 +44,16 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by `order`
         self.counters = SchedulerCounters()
         self.drafts = DraftCounts()
+        self.shares = FairShare()
+        self.pace = Pace()
+        self.deadlines = Deadlines(self.pace, config.max_num_batched_tokens, self._missing)
         self.meter = WorkMeter(cache.groups)
+        self.steps = StepsInFlight(
+            self.kv, self.meter, self.shares, self.counters, self.drafts, self.pace, self._finish
+        )
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan; workers have not heard yet
-        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._ended: list[RequestDelta] = []  # ended outside `update`
 
     # -- requests in and out ---------------------------------------------------------------------
@@ -71,13 +63,9 @@ class Scheduler:
         request.serial = self._num_added
         self._num_added += 1
         request.order = self.policy.order(request, now)
+        self.shares.arrive(request, self.waiting.by_tenant, self.running)
         self.waiting.add(request)
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, request.serial, request))
-            if len(self._deadlines) > 64 + 2 * (len(self.running) + len(self.waiting)):
-                # Most have ended long before their time: keep only what is still served.
-                self._deadlines = [d for d in self._deadlines if not d[2].finished]
-                heapify(self._deadlines)
+        self.deadlines.add(request, now, len(self.running) + len(self.waiting))
 
     def end(
         self, request: Request, reason: FinishReason, now: float, error: str | None = None
@@ -97,31 +85,34 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When `schedule` may have something to do although nothing happens until then."""
-        times = [self._deadlines[0][0]] if self._deadlines else []
+        times = [self.deadlines.next_look()]
         if not self.running:
-            at = self.policy.wakeup(self.waiting.snapshot(), now)
-            times += [] if at is None else [at]
-        return min(times, default=None)
+            times.append(self.policy.wakeup(self.waiting.snapshot(), now))
+        return min([at for at in times if at is not None], default=None)
 
     # -- planning --------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Plan the next step, or None when there is nothing to compute."""
         self._expire(now)
-        rows = _Rows()
-        new_blocks: list[tuple[int, int, list[int]]] = []
-        budget, preempted = self._schedule_running(rows, new_blocks)
-        copies: list[tuple[int, int]] = []
-        new_requests: list[NewRequest] = []
-        if len(self.waiting) and budget and self._free_slots and not preempted:
-            copies, new_requests = self._schedule_waiting(rows, budget, now)
+        rows = Rows()
+        contended = self.shares.contended
+        if contended:
+            self._make_room(rows, now)
+        budget, prefilling = self._schedule_decodes(rows, fairly=contended)
+        if contended:
+            budget = self._schedule_in_turn(rows, prefilling, budget, now)
+        else:
+            budget = self._schedule_in_order(rows, prefilling, budget, now)
         if not rows.slots:
             return None
+        if budget and len(self.waiting) and not self.policy.batches:
+            self.shares.left_over(budget, self.waiting.by_tenant)
         if self.config.num_lookahead_tokens:
-            self._look_ahead(rows, new_blocks)
+            self._look_ahead(rows)
         if len(self.waiting):
             self.meter.left_waiting(
-                blocks_short=preempted or rows.short, slots_short=not self._free_slots
+                blocks_short=rows.preempted or rows.short, slots_short=not self._free_slots
             )
         plan = SchedulerOutput(
             step=self.counters.steps,
@@ -129,30 +120,27 @@ class Scheduler:
             num_scheduled_tokens=rows.scheduled,
             num_draft_tokens=rows.drafts,
             samples=rows.samples,
-            new_requests=new_requests,
-            new_blocks=new_blocks,
+            new_requests=rows.new_requests,
+            new_blocks=rows.new_blocks,
             freed_slots=self._freed_slots,
-            block_copies=copies,
+            block_copies=rows.copies,
         )
         self._freed_slots = []
-        self._in_flight.append((plan, rows.requests))
         self.counters.steps += 1
         num_tokens = plan.num_tokens
+        self.steps.add(plan, rows.requests, now, num_tokens, prefill=rows.chunks > 0)
         self.counters.scheduled_tokens += num_tokens
+        self.counters.step_sizes[(num_tokens - 1).bit_length()] += 1
         self.meter.step(num_tokens, rows.chunks, rows.samples)
         return plan
 
-    def _schedule_running(
-        self, rows: _Rows, new_blocks: list[tuple[int, int, list[int]]]
-    ) -> tuple[int, bool]:
+    def _schedule_decodes(self, rows: Rows, *, fairly: bool) -> tuple[int, list[Request]]:
         """Decoding requests first, since each costs little and someone is reading; what is left of
-        the budget goes to prefills in order. Returns the rest of the budget and whether anyone
-        was preempted."""
+        the budget goes to prefills. Returns that rest, and who wants it of those that run."""
         budget = self.config.max_num_batched_tokens
         step = self.counters.steps
         block_size = self.kv.block_size
-        running = self.running
-        preempted = False
+        running = self._by_holding() if fairly else self.running
         prefilling: list[Request] = []
         drafting: list[tuple[Request, int]] = []
         i = 0
@@ -179,15 +167,20 @@ class Scheduler:
                 drafting.append((request, wanted))
             if computed + wanted > len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + wanted)) is None:
-                    preempted = True
-                    victim = self.policy.victim(running[i - 1 :])
+                    if len(running) == 1 and self.steps.in_flight:
+                        break  # what slides out of its windows comes free with their results
+                    rows.preempted = True
+                    last = running[-1].tenant  # who holds most, if shares matter
+                    victim = self.policy.victim([r for r in running[i - 1 :] if r.tenant == last])
                     self._preempt(victim)
+                    if running is not self.running:
+                        running.remove(victim)
                     if victim is request:
                         i -= 1
                         break
                 if new is None:
                     continue
-                new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+                rows.extend(request, new)
             budget -= wanted
             request.num_computed_tokens = computed + wanted
             request.num_pending_tokens = pending + wanted
@@ -200,16 +193,132 @@ class Scheduler:
         for request, wanted in drafting:
             if request.last_step == step:  # and not preempted, or postponed for want of blocks
                 self.meter.drafts(request, wanted)
+        return budget, prefilling
+
+    def _by_holding(self) -> list[Request]:
+        """Running requests, those of tenants that hold most last if blocks may not do for all."""
+        kv = self.kv
+        if len(self.running) * len(kv.groups) <= kv.pool.num_free:
+            return self.running
+        holdings = Holdings(self.running, kv, self.config.max_num_seqs)
+        return sorted(self.running, key=lambda request: holdings.share(request.tenant))
+
+    def _schedule_in_order(
+        self, rows: Rows, prefilling: list[Request], budget: int, now: float
+    ) -> int:
+        """Prefills, then waiting requests, in the policy's order. Returns what is left of the
+        budget."""
         for request in prefilling:
             if budget == 0:
-                break
+                return 0
             if request.status is RequestStatus.RUNNING:  # not preempted above or below
-                used, evicted = self._schedule_prefill(request, rows, budget, new_blocks)
-                budget -= used
-                preempted |= evicted
-        return budget, preempted
+                budget -= self._schedule_prefill(request, rows, budget)
+        if not (len(self.waiting) and budget and self._free_slots) or rows.preempted:
+            return budget
+        waiting = self.policy.admissible(self.waiting.snapshot(), len(self.running), now)
+        for request in self.policy.candidates(waiting, now):
+            if budget == 0 or not self._free_slots:
+                break
+            if self._is_held_up(request):
+                continue
+            chunk = self._admit(request, rows, budget, now)
+            if chunk is None:
+                break
+            budget -= chunk
+        return budget
 
-    def _look_ahead(self, rows: _Rows, new_blocks: list[tuple[int, int, list[int]]]) -> None:
+    def _schedule_in_turn(
+        self, rows: Rows, prefilling: list[Request], budget: int, now: float
+    ) -> int:
+        """Prefills and waiting requests of several tenants, by their fair shares. Returns what is
+        left of the budget."""
+        admits = self._admits(rows) and len(self.waiting) > 0
+        if not (budget and (prefilling or admits)):
+            return budget
+        self.shares.settle(self.running)
+        waiting = self._waiting_lines(now) if admits else {}
+        running: dict[str, list[Request]] = {}
+        for request in prefilling:
+            running.setdefault(request.tenant, []).append(request)
+        lines = {
+            tenant: self._line(running.get(tenant, []), waiting.get(tenant, []), rows)
+            for tenant in [*running, *(t for t in waiting if t not in running)]
+        }
+        for request in self.shares.in_turn(lines):
+            if budget == 0:
+                break
+            if request.status is RequestStatus.RUNNING:
+                budget -= self._schedule_prefill(request, rows, budget)
+            elif self._admits(rows) and not self._is_held_up(request):
+                if rows.made_room and request.status is RequestStatus.PREEMPTED:
+                    continue  # perhaps just now, for another
+                budget -= self._admit(request, rows, budget, now) or 0
+            self.shares.charge(request)
+        return budget
+
+    def _line(
+        self, prefilling: list[Request], waiting: list[Request], rows: Rows
+    ) -> Iterator[Request]:
+        yield from prefilling
+        for request in waiting:
+            if not self._admits(rows):
+                return
+            yield request
+
+    def _waiting_lines(self, now: float) -> dict[str, list[Request]]:
+        """Those that may start, of each tenant in its order."""
+        policy, lines = self.policy, self.waiting.by_tenant
+        if policy.batches:
+            if self.running:
+                waiting = sorted(self.waiting, key=lambda request: not rejoins(request))
+            else:
+                waiting = list(self.shares.in_turn(lines, lambda r: r.num_prompt_tokens))
+            lines = {}
+            for request in policy.admissible(waiting, len(self.running), now):
+                lines.setdefault(request.tenant, []).append(request)
+        return {tenant: policy.candidates(line[:], now) for tenant, line in lines.items()}
+
+    def _admits(self, rows: Rows) -> bool:
+        """Whether a waiting request may still get a row in this step."""
+        return bool(self._free_slots) and not (rows.preempted or rows.short)
+
+    def _make_room(self, rows: Rows, now: float) -> None:
+        """Before a step for which tenants compete: requests of those that are below their share
+        get slots and blocks of others, as far as the step has tokens for them."""
+        newcomers, kv = self.shares.newcomers, self.kv
+        if self.policy.batches or not (newcomers or len(self.waiting)):
+            return
+        self.shares.settle(self.running)
+        budget = self.config.max_num_batched_tokens
+        decoding, growth = decode_demand(self.running, kv)  # these come first
+        tokens, blocks = budget - decoding, kv.pool.num_free - growth
+        free_slots = len(self._free_slots)
+        room = Room(self.running, free_slots, blocks, kv, self.config, self.shares, self.policy)
+        for request in newcomers:
+            if request.status is RequestStatus.RUNNING:
+                tokens -= request.num_unscheduled_tokens
+                self._give_way(room.take(request, 0, prompt_demand(request, kv, budget)), rows)
+        for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
+            if tokens <= 0:
+                return
+            if self._is_held_up(request):
+                continue
+            if not room.may_have(request):
+                return
+            match = kv.match(request)
+            known = len(request.token_ids)
+            victims = room.take(request, 1, kv.demand(match, known, budget), match)
+            if victims is None:
+                return
+            self._give_way(victims, rows)
+            tokens -= known - match.num_tokens
+
+    def _give_way(self, victims: list[Request] | None, rows: Rows) -> None:
+        for victim in victims or ():
+            self._preempt(victim)
+            rows.made_room = True
+
+    def _look_ahead(self, rows: Rows) -> None:
         """Places for what a drafter computes beyond the step, if there are blocks to spare."""
         for request, samples in zip(rows.requests, rows.samples, strict=True):
             if samples and request.params.speculation:
@@ -218,69 +327,55 @@ class Scheduler:
                 if end > len(request.block_ids[0]) * self.kv.block_size:
                     new = self.kv.extend(request, end)
                     if new is not None:
-                        new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+                        rows.extend(request, new)
 
-    def _schedule_prefill(
-        self,
-        request: Request,
-        rows: _Rows,
-        budget: int,
-        new_blocks: list[tuple[int, int, list[int]]],
-    ) -> tuple[int, bool]:
+    def _schedule_prefill(self, request: Request, rows: Rows, budget: int) -> int:
         """The next chunk of a running request. Those behind it that have no row yet give way when
-        blocks run out; if there are none, it waits for others to finish."""
-        known = len(request.token_ids) + request.num_pending_tokens
-        chunk = self.policy.chunk(request, known - request.num_computed_tokens, budget)
-        evicted = False
+        blocks run out; if there are none, it waits for others to finish. Returns its tokens."""
+        chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
         target = request.num_computed_tokens + chunk
         if target > len(request.block_ids[0]) * self.kv.block_size:
             while (new := self.kv.extend(request, target)) is None:
                 step = self.counters.steps
+                place = self.shares.place(request)
                 behind = [
-                    r for r in self.running if r.order > request.order and r.last_step != step
+                    r for r in self.running if r.last_step != step and self.shares.place(r) > place
                 ]
                 if not behind:
-                    return 0, evicted
+                    return 0
                 self._preempt(self.policy.victim(behind))
-                evicted = True
-            new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+                rows.preempted = True
+            rows.extend(request, new)
         self._add_row(rows, request, chunk)
-        return chunk, evicted
+        return chunk
 
-    def _schedule_waiting(
-        self, rows: _Rows, budget: int, now: float
-    ) -> tuple[list[tuple[int, int]], list[NewRequest]]:
-        """Admit waiting requests in the policy's order until something is used up."""
-        copies: list[tuple[int, int]] = []
-        new_requests: list[NewRequest] = []
-        waiting = self.waiting.snapshot()
-        allowed = self.policy.admissible(waiting, len(self.running), now)
-        if allowed == 0:
-            return copies, new_requests
-        oldest = self._in_flight[0][0].step if self._in_flight else self.counters.steps
-        for request in self.policy.candidates(waiting[:allowed], now):
-            if budget == 0 or not self._free_slots:
-                break
-            if request.last_step >= oldest or self._leader_is_busy(request):
-                continue  # what it needs is on its way
-            match = self.kv.match(request)
-            known = len(request.token_ids)
-            chunk = self.policy.chunk(request, known - match.num_tokens, budget)
-            # Starting what cannot go on would only preempt it again: while others run, the whole of
-            # what is known must fit.
-            if self.running and not self.kv.fits(match, known, self.config.max_num_batched_tokens):
-                rows.short = True
-                break
-            made = self.kv.admit(request, match, match.num_tokens + chunk)
-            if made is None:
-                rows.short = True
-                break
-            copies += made
-            self._start(request, match.num_tokens, now)
-            new_requests.append(self._describe(request))
-            self._add_row(rows, request, chunk)
-            budget -= chunk
-        return copies, new_requests
+    def _admit(self, request: Request, rows: Rows, budget: int, now: float) -> int | None:
+        """Start a waiting request with its first chunk; returns its tokens, or None if blocks are
+        short. Then nobody is admitted any more, so that large ones have their turn."""
+        match = self.kv.match(request)
+        known = len(request.token_ids)
+        chunk = self.policy.chunk(request, known - match.num_tokens, budget)
+        # Starting what cannot go on would only preempt it again: while others run, the whole of
+        # what is known must fit, beside what was promised to newcomers.
+        needed = self.kv.demand(match, known, self.config.max_num_batched_tokens)
+        if request not in self.shares.newcomers:  # `_make_room` has seen to all of them
+            for newcomer in self.shares.newcomers:
+                needed += prompt_demand(newcomer, self.kv, self.config.max_num_batched_tokens)
+        fits = not self.running or needed <= self.kv.pool.num_free
+        made = self.kv.admit(request, match, match.num_tokens + chunk) if fits else None
+        if made is None:
+            rows.short = True
+            return None
+        rows.copies += made
+        self._start(request, match.num_tokens, now)
+        rows.start(request)
+        self._add_row(rows, request, chunk)
+        return chunk
+
+    def _is_held_up(self, request: Request) -> bool:
+        """What a waiting request needs is on its way: a step in flight has a row of it, or its
+        leader computes the prompt that both will share."""
+        return request.last_step >= self.steps.oldest or self._leader_is_busy(request)
 
     @staticmethod
     def _leader_is_busy(request: Request) -> bool:
@@ -303,22 +398,10 @@ class Scheduler:
             request.num_cached_tokens = matched
             self.counters.prefix_queries += request.num_prompt_tokens
             self.counters.prefix_hits += matched
+        self.shares.start(request)
+        self.kv.use_pins(request, now)
 
-    @staticmethod
-    def _describe(request: Request) -> NewRequest:
-        return NewRequest(
-            slot=request.slot,
-            token_ids=request.token_ids[:],
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            block_ids=[ids[:] for ids in request.block_ids],
-            params=request.params,
-            stop_ids=request.stop_ids,
-            seed=request.seed,
-            cache_salt=request.cache_salt,
-        )
-
-    def _add_row(self, rows: _Rows, request: Request, chunk: int) -> None:
+    def _add_row(self, rows: Rows, request: Request, chunk: int) -> None:
         request.num_computed_tokens += chunk
         self.meter.chunk(request, chunk)
         request.last_step = self.counters.steps
@@ -336,6 +419,7 @@ class Scheduler:
         """Take a request's blocks; it is queued again and recomputes what it lost. Its full blocks
         stay in the prefix cache until someone needs them, so that often little is lost."""
         self.meter.lose(request)
+        self.shares.lose(request)
         self._leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_draft_tokens = 0
@@ -344,109 +428,29 @@ class Scheduler:
         self.waiting.add(request)
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished):
-            request = heappop(self._deadlines)[2]
-            self.end(request, FinishReason.DEADLINE, now)
+        if len(self.deadlines):
+            self.deadlines.most_per_step = 1 + len(self.drafts.at)
+            for request in self.deadlines.late(now):
+                self.end(request, FinishReason.DEADLINE, now)
+        self.kv.pins.expire(now)
+
+    def _missing(self, request: Request) -> int:
+        """Tokens to compute until a request samples, as things are."""
+        if request.status is RequestStatus.RUNNING:
+            return request.num_unscheduled_tokens
+        if self._leader_is_busy(request):
+            return 1  # it will share all the others
+        return len(request.token_ids) - self.kv.match(request).num_tokens
 
     # -- results ---------------------------------------------------------------------------------
 
     def update(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
-        """Take in the result of the oldest step in flight.
-
-        What goes wrong with one row ends its request and no other.
-        """
-        plan, requests = self._in_flight.popleft()
-        if plan.step != output.step:
-            raise RuntimeError(f"result of step {output.step} while {plan.step} is due")
-        deltas: list[RequestDelta] = []
-        rows = zip(
-            requests, plan.samples, plan.num_scheduled_tokens, plan.num_draft_tokens, strict=True
-        )
-        errors, prompt_logprobs = output.errors, output.prompt_logprobs
-        block_size = self.kv.block_size
-        finished, running = RequestStatus.FINISHED, RequestStatus.RUNNING  # looked up once
-        for i, (request, samples, scheduled, drafts) in enumerate(rows):
-            if samples:
-                request.num_pending_tokens -= drafts + 1
-            status = request.status
-            if status is finished:
-                continue
-            if status is running:
-                request.num_written_tokens += scheduled
-            error = errors.get(i) if errors else None
-            if error is None:
-                try:
-                    if i in prompt_logprobs:
-                        deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
-                    if samples:
-                        deltas.append(self._deliver(request, output, i, drafts, now))
-                    elif request.num_written_tokens == request.max_length:  # only a prompt
-                        deltas.append(self._finish(request, FinishReason.LENGTH, now, []))
-                    if request.num_written_tokens // block_size > request.num_committed_blocks:
-                        self.kv.commit(request)
-                except Exception as raised:
-                    error = f"{type(raised).__name__}: {raised}"
-            if error is not None:
-                deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
-        self.counters.delivered_tokens += sum([len(delta.token_ids) for delta in deltas])
-        return deltas
-
-    def _deliver(
-        self, request: Request, output: ModelRunnerOutput, row: int, drafts: int, now: float
-    ) -> RequestDelta:
-        """Append sampled tokens up to the one that ends the output; take back rejected drafts."""
-        tokens = output.token_ids[row]
-        if drafts and request.status is RequestStatus.RUNNING:
-            rejected = drafts + 1 - len(tokens)
-            request.num_computed_tokens -= rejected
-            request.num_written_tokens -= rejected
-            self.meter.take_back(request, rejected)
-        if drafts:
-            request.num_drafted_tokens += drafts
-            request.num_accepted_tokens += len(tokens) - 1
-            self.drafts.add(drafts, len(tokens) - 1)
-        reason = None
-        known = request.token_ids
-        before = len(known)
-        for token in tokens:
-            known.append(token)
-            reason = finish_reason(request, token)
-            if reason is not None:
-                tokens = known[before:]
-                break
-        if request.first_token is None:
-            request.first_token = now
-        logprobs = output.logprobs.get(row) if output.logprobs else None
-        if logprobs is not None:
-            logprobs = logprobs[: len(tokens)]
-        if reason is not None:
-            return self._finish(request, reason, now, tokens, logprobs)
-        proposed = output.num_draft_tokens
-        if proposed is not None and request.status is RequestStatus.RUNNING:
-            request.num_draft_tokens = proposed[row]
-        else:
-            request.num_draft_tokens = 0
-        return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
+        """Take in the result of the oldest step in flight."""
+        return self.steps.update(output, now)
 
     def fail(self, error: str, now: float) -> list[RequestDelta]:
         """The oldest step in flight as a whole failed: its requests end, all others go on."""
-        plan, requests = self._in_flight.popleft()
-        deltas = []
-        for request, samples, drafts in zip(
-            requests, plan.samples, plan.num_draft_tokens, strict=True
-        ):
-            if samples:
-                request.num_pending_tokens -= drafts + 1
-            if not request.finished:
-                deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
-        return deltas
-
-    @staticmethod
-    def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
-        # Delivered once: a resumed request may take its prompt from the prefix cache again.
-        if request.max_length > request.num_prompt_tokens:
-            request.params = replace(request.params, prompt_logprobs=None)
-        return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
+        return self.steps.fail(error, now)
 
     def _finish(
         self,
@@ -457,9 +461,11 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> RequestDelta:
+        self.shares.leave(request)
         if request.status is RequestStatus.RUNNING:
             if error is None:
                 self.kv.commit(request)
+                self.kv.pin(request, now)
             self._leave(request, forget=error is not None)
         else:
             self.waiting.remove(request)
@@ -473,16 +479,7 @@ class Scheduler:
             stop_reason=request.stop_reason,
             logprobs=logprobs,
             error=error,
-            report=RequestReport(
-                arrival=request.arrival,
-                first_scheduled=request.first_scheduled,
-                first_token=request.first_token,
-                finished=now,
-                num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_preemptions,
-                num_drafted_tokens=request.num_drafted_tokens,
-                num_accepted_tokens=request.num_accepted_tokens,
-            ),
+            report=RequestReport.of(request, now),
         )
 
     def _leave(self, request: Request, *, forget: bool = False) -> None:

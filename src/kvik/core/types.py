@@ -24,6 +24,10 @@ class FinishReason(StrEnum):
     ERROR = "error"  # per-request code failed; the message says how
 
 
+# One vector of a prompt: the mean of the hidden states of its tokens, or that of the last one.
+POOLINGS = ("mean", "last")
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """A prefix of the prompt that stays in the prefix cache for a while, used or not."""
@@ -44,7 +48,7 @@ class EngineRequest:
     deadline: float | None = None  # engine-clock time after which the result is worthless
     tenant: str = ""  # those who share the engine; each gets a fair part of it
     pins: tuple[Pin, ...] = ()  # in order of length
-    pooling: str | None = None  # "mean" or "last": hidden states are wanted, and no text
+    pooling: str | None = None  # one of `POOLINGS`: hidden states are wanted, and no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,9 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     deadline: float | None = None
+    pooling: str | None = None  # see `EngineRequest`
+    tenant: str = ""  # see `EngineRequest`
+    pins: tuple[Pin, ...] = ()  # that are yet to be made; see `EngineRequest`
     leader: Request | None = None  # sibling 0, whose prompt blocks are shared
 
     status: RequestStatus = RequestStatus.WAITING
@@ -88,10 +95,12 @@ class Request:
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
     num_metered_tokens: int = 0  # of those computed, whose work is counted
+    num_charged_tokens: int = 0  # of those known, that its tenant was charged for or found cached
     num_lost_tokens: int = 0  # computed before a preemption
     num_committed_blocks: int = 0  # how many of its blocks the prefix cache has been told of
     order: tuple[float, int] = (0.0, 0)  # the policy's key: smaller is served first, evicted last
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
+    num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -107,8 +116,26 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def reads_whole_prompt(self) -> bool:
+        """Something is wanted of every position of the prompt, so that none may be found cached."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Known tokens that no step computes yet, those being sampled included: 1 if it decodes."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
     def key(self) -> tuple[str, int]:
         return (self.request_id, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUse:
+    """Tokens of a prompt, by how their K/V came into the cache; the rest was simply computed."""
+
+    num_cached_tokens: int  # found there
+    num_pinned_tokens: int  # written and pinned
 
 
 @dataclass(slots=True)  # not frozen: made for every row of every step, five times faster so
@@ -125,6 +152,8 @@ class RequestDelta:
     error: str | None = None
     report: RequestReport | None = None  # with the last delta
     embedding: list[float] | None = None  # of a pooling request, with its last delta
+    refused: str | None = None  # the limit of the queue that kept the request out; nothing was done
+    prompt: PromptUse | None = None  # with the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +169,23 @@ class RequestReport:
     num_drafted_tokens: int = 0  # guessed ahead, by speculation
     num_accepted_tokens: int = 0  # and right
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
+    serial: int = -1  # the request's number since the engine started
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request, finished: float) -> RequestReport:
+        return cls(
+            arrival=request.arrival,
+            first_scheduled=request.first_scheduled,
+            first_token=request.first_token,
+            finished=finished,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            num_drafted_tokens=request.num_drafted_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+            num_pinned_tokens=request.num_pinned_tokens,
+            serial=request.serial,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+        )

@@ -1,0 +1,239 @@
+"""Pinned prefixes: what stays in the prefix cache for a while, whether anyone uses it or not.
+
+A pin is a prefix of somebody's prompt, in full blocks, that is kept until so many seconds have
+passed since it was last used. What that promises: however much else passes through the cache, a
+pinned prefix is matched by the next request that starts with it. Two things end it early.
+
+- *Quotas.* A tenant pins at most its share of the blocks; beyond that its own pins go, the one
+  unused for longest first. All tenants together pin at most a share too; beyond that the one who
+  pins most gives up its oldest. A pin that cannot be had so is not made.
+- *Need.* Requests come first: pinned blocks that none of them holds count as free. They are given
+  up when no other free block is left, the pin unused for longest first. So pins make nobody wait,
+  and nobody is preempted for them.
+
+Time is an argument. Each call costs O(1) a block or a pin that it is about, and expiry O(log n).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from kvik.config.config import CacheConfig
+from kvik.core.block_pool import BlockPool
+from kvik.core.kv_groups import first_visible_block
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One block of a pinned prefix, in each group that sees everything. The nodes of a tenant are
+    a prefix tree: pins with a common beginning share it."""
+
+    key: bytes  # the hash of the prefix up to its end
+    parent: Node | None
+    blocks: tuple[int, ...]
+    uses: int = 0  # pins that end here, and nodes that follow
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    name: str
+    nodes: dict[bytes, Node] = field(default_factory=dict)
+    pins: OrderedDict[bytes, HeldPin] = field(default_factory=OrderedDict)  # oldest use first
+    num_blocks: int = 0  # one that the windows of two pins share counts twice
+
+
+@dataclass(slots=True, eq=False)
+class HeldPin:
+    tenant: Tenant
+    first: bytes  # the hash of its first block
+    key: bytes  # and of the whole prefix
+    end: Node | None  # None where every group has a window
+    window: tuple[int, ...]  # what a match of the prefix needs of groups with a window
+    seconds: float
+    until: float
+    dropped: bool = False
+
+
+class PinTable:
+    def __init__(self, pool: BlockPool, config: CacheConfig) -> None:
+        self.pool = pool
+        self.most_blocks = int(config.pinned_share * (config.num_blocks - 1))
+        self.most_of_tenant = int(config.tenant_pinned_share * (config.num_blocks - 1))
+        self.tenants: dict[str, Tenant] = {}
+        self.by_use: OrderedDict[HeldPin, None] = OrderedDict()  # of all tenants, oldest first
+        self._block_size = config.block_size
+        specs = [group.spec for group in config.groups]
+        self._full = [g for g, spec in enumerate(specs) if spec.window is None]
+        self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.window is not None]
+        # When each pin ends at the earliest: it may have been used since.
+        self._ends: list[tuple[float, int, HeldPin]] = []
+        self._num_made = 0
+
+    def pin(self, tenant: str, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
+        """Pin the prefix whose full blocks have these hashes, or use it if it is pinned already:
+        then the longer of the two times counts.
+
+        Returns:
+            Whether the pin is new. Without blocks or quota for it nothing is pinned.
+        """
+        owner = self.tenants.get(tenant) or Tenant(tenant)
+        held = owner.pins.get(hashes[-1])
+        if held is not None:
+            held.seconds = max(held.seconds, seconds)
+        elif not self._make(owner, hashes, seconds, now):
+            return False
+        self.use(tenant, hashes, now)
+        return held is None
+
+    def use(self, tenant: str, hashes: Sequence[bytes], now: float) -> None:
+        """A prefix is in use: the time of all its pins starts anew."""
+        owner = self.tenants.get(tenant)
+        if owner is None:
+            return
+        for key in reversed(hashes):  # a longer one gives way before one that it contains
+            held = owner.pins.get(key)
+            if held is not None:
+                held.until = max(held.until, now + held.seconds)
+                owner.pins.move_to_end(key)
+                self.by_use.move_to_end(held)
+
+    def expire(self, now: float) -> None:
+        """Drop the pins whose time is over."""
+        ends = self._ends
+        while ends and (ends[0][0] <= now or ends[0][2].dropped):
+            _, number, held = heappop(ends)
+            if not held.dropped:
+                if held.until <= now:
+                    self._drop(held)
+                else:
+                    heappush(ends, (held.until, number, held))
+
+    def give_way(self, count: int) -> None:
+        """Make `count` more blocks free that are pinned now and that nobody references.
+
+        Pins of prefixes in use are spared as long as others do: they would bring nothing.
+        """
+        pool, by_use = self.pool, self.by_use
+        wanted = pool.num_free - pool.num_kept + count
+        for _ in range(len(by_use)):
+            if pool.num_free - pool.num_kept >= wanted:
+                return
+            oldest = next(iter(by_use))
+            if self._in_use(oldest):
+                by_use.move_to_end(oldest)
+            else:
+                self._drop(oldest)
+        # Blocks of one prefix that different requests computed need not be in use together.
+        while pool.num_free - pool.num_kept < wanted:
+            self._drop(next(iter(by_use)))
+
+    def forget(self, first: bytes) -> None:
+        """Drop the pins of all prefixes with this first block: blocks of theirs are forgotten."""
+        for held in [held for held in self.by_use if held.first == first]:
+            self._drop(held)
+
+    def clear(self) -> None:
+        for held in list(self.by_use):
+            self._drop(held)
+        self._ends.clear()
+
+    def _make(self, owner: Tenant, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
+        """Hold the blocks of a prefix that is not pinned yet, within the quotas."""
+        window = self._window_blocks(hashes)
+        new = self._new_nodes(owner, hashes)
+        if window is None or new is None:
+            return False
+        if len(hashes) * len(self._full) + len(window) > self.most_of_tenant:
+            return False  # not even alone
+        end = owner.nodes.get(hashes[-1 - len(new)]) if len(new) < len(hashes) else None
+        for key, blocks in new:
+            if end is not None:
+                end.uses += 1
+            end = owner.nodes[key] = Node(key, end, blocks)
+            self._pin_blocks(blocks)
+        if end is not None:
+            end.uses += 1
+        self._pin_blocks(window)
+        owner.num_blocks += len(new) * len(self._full) + len(window)
+        held = HeldPin(owner, hashes[0], hashes[-1], end, window, seconds, now + seconds)
+        self.tenants[owner.name] = owner
+        owner.pins[held.key] = held
+        self.by_use[held] = None
+        self._note_end(held)
+        return self._keep_quotas(held)
+
+    def _window_blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
+        """What the query behind the prefix sees through windows; None if some of it is gone."""
+        found = []
+        for g, spec in self._windowed:
+            seen = first_visible_block(spec, len(hashes) * self._block_size, self._block_size)
+            found += [self.pool.lookup((g, key)) for key in hashes[seen:]]
+        blocks = tuple(block for block in found if block is not None)
+        return blocks if len(blocks) == len(found) else None
+
+    def _new_nodes(
+        self, owner: Tenant, hashes: Sequence[bytes]
+    ) -> list[tuple[bytes, tuple[int, ...]]] | None:
+        """Key and blocks of the nodes that the tenant's tree lacks, in order; None if some block is
+        gone."""
+        new = []
+        for key in reversed(hashes if self._full else ()):
+            if key in owner.nodes:
+                break
+            found = [self.pool.lookup((g, key)) for g in self._full]
+            blocks = tuple(block for block in found if block is not None)
+            if len(blocks) < len(found):
+                return None
+            new.append((key, blocks))
+        return new[::-1]
+
+    def _keep_quotas(self, new: HeldPin) -> bool:
+        """Drop what a new pin leaves no room for, which may be itself. Returns whether it stays."""
+        owner = new.tenant
+        while owner.num_blocks > self.most_of_tenant:
+            self._drop(next(iter(owner.pins.values())))
+        while self.pool.num_pinned > self.most_blocks:
+            # Of equals the one who asks gives way.
+            most = max(self.tenants.values(), key=lambda t: (t.num_blocks, t is owner))
+            self._drop(next(iter(most.pins.values())))
+        return not new.dropped
+
+    def _drop(self, held: HeldPin) -> None:
+        owner = held.tenant
+        held.dropped = True
+        del owner.pins[held.key], self.by_use[held]
+        self._unpin_blocks(owner, held.window)
+        node = held.end
+        while node is not None:  # from the end of the prefix, which is so evicted first
+            node.uses -= 1
+            if node.uses:
+                break
+            del owner.nodes[node.key]
+            self._unpin_blocks(owner, node.blocks)
+            node = node.parent
+        if not owner.pins:
+            del self.tenants[owner.name]
+
+    def _in_use(self, held: HeldPin) -> bool:
+        """Whether a request holds the end of the prefix."""
+        blocks = held.window if held.end is None else held.end.blocks
+        return any(self.pool.ref_counts[block] for block in blocks[-1:])
+
+    def _note_end(self, held: HeldPin) -> None:
+        self._num_made += 1
+        heappush(self._ends, (held.until, self._num_made, held))
+        if len(self._ends) > 64 + 2 * len(self.by_use):  # most were dropped before their time
+            self._ends = [end for end in self._ends if not end[2].dropped]
+            heapify(self._ends)
+
+    def _pin_blocks(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.pool.pin(block)
+
+    def _unpin_blocks(self, owner: Tenant, blocks: Sequence[int]) -> None:
+        owner.num_blocks -= len(blocks)
+        for block in blocks:
+            self.pool.unpin(block)

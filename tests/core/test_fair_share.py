@@ -1,0 +1,359 @@
+"""One tenant's flood does not move another's first token; and everyone gets an equal share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core.policy import POLICIES
+from kvik.core.types import Request, RequestStatus
+
+NO_STOP: frozenset[int] = frozenset()
+CONTINUOUS = [name for name in POLICIES if name not in ("static", "dynamic")]
+
+# Eight requests of 200 tokens fill all slots, and two thirds of the blocks.
+WIDE = Setup(
+    block_size=4, num_blocks=601, budget=64, max_num_seqs=8, max_model_len=400, caching=False
+)
+# Four of them fill all blocks.
+TIGHT = replace(WIDE, num_blocks=201)
+
+
+def ask(sim: Simulation, tenant: str, length: int, max_tokens: int) -> Request:
+    prompt = [(len(sim.requests) + i) % 3 for i in range(length)]
+    request = sim.add(prompt, max_tokens, tenant=tenant, salt=tenant, stop_ids=NO_STOP)[0]
+    return request
+
+
+def flood(setup: Setup, steps: int, length: int, max_tokens: int) -> Simulation:
+    """What it looks like `steps` steps after tenant "a" sent forty requests at once."""
+    sim = Simulation(setup)
+    for _ in range(40):
+        ask(sim, "a", length, max_tokens)
+    for _ in range(steps):
+        sim.step()
+        sim.now += 1.0
+    return sim
+
+
+def steps_to_first_token(sim: Simulation, request: Request) -> int:
+    steps = 0
+    while request.first_token is None:
+        sim.step()
+        sim.now += 1.0
+        steps += 1
+        assert steps < 1000
+    return steps
+
+
+def served(sim: Simulation, tenant: str) -> int:
+    """Weighted tokens a tenant was given."""
+    sim.scheduler.shares.settle(sim.scheduler.running)
+    requests = [r for r in sim.requests.values() if r.tenant == tenant]
+    prompts = sum(min(r.num_charged_tokens, r.num_prompt_tokens) for r in requests)
+    outputs = sum(max(0, r.num_charged_tokens - r.num_prompt_tokens) for r in requests)
+    return prompts + 2 * outputs
+
+
+@pytest.mark.parametrize(
+    ("policy", "setup", "depth"),
+    [("fcfs", s, d) for s in (WIDE, TIGHT) for d in (1, 2)] + [(p, TIGHT, 1) for p in CONTINUOUS],
+)
+@pytest.mark.parametrize(
+    ("flooding", "steps"),
+    [
+        ((180, 20), 1),  # the first prompt of the flood is being computed
+        ((180, 20), 12),  # prompts take all that decodes leave
+        ((180, 200), 40),  # nobody ends: all slots or blocks are taken
+        ((8, 300), 60),  # short prompts that became long texts
+    ],
+)
+def test_a_flood_moves_the_first_token_of_another_by_one_step_at_most(
+    policy: str, setup: Setup, depth: int, flooding: tuple[int, int], steps: int
+) -> None:
+    setup = replace(setup, policy=policy, depth=depth)
+    sim = flood(setup, steps, *flooding)
+    for length in (190, 1, 40):
+        alone = Simulation(setup)
+        expected = steps_to_first_token(alone, ask(alone, "b", length, 4))
+        for _ in range(10):  # meanwhile a step's tokens were there for the flood, used or not
+            sim.step()
+        assert sim.scheduler.waiting.num_tokens
+        request = ask(sim, "b", length, 4)
+        plan = sim.plan()
+        assert plan is not None and request.slot in plan.slots  # in the very next step
+        sim.deliver()
+        took = 1 + steps_to_first_token(sim, request)
+        assert took <= expected + 1
+        assert request.num_preemptions == 0
+        while not request.finished:
+            sim.step()
+
+
+def keep_asking(
+    sim: Simulation, steps: int, tenants: dict[str, tuple[int, int]], backlog: int = 6
+) -> None:
+    """Tenants that always have work waiting: the lengths of prompt and output of each."""
+    for _ in range(steps):
+        for tenant, (length, max_tokens) in tenants.items():
+            while len(sim.scheduler.waiting.by_tenant.get(tenant, ())) < backlog:
+                ask(sim, tenant, length, max_tokens)
+        sim.step()
+        sim.now += 1.0
+
+
+@pytest.mark.parametrize("setup", [WIDE, TIGHT])
+@pytest.mark.parametrize("policy", CONTINUOUS)
+def test_tenants_that_always_have_work_get_equal_service(policy: str, setup: Setup) -> None:
+    sim = Simulation(replace(setup, policy=policy))
+    shapes = {"a": (150, 5), "b": (20, 5), "c": (60, 30)}
+    keep_asking(sim, 50, shapes)
+    before = {tenant: served(sim, tenant) for tenant in shapes}
+    preemptions = sim.scheduler.counters.preemptions
+    keep_asking(sim, 400, shapes)
+    got = {tenant: served(sim, tenant) - before[tenant] for tenant in shapes}
+    assert max(got.values()) - min(got.values()) < 0.1 * min(got.values()), got
+    # Nobody takes from an equal.
+    assert sim.scheduler.counters.preemptions - preemptions <= 0.1 * len(sim.ended)
+
+
+def test_who_asks_for_little_has_it_at_once_and_the_rest_is_shared() -> None:
+    sim = Simulation(WIDE)
+    for i in range(300):
+        keep_asking(sim, 1, {"a": (150, 5), "b": (20, 20)})
+        if i % 10 == 0:
+            request = ask(sim, "light", 30, 2)
+            sim.step()
+            assert request.first_token is not None
+    a, b = served(sim, "a"), served(sim, "b")
+    assert abs(a - b) < 0.1 * a
+    assert served(sim, "light") == 30 * (30 + 2)
+
+
+def test_time_without_work_earns_no_credit() -> None:
+    sim = Simulation(WIDE)
+    ask(sim, "b", 10, 2)
+    keep_asking(sim, 200, {"a": (60, 10)})  # all that time b asks for nothing
+    before = {tenant: served(sim, tenant) for tenant in "ab"}
+    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
+    a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
+    assert abs(a - b) < 0.1 * a
+    for _ in range(3):  # nor does asking for a little now and then
+        keep_asking(sim, 30, {"a": (60, 10)})
+        ask(sim, "b", 1, 1)
+    before = {tenant: served(sim, tenant) for tenant in "ab"}
+    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
+    a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
+    assert abs(a - b) < 0.1 * a
+
+
+def test_what_nobody_else_wanted_is_not_held_against_anyone() -> None:
+    sim = Simulation(WIDE)
+    keep_asking(sim, 100, {"a": (60, 10)})
+    sim.drain()
+    before = served(sim, "a")
+    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
+    a, b = served(sim, "a") - before, served(sim, "b")
+    assert abs(a - b) < 0.1 * a
+
+
+@pytest.mark.parametrize("setup", [WIDE, TIGHT])
+def test_one_after_the_other_takes_room_once_each_and_leaves_the_rest_to_the_flood(
+    setup: Setup,
+) -> None:
+    alone = Simulation(setup)
+    keep_asking(alone, 300, {"a": (60, 40)})
+    sim = Simulation(setup)
+    keep_asking(sim, 20, {"a": (60, 40)})
+    count = 0
+    for _ in range(280):
+        if not any(r.tenant == "b" for r in [*sim.scheduler.running, *sim.scheduler.waiting]):
+            ask(sim, "b", 30, 3)
+            count += 1
+        keep_asking(sim, 1, {"a": (60, 40)})
+    assert count > 60
+    assert sim.scheduler.counters.preemptions <= alone.scheduler.counters.preemptions + count
+    rest = served(alone, "a") - served(sim, "b")
+    assert served(sim, "a") > 0.8 * rest
+
+
+def test_a_flood_goes_on_where_it_was_interrupted() -> None:
+    """What all of it takes is what it takes alone, and the other's work."""
+    alone = flood(TIGHT, 0, 100, 20)
+    expected = alone.drain()
+    sim = flood(TIGHT, 30, 100, 20)
+    ask(sim, "b", 190, 20)
+    assert 30 + sim.drain() <= expected + 190 // 40 + 20
+
+
+def test_nobody_starves_among_many() -> None:
+    rng = random.Random(5)
+    sim = Simulation(replace(TIGHT, num_blocks=121))
+    tenants = [f"t{i}" for i in range(12)]
+    for _ in range(150):
+        for tenant in rng.choices(tenants, weights=range(1, 13), k=rng.choice([0, 0, 1, 2])):
+            ask(sim, tenant, rng.choice([3, 30, 200]), rng.choice([1, 10, 60]))
+        sim.step()
+        sim.now += 1.0
+    preemptions = sim.scheduler.counters.preemptions
+    sim.drain(max_steps=1500)
+    assert preemptions < 2 * len(sim.requests)
+
+
+def test_a_newcomer_takes_from_the_one_furthest_above_its_share() -> None:
+    sim = Simulation(WIDE)
+    many = [ask(sim, "many", 8, 200) for _ in range(6)]
+    few = [ask(sim, "few", 8, 200) for _ in range(2)]
+    for _ in range(10):
+        sim.step()
+    assert len(sim.scheduler.running) == 8
+    ask(sim, "new", 8, 4)
+    sim.step()
+    assert sum(r.num_preemptions for r in many) == 1
+    assert not any(r.num_preemptions for r in few)
+
+
+def test_the_one_that_loses_least_gives_way() -> None:
+    sim = Simulation(replace(WIDE, max_num_seqs=3))
+    requests = [ask(sim, "a", length, 200) for length in (60, 5, 30)]
+    for _ in range(5):
+        sim.step()
+    ask(sim, "b", 8, 4)
+    sim.step()
+    assert [r.num_preemptions for r in requests] == [0, 1, 0]
+
+
+def test_the_least_urgent_gives_way_if_priorities_count() -> None:
+    sim = Simulation(replace(WIDE, max_num_seqs=3, policy="priority"))
+    low = sim.add([0] * 60, 200, tenant="a", priority=1, stop_ids=NO_STOP)[0]
+    high = [
+        sim.add([1] * length, 200, tenant="a", priority=-1, stop_ids=NO_STOP)[0]
+        for length in (5, 9)
+    ]
+    for _ in range(5):
+        sim.step()
+    ask(sim, "b", 8, 4)
+    sim.step()
+    assert low.num_preemptions == 1
+    assert not any(r.num_preemptions for r in high)
+
+
+def test_a_fair_share_of_what_is_held_is_safe() -> None:
+    """Four slots of eight are a fair share of two, however often the other asks."""
+    sim = Simulation(WIDE)
+    mine = [ask(sim, "a", 8, 300) for _ in range(4)]
+    for _ in range(20):
+        ask(sim, "b", 8, 100)
+    for _ in range(60):
+        sim.step()
+    assert not any(r.num_preemptions for r in mine)
+
+
+def test_even_a_single_slot_is_given_up_once() -> None:
+    sim = Simulation(replace(WIDE, max_num_seqs=1))
+    flooding = [ask(sim, "a", 8, 30) for _ in range(5)]
+    sim.step()
+    other = ask(sim, "b", 8, 30)
+    sim.step()
+    assert other.first_token is not None
+    sim.drain()
+    assert sum(r.num_preemptions for r in flooding) == 1
+    assert other.num_preemptions == 0
+
+
+def test_all_that_arrive_at_once_get_up_to_a_third_of_the_slots() -> None:
+    sim = Simulation(WIDE)
+    for _ in range(20):
+        ask(sim, "a", 8, 300)
+    for _ in range(5):
+        sim.step()
+    for _ in range(8):
+        ask(sim, "b", 8, 300)
+    for _ in range(5):
+        sim.step()
+    running = [r.tenant for r in sim.scheduler.running]
+    assert (running.count("a"), running.count("b")) == (6, 2)
+
+
+def test_tenants_come_before_priorities_and_priorities_order_one_tenant() -> None:
+    sim = Simulation(replace(WIDE, max_num_seqs=1, policy="priority"))
+    for i in range(4):
+        sim.add([0], 1, tenant="a", priority=-5 + i)
+    low = sim.add([1], 1, tenant="b", priority=9)[0]
+    urgent = sim.add([2], 1, tenant="b", priority=3)[0]
+    seen: list[str] = []
+    while sim.scheduler.has_requests:
+        sim.step()
+        seen += [key[0] for key in sim.ended if key[0] not in seen]
+    assert seen.index(urgent.request_id) < seen.index(low.request_id) <= 3
+    assert seen.index("r1") < seen.index("r2") < seen.index("r3")
+
+
+def test_what_the_cache_had_is_free() -> None:
+    sim = Simulation(replace(WIDE, caching=True))
+    sim.add([0] * 41, 1, tenant="a")
+    sim.drain()
+    ask(sim, "other", 1, 300)
+    sim.step()
+    again = sim.add([0] * 41, 1, tenant="a")[0]
+    sim.plan()
+    assert again.num_cached_tokens == 40
+    sim.scheduler.shares.settle(sim.scheduler.running)
+    accounts = sim.scheduler.shares.accounts
+    assert accounts["a"].served == sim.scheduler.shares.virtual_time + 1
+
+
+def test_what_a_preemption_lost_is_not_charged_again() -> None:
+    sim = Simulation(replace(WIDE, max_num_seqs=1))
+    victim = ask(sim, "a", 50, 10)
+    sim.step()
+    ask(sim, "b", 10, 2)
+    sim.drain()
+    assert victim.num_preemptions == 1
+    assert victim.num_charged_tokens == 59  # the last token is never computed
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_the_next_batch_is_shared_and_nobody_joins_the_one_under_way(policy: str) -> None:
+    sim = Simulation(replace(WIDE, policy=policy, batch_size=4, budget=64))
+    for _ in range(12):
+        ask(sim, "a", 8, 6)
+    sim.step()
+    first = list(sim.scheduler.running)
+    mine = [ask(sim, "b", 8, 6) for _ in range(3)]
+    while not all(r.finished for r in first):
+        assert all(r.status is RequestStatus.WAITING for r in mine)
+        sim.step()
+    sim.now += 1.0
+    sim.step()
+    tenants = [r.tenant for r in sim.scheduler.running]
+    assert (tenants.count("a"), tenants.count("b")) == (1, 3)  # one had a batch for itself
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str) -> None:
+    sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=17, max_wait=0.0))
+    long, other = (ask(sim, "a", 12, n) for n in (40, 2))
+    short, member = (ask(sim, "b", 12, n) for n in (13, 30))
+    while not member.num_preemptions:
+        sim.step()
+    assert not long.finished and not short.finished
+    while member.status is RequestStatus.PREEMPTED:
+        assert other.status is RequestStatus.WAITING  # although it came earlier
+        sim.step()
+    assert not long.finished
+    sim.drain()
+
+
+def test_accounts_are_forgotten_when_they_say_nothing_any_more() -> None:
+    sim = Simulation(WIDE)
+    keep_asking(sim, 5, {"flood": (20, 3)})
+    for i in range(100):
+        ask(sim, f"t{i}", 2, 1)
+        keep_asking(sim, 3, {"flood": (20, 3)})
+    assert len(sim.scheduler.shares.accounts) <= 3
+    sim.drain()
+    assert not sim.scheduler.shares.accounts

@@ -1,0 +1,304 @@
+"""What pins promise, and when they give way."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core.block_pool import BlockPool
+from kvik.core.pins import PinTable
+from kvik.core.types import FinishReason, Pin, Request
+
+MINUTES = 60.0
+
+
+def serve(
+    sim: Simulation,
+    prompt: list[int],
+    *pins: Pin,
+    tenant: str = "",
+    max_tokens: int = 1,
+) -> Request:
+    """A request on its own, to its end."""
+    (request,) = sim.add(prompt, max_tokens, tenant=tenant, pins=pins)
+    while not request.finished:
+        sim.step()
+    sim.now += 0.1
+    return request
+
+
+def churn(sim: Simulation, start: int = 1000, tenant: str = "other") -> None:
+    """So many different prompts that nothing unpinned is left in the cache."""
+    for i in range(sim.setup.num_blocks):
+        token = start + i
+        serve(sim, [token] * (2 * sim.setup.block_size), tenant=tenant)
+
+
+def cached(sim: Simulation, prompt: list[int]) -> int:
+    """Tokens of the prompt that are cached now; looking does not count as use."""
+    (request,) = sim.add(prompt, 1)
+    found = sim.scheduler.kv.match(request).num_tokens
+    sim.end(request)
+    return found
+
+
+def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
+    """So many full blocks and one token more."""
+    return [token] * (blocks * size) + [0]
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (6, None, 11)])
+def test_a_pinned_prefix_outlives_what_passes_through_the_cache(
+    windows: tuple[int | None, ...],
+) -> None:
+    sim = Simulation(Setup(num_blocks=40, windows=windows))
+    pinned, plain = prompt_of(1), prompt_of(2)
+    serve(sim, plain)
+    serve(sim, pinned, Pin(16, 5 * MINUTES))
+    assert (cached(sim, pinned), cached(sim, plain)) == (16, 16)
+    churn(sim)
+    assert (cached(sim, pinned), cached(sim, plain)) == (16, 0)
+
+
+def test_a_pin_reaches_as_far_as_it_was_asked_to_in_full_blocks() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    prompt = prompt_of(1)
+    serve(sim, prompt, Pin(11, 5 * MINUTES))
+    churn(sim)
+    assert cached(sim, prompt) == 8
+
+
+def test_the_last_token_of_a_prompt_is_never_pinned() -> None:
+    sim = Simulation(Setup(num_blocks=40, windows=(6,)))
+    serve(sim, [1] * 16, Pin(16, 5 * MINUTES))
+    churn(sim)
+    assert cached(sim, [1] * 16) == 12
+
+
+def test_a_pin_ends_so_long_after_its_last_use() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    prompt = prompt_of(1)
+    serve(sim, prompt, Pin(16, 100.0))
+    sim.now += 90.0
+    serve(sim, prompt)  # a use, though it asks for no pin
+    sim.now += 90.0
+    churn(sim, 1000)
+    assert cached(sim, prompt) == 16
+    sim.now += 11.0
+    churn(sim, 2000)
+    assert cached(sim, prompt) == 0
+    assert sim.scheduler.kv.pool.num_pinned == 0
+
+
+def test_looking_alone_is_no_use() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    serve(sim, prompt_of(1), Pin(16, 100.0))
+    sim.now += 90.0
+    assert cached(sim, prompt_of(1)) == 16
+    sim.now += 11.0
+    sim.step()
+    assert sim.scheduler.kv.pool.num_pinned == 0
+
+
+def test_the_longer_of_two_times_counts() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
+    serve(sim, prompt_of(1), Pin(16, 5 * MINUTES))
+    sim.now += 50 * MINUTES
+    churn(sim)
+    serve(sim, prompt_of(1))  # which begins the hour anew
+    sim.now += 50 * MINUTES
+    churn(sim)
+    assert cached(sim, prompt_of(1)) == 16
+
+
+def test_a_shorter_pin_of_the_same_prompt_outlives_a_longer_one() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    serve(sim, prompt_of(1), Pin(8, 60 * MINUTES), Pin(16, 5 * MINUTES))
+    pool = sim.scheduler.kv.pool
+    assert pool.num_pinned == 4  # they share two
+    sim.now += 10 * MINUTES
+    churn(sim)
+    assert cached(sim, prompt_of(1)) == 8
+    assert pool.num_pinned == 2
+
+
+def test_written_and_pinned_is_what_was_not_there_before() -> None:
+    sim = Simulation(Setup(num_blocks=60))
+
+    def figures(request: Request) -> tuple[int, int]:
+        report = sim.ended[request.key].report
+        assert report is not None
+        return report.num_cached_tokens, report.num_pinned_tokens
+
+    five = 5 * MINUTES
+    assert figures(serve(sim, prompt_of(1), Pin(16, five))) == (0, 16)
+    assert figures(serve(sim, prompt_of(1), Pin(16, five))) == (16, 0)
+    longer = [1] * 16 + [2] * 8 + [0]
+    assert figures(serve(sim, longer, Pin(16, five), Pin(24, five))) == (16, 8)
+    assert figures(serve(sim, prompt_of(3))) == (0, 0)
+    assert figures(serve(sim, prompt_of(3), Pin(16, five))) == (16, 0)  # kept, but not written
+
+
+def test_siblings_write_a_pinned_prefix_once() -> None:
+    sim = Simulation(Setup(num_blocks=60))
+    requests = sim.add(prompt_of(1), 4, n=3, pins=(Pin(16, 60.0),))
+    sim.drain()
+    assert [request.num_pinned_tokens for request in requests] == [16, 0, 0]
+
+
+def test_a_tenant_beyond_its_quota_loses_what_it_used_least_recently() -> None:
+    sim = Simulation(Setup(num_blocks=41, pinned_share=1.0, tenant_pinned_share=0.25))  # 10 blocks
+    for token in (1, 2):
+        serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
+    serve(sim, prompt_of(9), Pin(16, 60 * MINUTES), tenant="b")
+    serve(sim, prompt_of(1), tenant="a")
+    serve(sim, prompt_of(3), Pin(16, 60 * MINUTES), tenant="a")
+    churn(sim)
+    assert [cached(sim, prompt_of(token)) for token in (1, 2, 3, 9)] == [16, 0, 16, 16]
+
+
+def test_what_exceeds_the_quota_alone_is_not_pinned_and_costs_no_other_pin() -> None:
+    sim = Simulation(Setup(num_blocks=41, tenant_pinned_share=0.25))
+    serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
+    request = serve(sim, prompt_of(2, blocks=11), Pin(16, 60 * MINUTES), Pin(44, 60 * MINUTES))
+    assert request.num_pinned_tokens == 16  # the shorter one is
+    churn(sim)
+    assert [cached(sim, prompt_of(1)), cached(sim, prompt_of(2, blocks=11))] == [16, 16]
+
+
+def test_where_all_pin_too_much_the_one_who_pins_most_gives_up_its_oldest() -> None:
+    sim = Simulation(Setup(num_blocks=41, pinned_share=0.5, tenant_pinned_share=0.5))  # 20 blocks
+    for token in (1, 2, 3):
+        serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="a")
+    for token in (4, 5):
+        serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant="b")
+    late = serve(sim, prompt_of(6), Pin(16, 60 * MINUTES), tenant="c")
+    assert late.num_pinned_tokens == 16
+    churn(sim)
+    assert [cached(sim, prompt_of(t)) for t in range(1, 7)] == [0, 16, 16, 16, 16, 16]
+
+
+def test_a_newcomer_who_would_pin_most_is_refused() -> None:
+    sim = Simulation(Setup(num_blocks=41, pinned_share=0.25, tenant_pinned_share=0.25))
+    serve(sim, prompt_of(1), Pin(16, 60 * MINUTES), tenant="a")
+    late = serve(sim, prompt_of(2, blocks=7), Pin(28, 60 * MINUTES), tenant="b")
+    assert late.num_pinned_tokens == 0
+    churn(sim)
+    assert cached(sim, prompt_of(1)) == 16
+
+
+def test_of_equals_the_one_who_asks_gives_way() -> None:
+    sim = Simulation(Setup(num_blocks=41, pinned_share=0.15, tenant_pinned_share=0.15))  # 6 blocks
+    for token, tenant in ((1, "a"), (2, "b")):
+        request = serve(sim, prompt_of(token), Pin(16, 60 * MINUTES), tenant=tenant)
+        assert request.num_pinned_tokens == (16 if tenant == "a" else 0)
+
+
+def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
+    sim = Simulation(Setup(num_blocks=9, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    serve(sim, prompt_of(1), Pin(8, 60 * MINUTES), Pin(16, 60 * MINUTES))
+    serve(sim, [8] * 23)  # six of the eight blocks
+    assert cached(sim, prompt_of(1)) == 8
+    assert sim.scheduler.kv.pool.num_pinned == 2
+
+
+def test_requests_take_what_only_pins_keep() -> None:
+    """Nobody waits or is preempted for a pin; the one unused for longest goes first."""
+    sim = Simulation(Setup(num_blocks=17, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    for token in (1, 2, 3):
+        serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
+    serve(sim, prompt_of(1))
+    kv = sim.scheduler.kv
+    assert kv.pool.num_pinned == 12
+    assert kv.usage == 0.0  # pins are not held by requests
+    (request,) = sim.add([8] * 31, 1)
+    sim.step()
+    assert request.finished  # at once
+    assert [cached(sim, prompt_of(token)) for token in (1, 2, 3)] == [16, 0, 16]
+    sim.drain()
+    assert sim.scheduler.counters.preemptions == 0
+
+
+def test_a_pin_in_use_is_spared_where_another_brings_blocks() -> None:
+    sim = Simulation(Setup(num_blocks=17, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
+    for token in (1, 2):
+        serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
+    sim.add(prompt_of(1), 20)
+    sim.step()
+    serve(sim, prompt_of(2))  # used after the one in use began
+    sim.add([8] * 31, 1)
+    sim.step()
+    assert [held.first for held in sim.scheduler.kv.pins.by_use] == [
+        sim.scheduler.running[0].block_hashes[0]
+    ]
+    sim.drain()
+
+
+def test_a_failed_request_unpins_what_it_may_have_spoiled() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
+    serve(sim, prompt_of(2), Pin(16, 60 * MINUTES))
+    (request,) = sim.add(prompt_of(1), 8)
+    sim.failing_row = 0
+    sim.step()
+    assert request.finish_reason is FinishReason.ERROR
+    assert [cached(sim, prompt_of(token)) for token in (1, 2)] == [0, 16]
+    assert sim.scheduler.kv.pool.num_pinned == 4
+
+
+def test_a_reset_forgets_pins_and_all_else() -> None:
+    sim = Simulation(Setup(num_blocks=40))
+    serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
+    serve(sim, prompt_of(2))
+    (running,) = sim.add(prompt_of(3), 8)
+    sim.step()
+    sim.step()
+    assert sim.scheduler.kv.reset() == 12
+    sim.check()
+    assert [cached(sim, prompt_of(token)) for token in (1, 2, 3)] == [0, 0, 0]
+    assert not running.finished
+    sim.drain()
+
+
+def test_without_a_prefix_cache_nothing_is_pinned() -> None:
+    sim = Simulation(Setup(num_blocks=40, caching=False))
+    request = serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
+    assert request.num_pinned_tokens == sim.scheduler.kv.pool.num_pinned == 0
+
+
+def test_an_aborted_request_pins_what_it_has_computed() -> None:
+    sim = Simulation(Setup(num_blocks=40, budget=8))
+    (request,) = sim.add(prompt_of(1), 4, pins=(Pin(8, 60.0), Pin(16, 60.0)))
+    sim.step()
+    sim.end(request, FinishReason.ABORT)
+    assert sim.scheduler.kv.pool.num_pinned == 2
+
+
+def test_what_a_window_needs_must_all_be_there() -> None:
+    """A prefix that nobody could match is not pinned."""
+    config = Setup(windows=(9,)).cache
+    pool = BlockPool(config.num_blocks)
+    pins = PinTable(pool, config)
+    blocks = pool.allocate(4)
+    hashes = [b"a", b"b", b"c", b"d"]
+    for block, key in zip(blocks, hashes, strict=True):
+        pool.commit(block, (0, key))
+    pool.forget(blocks[2])  # the query behind the prefix sees the last two blocks
+    assert not pins.pin("", hashes, 60.0, 0.0)
+    assert pool.num_pinned == 0
+    pool.commit(blocks[2], (0, b"c"))
+    assert pins.pin("", hashes, 60.0, 0.0)
+    assert sorted(pool.pin_counts()) == blocks[2:]
+
+
+def test_many_short_pins_leave_nothing_behind() -> None:
+    sim = Simulation(Setup(num_blocks=30))
+    serve(sim, [99] * 5, Pin(4, 30 * MINUTES), tenant="first")  # ends before those that are dropped
+    for i in range(300):
+        serve(sim, [100 + i] * 5, Pin(4, 60 * MINUTES))
+    assert len(sim.scheduler.kv.pins._ends) < 150
+    sim.now += 61 * MINUTES
+    sim.step()
+    pins = sim.scheduler.kv.pins
+    assert (len(pins._ends), len(pins.by_use), pins.tenants) == (0, 0, {})

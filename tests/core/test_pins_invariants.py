@@ -1,0 +1,78 @@
+"""The audit sees what can be wrong with pins: corrupt one, expect an error that says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core import invariants
+from kvik.core.invariants import InvariantError
+from kvik.core.pins import HeldPin, PinTable
+from kvik.core.types import Pin
+
+Corruption = Callable[[PinTable], object]
+
+
+def pinned() -> Simulation:
+    """Two pins of a prompt that two requests run with, under both kinds of group."""
+    sim = Simulation(Setup(windows=(None, 6), num_blocks=80))
+    pins = (Pin(8, 60.0), Pin(16, 60.0))
+    for _ in range(2):
+        sim.add([1] * 17, 20, pins=pins)
+        sim.step()
+        sim.step()
+    assert len(sim.scheduler.kv.pins.by_use) == 2
+    return sim
+
+
+def first(pins: PinTable) -> HeldPin:
+    return next(iter(pins.by_use))
+
+
+def end_of(held: HeldPin) -> int:
+    assert held.end is not None
+    return held.end.blocks[0]
+
+
+def lose_a_parent(pins: PinTable) -> None:
+    (tenant,) = pins.tenants.values()
+    del tenant.nodes[next(iter(tenant.nodes))]
+
+
+def use_once_more(pins: PinTable) -> None:
+    held = first(pins)
+    assert held.end is not None
+    held.end.uses += 1
+
+
+def set_quota(name: str) -> Corruption:
+    return lambda pins: setattr(pins, name, 3)
+
+
+CORRUPTIONS: list[tuple[str, Corruption]] = [
+    ("lost its beginning", lose_a_parent),
+    ("pinned in vain", lambda p: p.pool.forget(end_of(first(p)))),
+    ("cannot be matched", lambda p: p.pool.forget(first(p).window[0])),
+    ("node of pins is miscounted", use_once_more),
+    ("miscounts what it pins", lambda p: setattr(first(p).tenant, "num_blocks", 1)),
+    ("pins too much", set_quota("most_of_tenant")),
+    ("too much is pinned", set_quota("most_blocks")),
+    ("pinned by nobody", lambda p: p.pool.pin(end_of(first(p)))),
+    ("pinned by nobody", lambda p: p.pool.unpin(end_of(first(p)))),
+    ("pins are listed wrongly", lambda p: p.by_use.popitem()),
+    ("kept by pins are miscounted", lambda p: setattr(p.pool, "num_kept", 7)),
+]
+
+
+def test_sound_pins_pass() -> None:
+    invariants.check(pinned().scheduler)
+
+
+@pytest.mark.parametrize(("message", "corrupt"), CORRUPTIONS, ids=lambda v: str(v)[:30])
+def test_a_corruption_is_found(message: str, corrupt: Corruption) -> None:
+    sim = pinned()
+    corrupt(sim.scheduler.kv.pins)
+    with pytest.raises(InvariantError, match=message):
+        invariants.check(sim.scheduler)
