@@ -13,6 +13,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.embedding import EmbeddingOutput, normalise
 from kvik.engine.output import OutputProcessor, Processed, RequestOutput, TextDelta
 from kvik.engine.stats import EngineStats
 from kvik.interrupts import deferred_interrupt
@@ -107,6 +108,29 @@ class LLM:
         params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=top)
         return self.generate(prompts, params, progress=progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "mean",
+        *,
+        normalize: bool = True,
+        progress: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each prompt, from the last layer's hidden states after the last norm.
+
+        Args:
+            pooling: "mean" over all tokens, or that of the "last" token.
+            normalize: scale vectors to length 1.
+
+        Raises:
+            ParamError, CapacityError: a prompt is impossible; nothing was computed.
+            RuntimeError: the engine failed to compute a vector.
+        """
+        params = SamplingParams()  # of which nothing is read
+        listed = _as_prompts(prompts)
+        outputs = self._run(listed, params, progress, add_special_tokens=True, pooling=pooling)
+        return [_embedding(output, normalize) for output in outputs]
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it comes."""
         if not any(one is prompt for one in _as_prompts(prompt)):
@@ -151,7 +175,12 @@ class LLM:
     # -- inside ----------------------------------------------------------------------------------
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool,
+        pooling: str | None = None,
     ) -> EngineRequest:
         if self._closed:
             raise RuntimeError("this LLM is closed")
@@ -166,7 +195,7 @@ class LLM:
         if params.bad_words:
             params = params.with_changes(bad_words=bad_word_ids(params.bad_words, self._tokenizer))
         self._serial += 1
-        return EngineRequest(f"llm-{self._serial}", ids, params)
+        return EngineRequest(f"llm-{self._serial}", ids, params, pooling=pooling)
 
     def _run(
         self,
@@ -175,10 +204,11 @@ class LLM:
         progress: bool | None,
         *,
         add_special_tokens: bool,
+        pooling: str | None = None,
     ) -> list[RequestOutput]:
         each = self._params_for(len(prompts), params)
         requests = [
-            self._request(prompt, p, add_special_tokens=add_special_tokens)
+            self._request(prompt, p, add_special_tokens=add_special_tokens, pooling=pooling)
             for prompt, p in zip(prompts, each, strict=True)
         ]
         for request in requests:
@@ -305,6 +335,20 @@ class Stream(Iterator[TextDelta]):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
+    """Raises `RuntimeError` if the engine failed to compute it."""
+    if output.embedding is None:
+        raise RuntimeError(f"{output.request_id} has no vector: {output.completions[0].error}")
+    return EmbeddingOutput(
+        request_id=output.request_id,
+        prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        embedding=normalise(output.embedding) if normalize else output.embedding,
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
+    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

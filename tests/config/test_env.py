@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.env import cache_folder, environment_options
+from kvik.config.env import cache_folder, environment_options, server_environment
 from kvik.config.errors import ConfigError
 
 
@@ -68,3 +68,42 @@ def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "home", homeless)
     assert cache_folder({}).name.startswith("kvik-") and cache_folder({}).is_absolute()
     assert cache_folder({"XDG_CACHE_HOME": "/some/where"}) == Path("/some/where/kvik")
+
+
+def test_the_server_has_variables_too() -> None:
+    environ = {
+        "KVIK_PORT": "80",
+        "KVIK_API_KEY": "one, two,",
+        "KVIK_SHARE_PREFIX_CACHE": "yes",
+        "KVIK_BLOCK_SIZE": "8",
+    }
+    assert server_environment(environ) == {
+        "port": 80,
+        "api_key": ("one", "two"),
+        "share_prefix_cache": True,
+    }
+    assert environment_options(environ) == {"block_size": 8}
+
+
+def test_what_kubernetes_sets_beside_a_service_of_that_name_is_none_of_ours() -> None:
+    environ = {
+        "KVIK_SERVICE_HOST": "10.0.0.1",
+        "KVIK_SERVICE_PORT": "80",
+        "KVIK_SERVICE_PORT_HTTP": "80",
+        "KVIK_PORT": "tcp://10.0.0.1:80",
+        "KVIK_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "KVIK_PORT_80_TCP_PROTO": "tcp",
+        "KVIK_PORT_80_TCP_PORT": "80",
+        "KVIK_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert environment_options(environ) == {}
+    assert server_environment(environ) == {}
+    with pytest.raises(ConfigError):
+        server_environment({"KVIK_PORT": "http"})
+
+
+def test_a_wrong_variable_of_the_server_is_named() -> None:
+    for read in (environment_options, server_environment):
+        with pytest.raises(ConfigError, match="KVIK_PROT") as error:
+            read({"KVIK_PROT": "80"})
+        assert "KVIK_PORT" in error.value.message

@@ -59,6 +59,11 @@ DRAW_BYTES, RULES_BYTES = 96, 4
 # Rows of logits held at once while the logprobs of a prompt are read, how many of them are copied
 # at a time, and what a copy and comparisons with it take for each logit.
 PROMPT_ROWS, PROMPT_COPIED_ROWS, PROMPT_BYTES_PER_LOGIT = 32, 8, 24
+# Hidden states that are pooled at once, and what each number of one takes: a copy in fp32, one in
+# double precision.
+POOLED_ROWS, POOLED_BYTES = 64, 12
+# What a pooled vector takes for each number: a sum in double precision, then a Python float.
+VECTOR_BYTES = 8 + 32
 # What penalties count of a request, for each entry of the vocabulary.
 SEEN_BYTES_PER_TOKEN = 5
 # Tokens of a step in which a draft model makes up for what it has not computed.
@@ -221,7 +226,7 @@ class Footprint:
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
-        total = self.runtime + table + seen + rotation
+        total = self.runtime + table + seen + rotation + self._pooling(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
@@ -237,6 +242,13 @@ class Footprint:
         rotation = size.max_model_len * draft.spec.head_dim * 4 if draft.spec.rope else 0
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
         return draft.activations(small) + rotation + drawn
+
+    def _pooling(self, size: StepSize) -> int:
+        """Vectors of prompts, in host memory."""
+        if self.device != "cpu":
+            return 0
+        rows = min(POOLED_ROWS, size.max_num_batched_tokens)
+        return self.spec.hidden_size * (rows * POOLED_BYTES + size.max_num_seqs * VECTOR_BYTES)
 
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""

@@ -15,6 +15,7 @@ from kvik.core.types import TokenLogprobs
 from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
 from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
+from kvik.worker.pooling import Pooling
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import token_logprobs
 from kvik.worker.sampling_table import SamplingTable
@@ -58,6 +59,7 @@ class ModelRunner:
         if speculator is not None:
             self.checker = DraftChecker(network, table, self.sampler, speculator, device)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}  # by slot
+        self._pooling = Pooling()
         self._ended = clock()  # the last step
 
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -74,6 +76,7 @@ class ModelRunner:
         if refused:
             errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
         prompt_logprobs = self._read_prompt_logprobs(batch, output.hidden, errors)
+        embeddings = self._pooling.read(batch, output.hidden, self.table, errors)
         token_ids: list[list[int]] = [[] for _ in plan.slots]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         proposed: list[int] | None = None
@@ -94,6 +97,7 @@ class ModelRunner:
             num_draft_tokens=proposed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
             errors=errors,
             seconds=self._ended - started,
             draft_times=times,
@@ -123,8 +127,10 @@ class ModelRunner:
                 self.speculator.leave(slot)
             self.sampling.clear(slot)
             self._prompt_logprobs.pop(slot, None)
+            self._pooling.leave(slot)
         for new in plan.new_requests:
             self.table.add(new)
+            self._pooling.enter(new)
             try:
                 self._set_up(new)
             except Exception as error:  # its parameters alone are at fault

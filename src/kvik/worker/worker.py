@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from kvik.worker.step_inputs import StepSizes
 class Worker:
     """Raises `ModelError` while it is built if the weights do not fit the spec."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> None:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
@@ -60,9 +61,7 @@ class Worker:
             drafter = build_drafter(
                 DrafterParts(speculation, config, table, sampling, network, chosen)
             )
-            speculator = Speculator(
-                speculation, drafter, table, sampling, vocab_size, time.monotonic
-            )
+            speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
         self._runner: ModelRunner | None = ModelRunner(
             network=network,
             graph=graph,
@@ -70,7 +69,7 @@ class Worker:
             table=table,
             sampling=sampling,
             device=device,
-            clock=time.monotonic,
+            clock=clock,
             speculator=speculator,
         )
 

@@ -1,0 +1,68 @@
+"""What an operator may ask of a server."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from kvik.config.config import EngineConfig
+from kvik.config.errors import ConfigError
+from kvik.config.options import options_of
+from kvik.config.server_config import ServerConfig, check_server_config
+
+
+def test_no_option_has_the_name_of_one_of_the_engine() -> None:
+    """They share a file, the environment and a command line."""
+    engine = {field.name for field in fields(EngineConfig)}
+    assert not engine & {field.name for field in fields(ServerConfig)}
+
+
+def test_every_option_is_described() -> None:
+    assert [option.name for option in options_of(ServerConfig) if not option.help] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"port": 0},
+        {"port": 65535, "admin_port": 1},
+        {"port": 0, "admin_port": 0},
+        {"shutdown_timeout": 0.0},
+        {"cors_origin": ("*", "https://a.example:8443", "app://obsidian.md", "http://[::1]:3000/")},
+        {"metrics_compat": "vllm", "log_level": "debug", "pressure_max_tokens": 1},
+    ],
+)
+def test_what_is_possible(options: dict[str, Any]) -> None:
+    check_server_config(ServerConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("admin_port", 65536),
+        ("admin_port", 8000),
+        ("shutdown_timeout", -1.0),
+        ("shutdown_timeout", float("nan")),
+        ("shutdown_timeout", float("inf")),
+        ("request_timeout", 0.0),
+        ("request_timeout", float("nan")),
+        ("metrics_compat", "sglang"),
+        ("log_level", "loud"),
+        ("pressure_max_tokens", 0),
+        ("served_model_name", ("",)),
+        ("served_model_name", ("a", "b\nc")),
+        ("cors_origin", ("good.example",)),
+        ("cors_origin", ("https://a.example/path",)),
+        ("cors_origin", ("https://a.example https://b.example",)),
+    ],
+)
+def test_what_is_not(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_server_config(ServerConfig(**{field: value}))
+    assert error.value.field == field
+    assert "\n" not in error.value.message
