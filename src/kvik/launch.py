@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,9 @@ from kvik.engine.client import EngineClient, InprocClient
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
+from kvik.engine.record_file import Event
+from kvik.engine.recorder import ClockTape, Recorder
+from kvik.engine.replay import RecordedClock, Replay, Replayed
 from kvik.model_files import model_files
 from kvik.text.shared_vocabulary import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
@@ -58,20 +61,38 @@ def launch(config: EngineConfig) -> Engine:
     return start(resolve_config(config))
 
 
-def start(resolved: ResolvedConfig) -> Engine:
-    """Load what was decided on."""
-    _tell_what_is_slow(resolved)
+def start(resolved: ResolvedConfig, record: Path | None = None) -> Engine:
+    """Load what was decided on.
+
+    Args:
+        record: file that what happens is written to, for `kvik replay`.
+
+    Raises:
+        KvikError: the model cannot be used, or the file not be written.
+    """
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     with ThreadPoolExecutor(1) as aside:
         reading = aside.submit(load_tokenizer, resolved)
 
-        from kvik.executors.inproc import InprocExecutor  # brings in torch, which takes longer
+        import kvik.executors.inproc  # noqa: F401 (brings in torch, which takes longer)
 
     tokenizer = reading.result()
-    executor = InprocExecutor(lambda: load_worker(resolved))
+    loop = load_loop(resolved, record)
+    client = InprocClient(loop, time.sleep)
+    return Engine(resolved, client, tokenizer, default_params, loop.executor)
+
+
+def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoop:
+    """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
+    _tell_what_is_slow(resolved)
+
+    from kvik.executors.inproc import InprocExecutor
+
+    tape = ClockTape(time.monotonic)
+    executor = InprocExecutor(lambda: load_worker(resolved, tape if record else time.monotonic))
     executor.start()
-    client = _client(resolved, executor)
-    return Engine(resolved, client, tokenizer, default_params, executor)
+    recorders = [Recorder(record, resolved, tape)] if record else []
+    return EngineLoop(EngineCore(resolved), executor, time.monotonic, recorders)
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
@@ -80,11 +101,36 @@ def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     return files.tokenizer() if files.has_tokenizer() else None
 
 
-def load_worker(resolved: ResolvedConfig) -> Worker:
+def load_worker(resolved: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
     """The model alone, for a caller that makes the plans itself."""
     from kvik.worker.worker import Worker
 
-    return Worker(resolved)
+    return Worker(resolved, clock)
+
+
+def play(
+    resolved: ResolvedConfig,
+    readings: Iterable[float],
+    events: Iterable[Event],
+    progress: Callable[[int], None],
+) -> Replayed:
+    """Play a recording again with the model that it names. See `Replay`.
+
+    Args:
+        readings: of the worker's clock while it was made.
+
+    Raises:
+        KvikError: the model cannot be used, or the recording is damaged.
+    """
+    from kvik.executors.inproc import InprocExecutor
+
+    clock = RecordedClock(readings)
+    executor = InprocExecutor(lambda: load_worker(resolved, clock))
+    executor.start()
+    try:
+        return Replay(EngineCore(resolved), executor, clock).run(events, progress)
+    finally:
+        executor.stop()
 
 
 def build_weights(
@@ -103,12 +149,8 @@ def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -
     any more.
     """
     resolved = replace(engine.resolved, scheduler=scheduler, cache=cache)
-    return replace(engine, resolved=resolved, client=_client(resolved, engine.executor))
-
-
-def _client(resolved: ResolvedConfig, executor: Executor) -> EngineClient:
-    loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
-    return InprocClient(loop, time.sleep)
+    loop = EngineLoop(EngineCore(resolved), engine.executor, time.monotonic)
+    return replace(engine, resolved=resolved, client=InprocClient(loop, time.sleep))
 
 
 def _tell_what_is_slow(resolved: ResolvedConfig) -> None:

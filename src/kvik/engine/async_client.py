@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.live import LiveView
 from kvik.engine.stats import EngineStats
 
 Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
@@ -23,10 +24,11 @@ class EngineState(StrEnum):
 
 
 class AsyncEngineClient(Protocol):
-    """Requests in; deltas come to the sink that the client was made with. No method blocks.
+    """Requests in; deltas come to the sink that the client was started with. No method blocks.
 
     Every request that was added ends with exactly one last delta for each sibling, whatever happens
-    to the engine: when it crashes, with `FinishReason.ERROR`.
+    to the engine: when it crashes, with `FinishReason.ERROR`. A queue that is full refuses a
+    request with such a delta, too: then `RequestDelta.refused` says which limit it was.
     """
 
     @property
@@ -38,6 +40,10 @@ class AsyncEngineClient(Protocol):
     @property
     def reason(self) -> str:
         """Why the engine is not ready, for a person to read; "" if it is."""
+        ...
+
+    def start(self, sink: Sink) -> None:
+        """Begin to bring the engine up. To be called once, in the event loop."""
         ...
 
     def check(self, request: EngineRequest) -> None:
@@ -58,10 +64,28 @@ class AsyncEngineClient(Protocol):
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
-    ) -> None: ...
+    ) -> None:
+        """End a request, or one of its siblings; its last delta comes soon. Unknown ids are already
+        gone."""
+        ...
 
     async def stats(self) -> EngineStats:
         """As of now; the last known ones if the engine does not answer within a second."""
         ...
 
-    async def close(self) -> None: ...
+    async def live(self) -> LiveView:
+        """What the engine is doing right now.
+
+        Raises:
+            UnavailableError: it does not answer within a second.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, pinned ones too; requests go on. Returns how many blocks held
+        something. Raises as `live`."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine, and with an error whatever it is working on."""
+        ...

@@ -51,7 +51,7 @@ class InprocClient:
         self._loop.core.check(request)
 
     def add(self, request: EngineRequest) -> None:
-        self._loop.core.add(request, self._loop.clock())
+        self._loop.add(request)
 
     def end(
         self,
@@ -60,8 +60,7 @@ class InprocClient:
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
-        now = self._loop.clock()
-        self._loop.core.end(request_id, now, index=index, reason=reason, error=error)
+        self._loop.end(request_id, index, reason, error)
 
     def poll(self, timeout: float | None = None) -> list[RequestDelta]:
         idle = self._loop.idle_seconds()
@@ -77,7 +76,7 @@ class InprocClient:
         return self._loop.stats()
 
     def close(self) -> None:
-        self._loop.executor.stop()
+        self._loop.close()
 
 
 class Sleep(Protocol):

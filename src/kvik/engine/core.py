@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import CapacityError, ParamError
+from kvik.config.errors import ParamError
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.seeds import derive_seed
 from kvik.core.types import EngineRequest, FinishReason, Request, RequestDelta
-from kvik.engine.stats import EngineStats, SpeculationStats
+from kvik.engine.checks import check_request, max_length
+from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
 
 
 class EngineCore:
@@ -27,8 +28,11 @@ class EngineCore:
         self._num_unseeded = 0
         self._draft_times = DraftTimes(0.0)
 
-    def add(self, request: EngineRequest, now: float) -> None:
+    def add(self, request: EngineRequest, now: float) -> int:
         """Queue a request.
+
+        Returns:
+            The seed of its first completion.
 
         Raises:
             ParamError: the prompt or a parameter is impossible for this model.
@@ -41,7 +45,7 @@ class EngineCore:
         if seed is None:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
-        max_length = self._max_length(request)
+        longest = max_length(self.config, request)
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         siblings: list[Request] = []
         for index in range(params.n):
@@ -52,58 +56,30 @@ class EngineCore:
                     params=replace(params, prompt_logprobs=None) if index else params,
                     token_ids=prompt[:],
                     num_prompt_tokens=len(prompt),
-                    max_length=max_length,
+                    max_length=longest,
                     stop_ids=frozenset(params.stop_token_ids).union(eos),
                     seed=derive_seed(seed, index),
                     arrival=now,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     deadline=request.deadline,
+                    pooling=request.pooling,
+                    tenant=request.tenant,
+                    pins=request.pins,
                     leader=siblings[0] if siblings else None,
                 )
             )
-        self._requests[request.request_id] = siblings[:]
         for sibling in siblings:
             self.scheduler.add(sibling, now)
+            # One by one: should one fail, those before it can still be ended.
+            self._requests.setdefault(request.request_id, []).append(sibling)
+        return seed
 
     def check(self, request: EngineRequest) -> None:
         """Refuse what can never succeed. `add` does this too; the server asks at its edge."""
-        prompt, limit = request.prompt_token_ids, self.config.scheduler.max_model_len
-        vocab_size = self.config.model.vocab_size
         if request.request_id in self._requests:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
-        if not prompt:
-            raise ParamError("prompt", "must have at least one token")
-        if len(prompt) + (request.params.max_tokens != 0) > limit:
-            raise ParamError(
-                "prompt",
-                f"has {len(prompt)} tokens, which leaves no room for output in the context of "
-                f"{limit} (max_model_len)",
-            )
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise ParamError("prompt", f"token id {token!r} is outside 0..{vocab_size - 1}")
-        request.params.check_against(vocab_size, limit)
-        if request.params.min_tokens > limit - len(prompt):
-            raise ParamError(
-                "min_tokens",
-                f"{request.params.min_tokens} do not fit behind a prompt of {len(prompt)} tokens "
-                f"in the context of {limit}",
-            )
-        most = self.config.scheduler.max_queued_requests
-        if request.params.n > most:
-            raise CapacityError(
-                "n", f"must be at most max_queued_requests ({most}), not {request.params.n}"
-            )
-        kv = self.scheduler.kv
-        longest = self._max_length(request)
-        needed = kv.max_blocks(longest, self.config.scheduler.max_num_batched_tokens)
-        if needed > kv.pool.num_blocks - 1:
-            raise CapacityError(
-                "max_tokens",
-                f"{longest} tokens need {needed} KV blocks of {kv.block_size}, the whole cache has "
-                f"{kv.pool.num_blocks - 1}",
-            )
+        check_request(self.config, request)
 
     def end(
         self,
@@ -137,6 +113,11 @@ class EngineCore:
         """Last deltas of requests that ended outside a step: aborted, past their deadline."""
         return self._note_finished(self.scheduler.take_ended())
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, pinned ones too; requests go on. Returns how many blocks held
+        something that could be matched."""
+        return self.scheduler.kv.reset()
+
     def wakeup(self, now: float) -> float | None:
         """When to call `plan` again if it returned None and nothing else happens."""
         return self.scheduler.wakeup(now)
@@ -157,14 +138,19 @@ class EngineCore:
             kv_usage=scheduler.kv.usage,
             num_blocks=pool.num_blocks - 1,
             cached_blocks=pool.num_cached,
+            pinned_blocks=pool.num_pinned,
             steps=counters.steps,
             scheduled_tokens=counters.scheduled_tokens,
             delivered_tokens=counters.delivered_tokens,
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            step_sizes=tuple(counters.step_sizes),
             work=scheduler.meter.read(scheduler.running),
             speculation=self._speculation(),
+            pace=PaceStats(
+                scheduler.pace.seconds_per_step, scheduler.pace.prefill_tokens_per_second
+            ),
         )
 
     def _speculation(self) -> SpeculationStats | None:
@@ -173,13 +159,6 @@ class EngineCore:
         times = self._draft_times
         drafts = self.scheduler.drafts.copy()
         return SpeculationStats(drafts, times.proposing, times.checking, times.plain)
-
-    def _max_length(self, request: EngineRequest) -> int:
-        """Prompt + output at most: what was asked for, never past the context."""
-        limit = self.config.scheduler.max_model_len
-        if request.params.max_tokens is None:
-            return limit
-        return min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
 
     def _note_finished(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
         for delta in deltas:

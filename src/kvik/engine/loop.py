@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvik.core.types import RequestDelta
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
+from kvik.engine.observer import LoopObserver
 from kvik.engine.stats import EngineStats, LoopTime
 
 
@@ -16,18 +17,56 @@ class EngineLoop:
     """Keeps up to `executor.depth` steps in flight. `step` is total: whatever fails in a step ends
     the requests of that step, and the loop goes on."""
 
-    def __init__(self, core: EngineCore, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        clock: Callable[[], float],
+        observers: Sequence[LoopObserver] = (),
+    ) -> None:
         self.core = core
         self.executor = executor
         self.clock = clock
+        self.observers = observers
+        self.failed_in_a_row = 0  # steps, since the last one that could be computed
         self._in_flight: deque[object] = deque()
         self._watch = _Watch(clock())
+
+    def add(self, request: EngineRequest) -> None:
+        """See `EngineCore.add`."""
+        now = self.clock()
+        seed = self.core.add(request, now)
+        for observer in self.observers:
+            observer.added(request, seed, now)
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        """See `EngineCore.end`."""
+        now = self.clock()
+        self.core.end(request_id, now, index=index, reason=reason, error=error)
+        for observer in self.observers:
+            observer.ended(request_id, index, reason, error, now)
+
+    def reset_prefix_cache(self) -> int:
+        """See `EngineCore.reset_prefix_cache`."""
+        now = self.clock()
+        count = self.core.reset_prefix_cache()
+        for observer in self.observers:
+            observer.cache_reset(now)
+        return count
 
     def step(self) -> list[RequestDelta]:
         """Start a step if there is one, finish the oldest if enough are in flight."""
         now = self.clock()
         self._watch.turn("host", now)
         plan = self.core.plan(now)
+        for observer in self.observers:
+            observer.planned(plan, now)
         deltas: list[RequestDelta] = []
         if plan is not None:
             self._watch.turn("executor", self.clock())
@@ -45,7 +84,15 @@ class EngineLoop:
         deltas += self.core.take_ended()
         if self.idle_seconds() != 0.0:
             self._watch.turn("idle", self.clock())
+            for observer in self.observers:
+                observer.idle()
         return deltas
+
+    def close(self) -> None:
+        """Free the model; safe to call twice."""
+        for observer in self.observers:
+            observer.close()
+        self.executor.stop()
 
     def stats(self) -> EngineStats:
         return replace(self.core.stats(), time=self._watch.read(self.clock()))
@@ -74,11 +121,18 @@ class EngineLoop:
             output = self.executor.result(handle)
         except Exception as error:
             self._in_flight.popleft()
-            return self.core.fail_step(f"{type(error).__name__}: {error}", self.clock())
+            self.failed_in_a_row += 1
+            message, now = f"{type(error).__name__}: {error}", self.clock()
+            for observer in self.observers:
+                observer.failed(message, now)
+            return self.core.fail_step(message, now)
         finally:
             now = self.clock()
             self._watch.turn("host", now)
         self._in_flight.popleft()
+        self.failed_in_a_row = 0
+        for observer in self.observers:
+            observer.finished(output, now)
         return self.core.finish_step(output, now)
 
 

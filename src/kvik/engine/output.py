@@ -6,6 +6,7 @@ request alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,9 @@ from kvik.text.stop_strings import StopStrings
 from kvik.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every row of every step
 class TextDelta:
-    """What one step added to one completion."""
+    """What one step, or a few, added to one completion."""
 
     request_id: str
     index: int
@@ -32,6 +33,7 @@ class TextDelta:
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    stop_reason: int | str | None = None  # the stop string or stop id that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_drafted_tokens: int = 0  # guessed ahead, by speculation
     num_accepted_tokens: int = 0  # of these, right
+    embedding: list[float] | None = None  # of a pooling request, as the model gives it
+    num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
 
     @property
     def text(self) -> str:
@@ -118,6 +122,7 @@ class _Entry:
     streaming: bool
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: list[float] | None = None
     reports: dict[int, RequestReport] = field(default_factory=dict)  # by index
 
 
@@ -163,7 +168,11 @@ class OutputProcessor:
                 continue  # its reader is gone
             if delta.prompt_logprobs is not None:
                 entry.prompt_logprobs = delta.prompt_logprobs
+            if delta.embedding is not None:
+                entry.embedding = delta.embedding
             completion = entry.completions[delta.index]
+            if completion.result is not None:
+                continue  # it has ended
             text, first = "", len(completion.token_ids)
             if completion.matched is None and completion.error is None:
                 try:
@@ -191,6 +200,7 @@ class OutputProcessor:
                         logprobs=delta.logprobs[: len(tokens)]
                         if tokens and delta.logprobs
                         else None,
+                        stop_reason=result.stop_reason if result else None,
                     )
                 )
         return out
@@ -256,6 +266,30 @@ class OutputProcessor:
             out.finished.append(_output(entry))
 
 
+def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
+    """Deltas of one request, in order, as one for each completion."""
+    if len(deltas) < 2:
+        return list(deltas)
+    by_index: dict[int, list[TextDelta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [one[0] if len(one) == 1 else _joined(one) for one in by_index.values()]
+
+
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    last = deltas[-1]
+    return TextDelta(
+        last.request_id,
+        last.index,
+        "".join([delta.text for delta in deltas]),
+        [token for delta in deltas for token in delta.token_ids],
+        last.finish_reason,
+        last.error,
+        [one for delta in deltas for one in delta.logprobs or ()] or None,
+        last.stop_reason,
+    )
+
+
 def _pieces(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
     """The delta token by token where a stop string may end the output at any of them."""
     tokens, logprobs = delta.token_ids, delta.logprobs
@@ -274,8 +308,12 @@ def _pieces(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
     return pieces
 
 
+_UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine died before it told
+
+
 def _output(entry: _Entry) -> RequestOutput:
-    reports = entry.reports.values()
+    first = entry.reports.get(0, _UNKNOWN)
+    reports = entry.reports.values() or [_UNKNOWN]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if entry.prompt_logprobs is not None:
         prompt_logprobs = [None, *entry.prompt_logprobs]
@@ -284,11 +322,13 @@ def _output(entry: _Entry) -> RequestOutput:
         prompt=entry.prompt,
         prompt_token_ids=entry.request.prompt_token_ids,
         completions=[c.result for c in entry.completions if c.result is not None],
-        num_cached_tokens=entry.reports[0].num_cached_tokens,  # the others share its prompt
+        num_cached_tokens=first.num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
         prompt_logprobs=prompt_logprobs,
         num_drafted_tokens=sum(r.num_drafted_tokens for r in reports),
         num_accepted_tokens=sum(r.num_accepted_tokens for r in reports),
+        embedding=entry.embedding,
+        num_pinned_tokens=first.num_pinned_tokens,
         metrics=RequestMetrics(
             arrival=min(r.arrival for r in reports),
             first_scheduled=min(

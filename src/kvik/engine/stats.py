@@ -56,6 +56,20 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceStats:
+    """How fast it goes lately, as means of the last steps; None: nothing was measured yet.
+
+    Attributes:
+        seconds_per_step: of any step.
+        prefill_tokens_per_second: in steps that computed parts of prompts, all their tokens
+            counted. What waits for so many tokens of prompts waits at least that long.
+    """
+
+    seconds_per_step: float | None = None
+    prefill_tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges hold at the time of the call, counters since the start; tokens unless said."""
 
@@ -71,9 +85,12 @@ class EngineStats:
     preemptions: int  # times
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # and found there
+    step_sizes: tuple[int, ...] = ()  # [i] steps of more than 2^(i - 1) and up to 2^i tokens
     work: Work = field(default_factory=Work)
     time: LoopTime = field(default_factory=LoopTime)
     speculation: SpeculationStats | None = None  # None: off
+    pace: PaceStats = field(default_factory=PaceStats)
+    pinned_blocks: int = 0  # kept in the prefix cache for a while, used or not
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -1,0 +1,86 @@
+"""`kvik replay FILE`: what a server did, once more; are the plans and the tokens the same?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from kvik.cli.flags import Parser
+from kvik.cli.share_bar import share_bar
+from kvik.config.config import ResolvedConfig
+from kvik.config.errors import ModelError
+from kvik.config.model_source import find_model
+from kvik.engine.record_file import RecordReader, open_recording, version
+
+EQUAL, DIFFERENT = 0, 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "replay",
+        "FILE [--model PATH]",
+        "Play a flight recording again and prove that the same plans and tokens come out. The exit "
+        "code is 1 if they do not.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="written by `kvik serve --record`")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="where the model is now (default: where it was)",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kvik.launch import play
+
+    path: Path = arguments.file
+    with open_recording(path) as file:
+        reader = RecordReader(file, path.name)
+        header = reader.header
+        if header.version != version():
+            print(f"recorded by kvik {header.version}; this is {version()}")
+        config = _at(header.config, arguments.model)
+        size = path.stat().st_size
+        with share_bar() as tell:
+            played = play(
+                config,
+                header.readings,
+                reader.events(),
+                lambda steps: tell(f"step {steps}", file.tell() / size),
+            )
+    compared = f"{played.steps} steps, {played.requests} requests, {played.tokens} tokens"
+    if played.difference is not None:
+        print(f"different after {compared}:\n{played.difference}")
+        return DIFFERENT
+    print(f"equal: {compared}")
+    if played.failed_steps:
+        print(f"{played.failed_steps} steps had failed, and were not compared")
+    if played.stopped is None:
+        cut = f", {reader.cut} bytes into an event" if reader.cut else ""
+        print(f"the recording breaks off there{cut}: the engine did not end in order")
+        if played.unfinished:
+            print(f"steps that were being computed then, and were again: {played.unfinished}")
+    else:
+        print(f"the recording ends there: {played.stopped}")
+    return EQUAL
+
+
+def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:
+    """The model in another place.
+
+    Raises:
+        ModelError: it is another model, or not there.
+    """
+    if model is None:
+        if not Path(config.runner.model_path).exists():
+            where = config.runner.model_path
+            raise ModelError("model", f"is not at {where} any more: say where with --model")
+        return config
+    from kvik.model_files import model_files
+
+    path = find_model(model)
+    if model_files(path).spec() != config.model:
+        raise ModelError("model", f"{path} is another model than the one of the recording")
+    return replace(config, runner=replace(config.runner, model_path=str(path)))

@@ -1,0 +1,205 @@
+"""The flight recorder: all that decides what the engine does, into a file that can be replayed.
+
+The core is a function of what it is told and when, and the worker of the plans and of the readings
+of its clock. So these are written down, with a digest of each plan and the tokens of each step. The
+token ids of prompts and outputs are in the file, which is as good as their text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.errors import ConfigError
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.record_file import (
+    MAGIC,
+    Added,
+    CacheReset,
+    Ended,
+    Event,
+    Failed,
+    Finished,
+    FrameWriter,
+    Header,
+    NothingPlanned,
+    Planned,
+    Stopped,
+    encode,
+    version,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LIMIT = 1 << 30  # bytes
+PREVIOUS = ".previous"  # follows the name of the recording before this one
+_LAST_FRAMES = 256  # bytes that are kept free for the last word
+
+_canonical = msgspec.msgpack.Encoder().encode
+
+
+def plan_digest(plan: SchedulerOutput) -> bytes:
+    """The same for equal plans, whatever process made them: their sets are made in the same way of
+    the same integers, and so are in the same order."""
+    return blake2b(_canonical(plan), digest_size=8).digest()
+
+
+def output_digest(output: ModelRunnerOutput) -> bytes:
+    """Of what a step found beside tokens; empty if that is nothing."""
+    if not output.logprobs and not output.prompt_logprobs and not output.embeddings:
+        return b""
+    found = (output.logprobs, output.prompt_logprobs, output.embeddings)
+    return blake2b(_canonical(found), digest_size=8).digest()
+
+
+class ClockTape:
+    """A clock whose readings are kept until they are taken away."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._readings: list[float] = []
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._readings.append(now)
+        return now
+
+    def take(self) -> list[float]:
+        readings, self._readings = self._readings, []
+        return readings
+
+
+class Recorder:
+    """A `LoopObserver` that writes what it is told. When that is not possible any more, as the disk
+    is full or the file has reached its limit, it says so once and the engine goes on without it.
+
+    A plan is written before it is computed, so that a step which kills the process is the last one
+    in the file. A file that is there already is kept beside the new one, and none before that.
+    """
+
+    def __init__(
+        self, path: Path, config: ResolvedConfig, tape: ClockTape, limit: int = DEFAULT_LIMIT
+    ) -> None:
+        """
+        Args:
+            tape: the clock of the worker, which has been made.
+            limit: bytes of the file; when they are used up, recording ends.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self._path, self._tape, self._limit = path, tape, limit
+        self._frames = FrameWriter()
+        self._pending = bytearray(MAGIC)
+        self._size = 0  # bytes written
+        self._file: int | None = _create(path)
+        self._pending += self._frames.frame(encode(Header(version(), config, tape.take())))
+        self._flush()
+
+    def added(self, request: EngineRequest, seed: int, now: float) -> None:
+        self._write(lambda: Added(now, request, seed))
+
+    def ended(
+        self,
+        request_id: str,
+        index: int | None,
+        reason: FinishReason,
+        error: str | None,
+        now: float,
+    ) -> None:
+        self._write(lambda: Ended(now, request_id, index, reason, error))
+
+    def cache_reset(self, now: float) -> None:
+        self._write(lambda: CacheReset(now))
+
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
+        if plan is None:
+            self._write(lambda: NothingPlanned(now))
+        else:
+            self._write(
+                lambda: Planned(
+                    now, plan.step, plan_digest(plan), plan.slots, plan.num_scheduled_tokens
+                )
+            )
+        self._flush()
+
+    def finished(self, output: ModelRunnerOutput, now: float) -> None:
+        self._write(
+            lambda: Finished(
+                now,
+                output.step,
+                output.token_ids,
+                output.num_draft_tokens,
+                output.errors,
+                output_digest(output),
+                self._tape.take(),
+            )
+        )
+
+    def failed(self, error: str, now: float) -> None:
+        self._write(lambda: Failed(now, error, self._tape.take()))
+
+    def idle(self) -> None:
+        self._flush()
+
+    def close(self) -> None:
+        self._stop("the engine was closed")
+
+    def _write(self, event: Callable[[], Event]) -> None:
+        """Total: whatever is wrong with an event ends the recording and nothing else."""
+        if self._file is None:
+            self._tape.take()
+            return
+        try:
+            body = encode(event())
+        except Exception as error:
+            log.warning("recording ends: %s: %s", type(error).__name__, error)
+            self._stop("an event could not be encoded")
+            return
+        if self._size + len(self._pending) + len(body) > self._limit - _LAST_FRAMES:
+            log.warning("recording ends: %s has reached %d bytes", self._path, self._limit)
+            self._stop("the file had reached its limit")
+            return
+        self._pending += self._frames.frame(body)
+
+    def _flush(self) -> None:
+        if self._file is None or not self._pending:
+            return
+        try:
+            while self._pending:
+                written = os.write(self._file, self._pending)
+                del self._pending[:written]
+                self._size += written
+        except OSError as error:
+            log.warning("recording ends: %s: %s", self._path, error.strerror)
+            self._close()
+
+    def _stop(self, reason: str) -> None:
+        """With a last word, if it can be written."""
+        if self._file is not None:
+            self._pending += self._frames.frame(encode(Stopped(reason)))
+            self._flush()
+            self._close()
+
+    def _close(self) -> None:
+        self._pending.clear()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _create(path: Path) -> int:
+    """A new file that nobody else may read; what had its name is kept under another."""
+    try:
+        if path.is_file():
+            path.replace(path.with_name(path.name + PREVIOUS))
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError("record", f"cannot be written: {path}: {error.strerror}") from None

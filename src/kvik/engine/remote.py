@@ -1,0 +1,275 @@
+"""The HTTP process's side of the wire: an engine elsewhere, as an event loop sees it.
+
+Nothing here waits. Writes go into a buffer that the socket drains; whatever is readable is read at
+once, and all its deltas reach the sink in one call, so that a busy loop gets fewer, larger calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.errors import KvikError, ParamError, UnavailableError
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.engine.async_client import EngineState, Sink
+from kvik.engine.checks import check_request
+from kvik.engine.lines import ClientLine
+from kvik.engine.live import LiveView
+from kvik.engine.source import EngineSource
+from kvik.engine.stats import EngineStats
+from kvik.engine.wire import (
+    Add,
+    Answer,
+    Ask,
+    End,
+    FromEngine,
+    Ready,
+    Start,
+    Stepped,
+    encode,
+    frame,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING = 64 << 20  # bytes that the engine has not read; beyond, requests are refused
+ANSWER_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class _Unfinished:
+    """A request in the engine."""
+
+    __slots__ = ("arrival", "indexes")
+
+    def __init__(self, n: int, arrival: float) -> None:
+        self.indexes = set(range(n))  # siblings whose last delta has not come
+        self.arrival = arrival
+
+
+class RemoteClient:
+    """An `AsyncEngineClient` over a socket. It outlives its engines: when one is lost, its requests
+    end with an error, and the source connects the next.
+
+    Args:
+        config: what every engine serves.
+        source: of engines.
+        clock: the engine's, in this process: both count from when the machine was started.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        source: EngineSource,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._clock = clock
+        self._sink: Sink = _nobody
+        self._state, self._reason = EngineState.STARTING, "the engine has not been started"
+        self._unfinished: dict[str, _Unfinished] = {}
+        self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._num_asked = 0
+        self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks - 1, 0, 0, 0, 0, 0, 0, 0)
+        self._line: ClientLine | None = None
+        self._steps = 0
+        self._signs = 0
+
+    # -- what the server sees --------------------------------------------------------------------
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self._config
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    def start(self, sink: Sink) -> None:
+        """Have an engine brought up; to be called once, in the event loop."""
+        self._sink = sink
+        self._reason = "the engine is being started"
+        self._source.start(self)
+
+    def check(self, request: EngineRequest) -> None:
+        if request.request_id in self._unfinished:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+        check_request(self._config, request)
+
+    def add(self, request: EngineRequest) -> None:
+        line = self._line
+        if line is None or self._state is not EngineState.READY:
+            raise UnavailableError("engine", self._reason)
+        self.check(request)
+        n = request.params.n
+        try:
+            data = frame(Add(request.request_id, n, msgspec.Raw(encode(request))))
+        except Exception as error:
+            raise ParamError("request", f"cannot be sent to the engine: {error}") from None
+        if line.num_pending > MAX_PENDING:
+            raise UnavailableError("engine", "it does not keep up with what it is sent")
+        self._unfinished[request.request_id] = _Unfinished(n, self._clock())
+        line.send(data)
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        if self._line is None or request_id not in self._unfinished:
+            return
+        if error is not None:
+            error = error.encode("utf-8", "replace").decode()
+        self._line.send(frame(End(request_id, index, reason, error)))
+
+    async def stats(self) -> EngineStats:
+        with suppress(UnavailableError):
+            self._stats = await self._ask("stats", EngineStats)
+        return self._stats
+
+    async def live(self) -> LiveView:
+        return await self._ask("live", LiveView)
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._ask("reset_prefix_cache", int)
+
+    async def close(self) -> None:
+        self.disconnect(EngineState.CLOSED, "the engine was closed")
+        await self._source.close()
+
+    # -- what the source sees --------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    @property
+    def signs_of_life(self) -> int:
+        return self._signs
+
+    def connect(self, sock: socket.socket, start: Start | None) -> None:
+        self._steps = 0
+        self._line = ClientLine(sock, self._take, self._lost)
+        if start is not None:
+            self._line.send(frame(start))
+
+    def disconnect(self, state: EngineState, reason: str) -> None:
+        self.set_state(state, reason)
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError("engine", reason))
+        self._give(self._last_deltas(reason))
+
+    def set_state(self, state: EngineState, reason: str) -> None:
+        if self._state is not EngineState.CLOSED:
+            self._state, self._reason = state, reason
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _ask(self, question: str, kind: type[T]) -> T:
+        if self._line is None or self._state is not EngineState.READY:
+            raise UnavailableError("engine", self._reason)
+        ticket = self._num_asked
+        self._num_asked += 1
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._asked[ticket] = answer
+        try:
+            self._line.send(frame(Ask(ticket, question)))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                body = await answer
+        except TimeoutError:
+            raise UnavailableError("engine", "it does not answer in time") from None
+        finally:
+            self._asked.pop(ticket, None)
+        return msgspec.msgpack.decode(body, type=kind)
+
+    def _lost(self, why: str, *, for_good: bool = False) -> None:
+        self.disconnect(EngineState.FAILED if for_good else EngineState.RESTARTING, why)
+        self._source.lost(why, for_good=for_good)
+
+    def _take(self, messages: list[FromEngine]) -> None:
+        """Everything that could be read at once."""
+        deltas: list[RequestDelta] = []
+        for message in messages:
+            if isinstance(message, Stepped):
+                if message.steps != self._steps or message.waits:
+                    self._steps = message.steps
+                    self._signs += 1
+                deltas += message.deltas()
+            elif isinstance(message, Answer):
+                self._answered(message)
+            elif isinstance(message, Ready):
+                self.set_state(EngineState.READY, "")
+                self._signs += 1
+            else:
+                self._lost(str(KvikError(message.field, message.message)), for_good=True)
+                return
+        self._give([delta for delta in deltas if self._expected(delta)])
+
+    def _expected(self, delta: RequestDelta) -> bool:
+        """Whether anybody waits for it; a last delta is noted."""
+        unfinished = self._unfinished.get(delta.request_id)
+        if unfinished is None or delta.index not in unfinished.indexes:
+            return False
+        if delta.finish_reason is not None:
+            unfinished.indexes.discard(delta.index)
+            if not unfinished.indexes:
+                del self._unfinished[delta.request_id]
+        return True
+
+    def _answered(self, message: Answer) -> None:
+        answer = self._asked.pop(message.ticket, None)
+        if answer is None or answer.done():
+            return
+        if message.error is not None:
+            answer.set_exception(UnavailableError("engine", message.error))
+        else:
+            answer.set_result(message.body)
+
+    def _last_deltas(self, error: str) -> list[RequestDelta]:
+        """Of everything unfinished, which is forgotten."""
+        unfinished, self._unfinished = self._unfinished, {}
+        now = self._clock()
+        return [
+            RequestDelta(
+                request_id,
+                index,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                report=RequestReport(request.arrival, None, None, now, 0, 0),
+            )
+            for request_id, request in unfinished.items()
+            for index in sorted(request.indexes)
+        ]
+
+    def _give(self, deltas: list[RequestDelta]) -> None:
+        if not deltas:
+            return
+        try:
+            self._sink(deltas)
+        except Exception:  # the line has others to serve
+            log.exception("deltas were not taken")
+
+
+def _nobody(deltas: list[RequestDelta]) -> None:
+    """Until a sink is known nothing was asked for."""

@@ -1,0 +1,266 @@
+"""A recording played again: the same requests at the same steps must bring the same plans and the
+same tokens.
+
+The core is told what it was told then, with the times of then; the worker's clock shows what it
+showed then. So on the same machine every difference is a difference of the code, of the weights or
+of the file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvik.config.errors import KvikError
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.types import RequestDelta
+from kvik.engine.core import EngineCore
+from kvik.engine.executor import Executor
+from kvik.engine.record_file import (
+    Added,
+    CacheReset,
+    Ended,
+    Event,
+    Failed,
+    Finished,
+    NothingPlanned,
+    Planned,
+    Stopped,
+)
+from kvik.engine.recorder import output_digest, plan_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing that went another way.
+
+    Attributes:
+        step: the one that differs, or before which something differs.
+        request: whose it is; None: of no single one.
+    """
+
+    step: int
+    request: str | None
+    what: str
+
+    def __str__(self) -> str:
+        whose = "" if self.request is None else f", request {self.request}"
+        return f"step {self.step}{whose}: {self.what}"
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Attributes:
+    steps, tokens, requests: that were played again and found equal.
+    failed_steps: of the steps, those that failed when they were recorded, and were not compared.
+    stopped: why the recording ends; None: the engine was cut short.
+    unfinished: steps that were being computed then. They are computed again, in case that was why.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    requests: int = 0
+    failed_steps: int = 0
+    stopped: str | None = None
+    unfinished: int = 0
+    difference: Difference | None = None
+
+
+class RecordedClock:
+    """Shows the readings that were recorded, one after the other."""
+
+    def __init__(self, readings: Iterable[float]) -> None:
+        self._readings = deque(readings)
+        self._last = 0.0
+
+    def load(self, readings: Iterable[float]) -> None:
+        """Those of the next step."""
+        self._readings = deque(readings)
+
+    def __call__(self) -> float:
+        if self._readings:  # else the code asks more often than it did
+            self._last = self._readings.popleft()
+        return self._last
+
+
+class _Differs(Exception):
+    """`step`: None: the first one whose result has not been taken in."""
+
+    def __init__(self, request: str | None, what: str, step: int | None = None) -> None:
+        super().__init__(what)
+        self.request = request
+        self.what = what
+        self.step = step
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A plan in flight, and whose its rows are."""
+
+    plan: SchedulerOutput
+    rows: list[str]
+
+
+class Replay:
+    """Plays events one by one. After a difference it must not go on."""
+
+    def __init__(self, core: EngineCore, executor: Executor, clock: RecordedClock) -> None:
+        """
+        Args:
+            executor: started; its worker reads `clock`.
+        """
+        self._core, self._executor, self._clock = core, executor, clock
+        self._in_flight: deque[_Step] = deque()
+        self.result = Replayed()
+
+    def run(self, events: Iterable[Event], progress: Callable[[int], None]) -> Replayed:
+        """
+        Args:
+            progress: is told the number of each step that was played.
+
+        Raises:
+            RecordError: the file is damaged.
+        """
+        for event in events:
+            try:
+                self._play(event)
+            except _Differs as found:
+                step = self.result.steps if found.step is None else found.step
+                self.result.difference = Difference(step, found.request, found.what)
+                return self.result
+            if isinstance(event, (Finished, Failed)):
+                progress(self.result.steps)
+        if self.result.stopped is None:
+            self._compute_unfinished()
+        return self.result
+
+    def _play(self, event: Event) -> None:
+        core = self._core
+        match event:
+            case Added():
+                self._add(event)
+            case Ended():
+                core.end(
+                    event.request_id,
+                    event.now,
+                    index=event.index,
+                    reason=event.reason,
+                    error=event.error,
+                )
+            case CacheReset():
+                core.reset_prefix_cache()
+            case Planned():
+                core.take_ended()
+                self._plan(event)
+            case NothingPlanned():
+                plan = core.plan(event.now)
+                core.take_ended()
+                if plan is not None:
+                    raise _Differs(None, "a step is planned where none was")
+            case Finished():
+                self._finish(event)
+            case Failed():
+                self._fail(event)
+            case Stopped():
+                self.result.stopped = event.reason
+
+    def _add(self, event: Added) -> None:
+        request_id = event.request.request_id
+        self._core.take_ended()
+        try:
+            seed = self._core.add(event.request, event.now)
+        except KvikError as error:
+            raise _Differs(request_id, f"it is refused, and was not ({error})") from None
+        if seed != event.seed:
+            raise _Differs(request_id, f"its seed is {seed}, and was {event.seed}")
+        self.result.requests += 1
+
+    def _plan(self, event: Planned) -> None:
+        plan = self._core.plan(event.now)
+        if plan is None:
+            raise _Differs(None, "nothing is planned where a step was")
+        owners = {r.slot: f"{r.request_id}/{r.index}" for r in self._core.scheduler.running}
+        step = _Step(plan, [owners[slot] for slot in plan.slots])
+        where = _where_plans_differ(step, event)
+        if where is not None:
+            raise _Differs(*where, plan.step)
+        self._in_flight.append(step)
+
+    def _finish(self, event: Finished) -> None:
+        step = self._oldest()
+        self._clock.load(event.readings)
+        try:
+            output = self._executor.result(self._executor.submit(step.plan))
+        except Exception as error:
+            raise _Differs(
+                None, f"it fails, and did not: {type(error).__name__}: {error}"
+            ) from error
+        _compare(step, output, event)
+        self._in_flight.popleft()
+        self._take(self._core.finish_step(output, event.now))
+
+    def _fail(self, event: Failed) -> None:
+        """Why it failed may lie outside, so it need not fail again."""
+        step = self._oldest()
+        self._clock.load(event.readings)
+        with suppress(Exception):  # as it did then
+            self._executor.result(self._executor.submit(step.plan))
+        self._in_flight.popleft()
+        self.result.failed_steps += 1
+        self._take(self._core.fail_step(event.error, event.now))
+
+    def _compute_unfinished(self) -> None:
+        self._clock.load(())
+        self.result.unfinished = len(self._in_flight)
+        for step in self._in_flight:
+            with suppress(Exception):
+                self._executor.result(self._executor.submit(step.plan))
+
+    def _oldest(self) -> _Step:
+        if not self._in_flight:
+            raise _Differs(None, "a result is recorded of a step that was not planned")
+        return self._in_flight[0]
+
+    def _take(self, deltas: Iterable[RequestDelta]) -> None:
+        self.result.steps += 1
+        self.result.tokens += sum(len(delta.token_ids) for delta in deltas)
+
+
+def _where_plans_differ(step: _Step, event: Planned) -> tuple[str | None, str] | None:
+    """Whose row it is, if one can be told, and what is the matter; None: they are equal."""
+    plan = step.plan
+    if plan.step != event.step:
+        return None, f"it is planned where step {event.step} was"
+    if plan.slots != event.slots:
+        for row, slot in enumerate(plan.slots):
+            if event.slots[row : row + 1] != [slot]:
+                return step.rows[row], f"row {row} of the plan is its own, and was not"
+        return None, f"the plan has {len(plan.slots)} rows, and had {len(event.slots)}"
+    pairs = zip(plan.num_scheduled_tokens, event.num_scheduled_tokens, strict=True)
+    for row, (found, recorded) in enumerate(pairs):
+        if found != recorded:
+            return step.rows[row], f"it gets {found} tokens, and got {recorded}"
+    if plan_digest(plan) != event.digest:
+        return None, "the plan has the same rows, and differs in blocks or in new requests"
+    return None
+
+
+def _compare(step: _Step, output: ModelRunnerOutput, event: Finished) -> None:
+    if output.step != event.step:
+        raise _Differs(None, f"it is computed where step {event.step} was")
+    errors = [output.errors.get(row) for row in range(len(step.rows))]
+    for row, (request, error) in enumerate(zip(step.rows, errors, strict=True)):
+        if error != event.errors.get(row):
+            raise _Differs(request, f"its error is {error}, and was {event.errors.get(row)}")
+    if len(event.token_ids) != len(step.rows):
+        raise _Differs(None, f"it has {len(step.rows)} rows, and had {len(event.token_ids)}")
+    for request, found, recorded in zip(step.rows, output.token_ids, event.token_ids, strict=True):
+        if found != recorded:
+            raise _Differs(request, f"the tokens are {found}, and were {recorded}")
+    if output.num_draft_tokens != event.num_draft_tokens:
+        drafts = f"{output.num_draft_tokens}, and were {event.num_draft_tokens}"
+        raise _Differs(None, f"the numbers of drafts are {drafts}")
+    if output_digest(output) != event.digest:
+        raise _Differs(None, "log probabilities or vectors differ, and tokens do not")

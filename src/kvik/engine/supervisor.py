@@ -1,0 +1,176 @@
+"""Keeps an engine process running: starts it, notices when it dies or stands still, starts another.
+
+What a crash costs is the requests that were in the engine, which end with an error at once. The
+next engine is started from the very same decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvik.config.config import ResolvedConfig
+from kvik.engine.async_client import EngineState
+from kvik.engine.child import Child
+from kvik.engine.source import SourceClient
+from kvik.engine.wire import Start
+
+log = logging.getLogger(__name__)
+
+_TICK = 0.25  # seconds between looks
+_SLOWEST_CORE = 5e9  # operations a second: a fraction of what any core does
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds, and how often.
+
+    Attributes:
+        stall: with work and no step, until the engine counts as stalled.
+        kill: from then until it is killed.
+        exit: for the process to end after its socket was closed.
+        pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
+        crashes: within `window` after which no other engine is started.
+    """
+
+    stall: float = 60.0
+    kill: float = 30.0
+    exit: float = 3.0
+    pause: float = 0.5
+    longest_pause: float = 30.0
+    crashes: int = 5
+    window: float = 600.0
+
+
+def patience_for(config: ResolvedConfig) -> Patience:
+    """As much as the largest step may take. On a GPU that is little; a CPU may compute for minutes
+    on a full budget of a large model, and is still not hung."""
+    if config.runner.device != "cpu":
+        return Patience()
+    model, scheduler = config.model, config.scheduler
+    attention = 2 * model.num_layers * model.num_heads * model.head_dim * scheduler.max_model_len
+    operations = 2.0 * scheduler.max_num_batched_tokens * (model.parameters.total + attention)
+    return Patience(stall=60.0 + operations / (_SLOWEST_CORE * config.runner.threads))
+
+
+class Supervisor:
+    """An `EngineSource` of processes.
+
+    Args:
+        command: of an engine process, but for the number of its socket.
+        start: what each is told.
+        relay: takes what they print.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        start: Start,
+        patience: Patience,
+        relay: Callable[[str], None],
+    ) -> None:
+        self._command = command
+        self._start = start
+        self._patience = patience
+        self._relay = relay
+        self._lost = asyncio.Event()
+        self._lost_for_good = False
+        self._task: asyncio.Task[None] | None = None
+        self._child: Child | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return self._child.pid if self._child is not None else None
+
+    def start(self, client: SourceClient) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep(client))
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        self._lost_for_good = for_good
+        self._lost.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._child is not None:
+            await self._child.end(self._patience.exit)
+            self._child = None
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _keep(self, client: SourceClient) -> None:
+        try:
+            await self._serve(client)
+        except Exception as error:
+            log.exception("the engine is not watched any more")
+            client.disconnect(EngineState.FAILED, f"{type(error).__name__}: {error}")
+
+    async def _serve(self, client: SourceClient) -> None:
+        """One engine after the other, until no other one would help."""
+        patience = self._patience
+        crashes: deque[float] = deque(maxlen=patience.crashes)
+        clock = asyncio.get_running_loop().time
+        while True:
+            why = await self._serve_one(client)
+            if self._lost_for_good and not client.signs_of_life:
+                log.error("%s", client.reason)
+                return
+            crashes.append(clock())
+            recent = sum(at > clock() - patience.window for at in crashes)
+            log.error("%s (crash %d of %d)", why, recent, patience.crashes)
+            if recent >= patience.crashes:
+                client.disconnect(EngineState.FAILED, f"it crashed {recent} times; at last: {why}")
+                return
+            client.disconnect(EngineState.RESTARTING, why)
+            await asyncio.sleep(min(patience.pause * 2 ** (recent - 1), patience.longest_pause))
+
+    async def _serve_one(self, client: SourceClient) -> str:
+        """Start an engine and watch it until it has ended. Returns why it did."""
+        self._lost.clear()
+        self._lost_for_good = False
+        try:
+            child = self._child = Child(self._command, self._relay)
+        except OSError as error:  # out of memory or processes, which may pass
+            return f"the engine process cannot be started: {error}"
+        client.connect(child.socket, self._start)
+        stalled = await self._watch(client)
+        if stalled:
+            client.disconnect(EngineState.RESTARTING, stalled)
+        ended = await child.end(0.0 if stalled else self._patience.exit)
+        self._child = None
+        return stalled or ended
+
+    async def _watch(self, client: SourceClient) -> str:
+        """Until the engine is lost, or the engine has stood still for too long. Returns what to say
+        of the latter.
+
+        Time counts by the looks that were taken at it: a process that slept, or an event loop that
+        was held up, must not take the engine for hung.
+        """
+        patience, clock = self._patience, asyncio.get_running_loop().time
+        stood, signs, last = 0.0, client.signs_of_life, clock()
+        while not self._lost.is_set():
+            try:
+                async with asyncio.timeout(_TICK):
+                    await self._lost.wait()
+            except TimeoutError:
+                pass
+            now = clock()
+            if client.signs_of_life != signs or not client.num_unfinished:
+                stood, signs = 0.0, client.signs_of_life
+                if client.state is EngineState.STALLED:
+                    client.set_state(EngineState.READY, "")
+            else:
+                stood += min(now - last, 2 * _TICK)
+            last = now
+            told = f"the engine has had work for {stood:.0f} s and no step was computed"
+            if stood >= patience.stall + patience.kill:
+                return told
+            if stood >= patience.stall:
+                client.set_state(EngineState.STALLED, told)
+        return ""

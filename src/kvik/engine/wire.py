@@ -1,0 +1,252 @@
+"""What passes between the HTTP process and the engine process: frames on one stream socket.
+
+A frame is its length, 4 bytes little-endian, and a message in msgpack. Both sides read without
+waiting: `Frames` makes frames of whatever bytes have come, `Outbox` keeps what the socket does not
+take yet.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+
+MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
+_HEADER = struct.Struct("<I")
+_RECEIVE = 1 << 20  # bytes
+_READS = 64  # in a row: a fast writer must not keep its reader from all else
+
+
+class WireError(Exception):
+    """The other side sent what is no message; nothing after it can be trusted."""
+
+
+# -- to the engine ---------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """The first frame: what to load.
+
+    Attributes:
+        record: file of the flight recorder, if there is to be one.
+    """
+
+    config: ResolvedConfig
+    record: str | None = None
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Take in a request.
+
+    Attributes:
+        n: how many siblings it has, each of which must end.
+        request: an `EngineRequest`, encoded apart: if that cannot be read, it is still known whose
+            it was.
+    """
+
+    request_id: str
+    n: int
+    request: msgspec.Raw
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """End a request, or one of its siblings."""
+
+    request_id: str
+    index: int | None
+    reason: FinishReason
+    error: str | None
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Answer a question by its name; the ticket comes back with the answer."""
+
+    ticket: int
+    question: str
+
+
+ToEngine = Add | End | Ask  # once it was started
+
+
+# -- from the engine -------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded."""
+
+
+class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
+    """The model cannot be loaded, and trying again would not help; a `KvikError`."""
+
+    field: str
+    message: str
+
+
+class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
+    """What a turn of the step loop brought.
+
+    Almost every delta is nothing but tokens: those come as columns, which take a fraction of the
+    time. They come before `rows` in the order of things.
+
+    Attributes:
+        steps: planned since the engine started: that it grows shows that the engine works.
+        waits: there is work, and a policy lets it wait for more.
+        ids, indexes, tokens: of deltas that are tokens alone.
+        rows: all other deltas.
+    """
+
+    steps: int
+    waits: bool
+    ids: Sequence[str] = ()
+    indexes: Sequence[int] = ()
+    tokens: Sequence[list[int]] = ()
+    rows: Sequence[RequestDelta] = ()
+
+    def deltas(self) -> list[RequestDelta]:
+        columns = zip(self.ids, self.indexes, self.tokens, strict=True)
+        deltas = [RequestDelta(id, index, tokens) for id, index, tokens in columns]
+        deltas += self.rows
+        return deltas
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What was asked for, encoded; or why there is no answer."""
+
+    ticket: int
+    body: msgspec.Raw
+    error: str | None = None
+
+
+FromEngine = Ready | Unusable | Stepped | Answer
+
+to_start = msgspec.msgpack.Decoder(Start)
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+engine_request = msgspec.msgpack.Decoder(EngineRequest)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
+    """Sort deltas into columns and rows."""
+    ids: list[str] = []
+    indexes: list[int] = []
+    tokens: list[list[int]] = []
+    rows: list[RequestDelta] = []
+    for delta in deltas:
+        if delta.prompt_logprobs is not None:  # those of a prompt come before its first token
+            return Stepped(steps, waits, rows=deltas)
+        if delta.finish_reason is None and delta.logprobs is None and delta.prompt is None:
+            ids.append(delta.request_id)
+            indexes.append(delta.index)
+            tokens.append(delta.token_ids)
+        else:
+            rows.append(delta)
+    return Stepped(steps, waits, ids, indexes, tokens, rows)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        Exception: something in it cannot be encoded, or it is too long.
+    """
+    body = encode(message)
+    if len(body) > MAX_FRAME:
+        raise WireError(f"a message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
+    return _HEADER.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes as they come -> the bodies of whole frames."""
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+
+    def receive(self, sock: socket.socket) -> tuple[list[bytes], bool]:
+        """The frames that are complete now, and whether the other side is still there.
+
+        Reads until there is nothing more: some event loops do not tell again of an end that they
+        have told of together with data.
+
+        Raises:
+            WireError: a frame that is too long.
+        """
+        bodies: list[bytes] = []
+        for _ in range(_READS):
+            try:
+                data = sock.recv(_RECEIVE)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                return bodies, False
+            if not data:
+                return bodies, False
+            bodies += self.feed(data)
+        return bodies, True
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted():
+                return []
+            data = bytes(self._rest)
+        bodies, at = [], 0
+        while len(data) - at >= 4:
+            (size,) = _HEADER.unpack_from(data, at)
+            if size > self._limit:
+                raise WireError(f"a frame of {size} bytes; at most {self._limit} are allowed")
+            if len(data) - at - 4 < size:
+                break
+            bodies.append(data[at + 4 : at + 4 + size])
+            at += 4 + size
+        self._rest = bytearray(data[at:])
+        return bodies
+
+    def _wanted(self) -> int:
+        """Bytes of the first frame, so that a long one is copied once and not with every part."""
+        if len(self._rest) < 4:
+            return 4
+        size: int = _HEADER.unpack_from(self._rest)[0]
+        return 4 + min(size, self._limit)
+
+
+class Outbox:
+    """Frames on their way into a socket that does not block."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._pending)
+
+    def send(self, sock: socket.socket, data: bytes) -> None:
+        """Raises OSError if the other side is gone."""
+        if not self._pending:
+            sent = _send(sock, data)
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._pending += data
+
+    def flush(self, sock: socket.socket) -> None:
+        """Send what is pending, as far as the socket takes it. Raises OSError as `send`."""
+        while self._pending:
+            with memoryview(self._pending) as view:
+                sent = _send(sock, view[:_RECEIVE])
+            if not sent:
+                return
+            del self._pending[:sent]
+
+
+def _send(sock: socket.socket, data: bytes | memoryview) -> int:
+    try:
+        return sock.send(data)
+    except (BlockingIOError, InterruptedError):
+        return 0

@@ -1,0 +1,104 @@
+"""The engine in a process of its own: `engine_in_process` for the parent, `main` for the child,
+which finds its end of their socket under the number it is given.
+
+The child lives as long as the socket. Signals that end the programs of a terminal do not end it, as
+its parent may still drain; and whatever becomes of the parent, the socket is closed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.errors import KvikError
+from kvik.engine.host import EngineHost
+from kvik.engine.lines import HostLine
+from kvik.engine.remote import RemoteClient
+from kvik.engine.supervisor import Supervisor, patience_for
+from kvik.engine.wire import Start, Unusable, frame, to_start
+from kvik.launch import load_loop
+
+GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = logging.getLogger(__name__)
+
+
+def engine_in_process(resolved: ResolvedConfig, record: Path | None = None) -> RemoteClient:
+    """For an event loop. Nothing is loaded before the client is started; what does not load then
+    makes it fail.
+
+    Args:
+        record: file that what happens is written to, for `kvik replay`.
+    """
+    # -P: what lies in the current folder is no code of ours.
+    command = (sys.executable, "-P", "-m", __name__)
+    start = Start(resolved, None if record is None else str(record))
+    return RemoteClient(resolved, Supervisor(command, start, patience_for(resolved), _relay))
+
+
+def main(arguments: Sequence[str]) -> int:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sock = socket.socket(fileno=int(arguments[0]))
+    sock.set_inheritable(False)
+    threading.Thread(target=_end_with_parent, args=(sock.fileno(),), daemon=True).start()
+    line = HostLine(sock)
+    try:
+        return _serve(line)
+    except EOFError:
+        return 0
+    finally:
+        line.close()
+
+
+def _relay(printed: str) -> None:
+    """What the child prints goes where ours does."""
+    sys.stderr.write(printed)
+    sys.stderr.flush()
+
+
+def _serve(line: HostLine) -> int:
+    start = _first_message(line)
+    try:
+        loop = load_loop(start.config, None if start.record is None else Path(start.record))
+    except KvikError as error:
+        line.send(frame(Unusable(error.field, error.message)))
+        return 1
+    try:
+        EngineHost(loop, line).run()
+    finally:
+        loop.close()
+    return 0
+
+
+def _first_message(line: HostLine) -> Start:
+    """Raises EOFError if there is none."""
+    while not (bodies := line.receive(None)):
+        pass
+    return to_start.decode(bodies[0])
+
+
+def _end_with_parent(fd: int) -> None:
+    """Loading takes minutes and a kernel can hang: neither may outlive the parent."""
+    poll = select.poll()
+    poll.register(fd, 0)  # a hang-up is reported in any case
+    poll.poll()
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

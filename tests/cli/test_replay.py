@@ -1,0 +1,101 @@
+"""`kvik replay` on flights of a real model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.optional_native import needs_native
+from helpers.recorded import record_flight, written
+
+from kvik.cli.main import main
+from kvik.config.model_source import BUNDLED
+from kvik.engine.record_file import Finished, RecordReader, open_recording
+
+DRAFTS = {"spec_method": "draft_model", "spec_model": str(BUNDLED.parent / "stories-draft")}
+
+
+@pytest.fixture(scope="module")
+def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("flight") / "flight.kvik"
+    stats = record_flight(path, kernels="torch", dtype="float32")
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    return path
+
+
+def test_a_flight_is_equal(flight, capsys):
+    assert main(["replay", str(flight)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("equal: ") and ", 24 requests, " in out[0]
+    assert out[1] == "the recording ends there: the engine was closed"
+
+
+def test_a_flight_is_equal_in_another_process(flight):
+    """Where texts hash to something else, so that sets of them have another order."""
+    command = [sys.executable, "-m", "kvik", "replay", str(flight)]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"kernels": "native"}, marks=needs_native, id="native"),
+        pytest.param({"kernels": "native", **DRAFTS}, marks=needs_native, id="native with drafts"),
+        pytest.param({"kernels": "torch", "spec_method": "ngram"}, id="torch with ngrams"),
+        pytest.param({"kernels": "torch", "policy": "priority"}, id="priority"),
+    ],
+)
+def test_whatever_the_engine_is_made_of(tmp_path, capsys, config):
+    stats = record_flight(tmp_path / "flight", seed=1, **config)
+    assert stats.preemptions > 0
+    if stats.speculation is not None:
+        assert stats.speculation.drafts.drafts > 0
+    assert main(["replay", str(tmp_path / "flight")]) == 0
+    assert capsys.readouterr().out.startswith("equal: ")
+
+
+def test_a_token_that_was_changed_is_found(flight, tmp_path, capsys):
+    with open_recording(flight) as file:
+        reader = RecordReader(file, "")
+        header, events = reader.header, list(reader.events())
+    finished = next(e for e in events if isinstance(e, Finished) and e.step == 20)
+    row = next(i for i, tokens in enumerate(finished.token_ids) if tokens)
+    finished.token_ids[row][0] += 1
+    changed = tmp_path / "changed"
+    changed.write_bytes(written(header, events))
+    assert main(["replay", str(changed)]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("different after 20 steps, ")
+    assert out[1].startswith("step 20, request r") and "the tokens are [" in out[1]
+
+
+def test_a_flight_that_was_cut_short(flight, tmp_path, capsys):
+    cut = tmp_path / "cut"
+    cut.write_bytes(flight.read_bytes()[:-1000])
+    assert main(["replay", str(cut)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("equal: ")
+    assert out[1].startswith("the recording breaks off there")
+
+
+def test_the_model_may_have_moved_but_not_changed(flight, tmp_path, capsys):
+    moved = tmp_path / "stories"
+    shutil.copytree(BUNDLED, moved)
+    assert main(["replay", str(flight), "--model", str(moved)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(flight), "--model", str(BUNDLED.parent / "stories-draft")]) == 2
+    assert "is another model than the one of the recording" in capsys.readouterr().err
+
+
+def test_what_is_no_recording(tmp_path, capsys):
+    assert main(["replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "text").write_text("hello")
+    assert main(["replay", str(tmp_path / "text")]) == 2
+    assert "is none" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""What the configuration alone shows to be impossible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.served_engine import tiny_config
+
+from kvik.config.config import CacheConfig
+from kvik.config.errors import CapacityError, KvikError, ParamError
+from kvik.config.kv_spec import KVKind
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest
+from kvik.engine.checks import check_request, max_length
+from kvik.engine.core import EngineCore
+
+
+def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:
+    return EngineRequest("a", list(prompt), SamplingParams(**params), pooling=pooling)
+
+
+REFUSED = [
+    ("prompt", request([])),
+    ("prompt", request([1] * 256)),
+    ("prompt", request([1, 64])),
+    ("prompt", request([1, -1])),
+    ("prompt", request([1, True])),
+    ("prompt", request([1, 2.0])),
+    ("prompt", request(["1"])),
+    ("stop_token_ids", request(stop_token_ids=(64,))),
+    ("min_tokens", request(min_tokens=254, max_tokens=None)),
+    ("n", request(n=5)),
+    ("n", request(n=2, pooling="mean")),
+    ("pooling", request(pooling="max")),
+]
+
+
+@pytest.mark.parametrize(("field", "bad"), REFUSED)
+def test_what_is_impossible_is_refused_alike_on_both_sides(field, bad):
+    config = tiny_config(max_queued_requests=4)
+    with pytest.raises(KvikError) as here:
+        check_request(config, bad)
+    with pytest.raises(KvikError) as there:
+        EngineCore(config).add(bad, 0.0)
+    assert here.value.field == there.value.field == field
+    assert str(here.value) == str(there.value)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        request([0, 63]),
+        request([1] * 255, max_tokens=None),
+        request([1] * 256, max_tokens=0, prompt_logprobs=1),
+        request([1] * 256, pooling="last"),
+        request(n=4),
+    ],
+)
+def test_what_is_possible_is_not(good):
+    check_request(tiny_config(max_queued_requests=4), good)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_cache_must_hold_a_request_alone(window):
+    config = tiny_config(max_num_batched_tokens=16)
+    group = config.cache.groups[0]
+    if window is not None:
+        spec = replace(group.spec, kind=KVKind.SLIDING_WINDOW, window=window)
+        group = replace(group, specs=(spec,))
+    cache = CacheConfig(block_size=4, num_blocks=9, groups=(group,))
+    config = replace(config, cache=cache)
+    blocks = EngineCore(config).scheduler.kv.max_blocks(33, 16)
+    wanted = request([1] * 8, max_tokens=25)
+    if blocks > 8:
+        with pytest.raises(CapacityError, match="need 9 KV blocks of 4, the whole cache has 8"):
+            check_request(config, wanted)
+    else:  # a window lets go of what it does not see
+        check_request(config, wanted)
+    assert (blocks > 8) == (window is None)
+    check_request(config, request([1] * 8, max_tokens=24))
+
+
+def test_the_longest_a_request_may_become():
+    config = tiny_config()
+    assert max_length(config, request(max_tokens=7)) == 10
+    assert max_length(config, request(max_tokens=None)) == 256
+    assert max_length(config, request(max_tokens=10**6)) == 256
+    assert max_length(config, request(pooling="mean")) == 3
+
+
+def test_an_error_names_the_token():
+    with pytest.raises(ParamError, match=r"token id 99 is outside 0\.\.63"):
+        check_request(tiny_config(), request([1, 99, 2]))

@@ -1,0 +1,460 @@
+"""The engine's side: whatever a frame says and whatever fails for one request, the loop goes on."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from helpers.served_engine import FakeExecutor, tiny_config
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import Scheduler
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, TokenLogprobs
+from kvik.engine import host as module
+from kvik.engine import lines, wire
+from kvik.engine.core import EngineCore
+from kvik.engine.host import EngineHost
+from kvik.engine.lines import HostLine
+from kvik.engine.live import LiveView
+from kvik.engine.loop import EngineLoop
+from kvik.engine.stats import EngineStats
+from kvik.engine.wire import Add, Answer, Ask, End, Frames, Ready, Stepped
+
+
+def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
+    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
+
+
+class Peer:
+    """The other end: what it sent and what it got."""
+
+    def __init__(self, executor: FakeExecutor, **scheduler: object) -> None:
+        self.executor = executor
+        self.core = EngineCore(tiny_config(**scheduler))
+        self.loop = EngineLoop(self.core, executor, time.monotonic)
+        self.sock, theirs = socket.socketpair()
+        self.line = HostLine(theirs)
+        self.host = EngineHost(self.loop, self.line)
+        self.raised: BaseException | None = None
+        self.frames = Frames()
+        self.deltas: list[RequestDelta] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.host.run()
+        except BaseException as error:
+            self.raised = error
+        finally:
+            self.line.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sock.sendall(wire.frame(message))
+
+    def send_body(self, body: bytes) -> None:
+        self.sock.sendall(len(body).to_bytes(4, "little") + body)
+
+    def add(self, wanted: EngineRequest) -> None:
+        body = msgspec.Raw(wire.encode(wanted))
+        self.send(Add(wanted.request_id, wanted.params.n, body))
+
+    def receive(self, timeout: float = 10.0) -> list[object]:
+        """Messages of the next read; none: the engine has hung up."""
+        ready, _, _ = select.select([self.sock], [], [], timeout)
+        assert ready, "the engine says nothing"
+        self.sock.setblocking(False)
+        bodies, _ = self.frames.receive(self.sock)
+        self.sock.setblocking(True)
+        messages = [wire.from_engine.decode(b) for b in bodies]
+        for message in messages:
+            if isinstance(message, Stepped):
+                self.deltas += message.deltas()
+        return messages
+
+    def until_ended(self, *names: str, n: int = 1) -> None:
+        """Until these requests have ended, each with one last delta."""
+        while sum(d.finish_reason is not None for d in self.deltas) < len(names) * n:
+            assert self.receive(), "the engine has ended"
+        ends = [(d.request_id, d.index) for d in self.deltas if d.finish_reason is not None]
+        assert sorted(ends) == sorted((name, i) for name in names for i in range(n))
+
+    def ask(self, question: str, ticket: int = 7) -> Answer:
+        self.send(Ask(ticket, question))
+        while True:
+            for message in self.receive():
+                if isinstance(message, Answer):
+                    assert message.ticket == ticket
+                    return message
+
+    def at_rest(self) -> None:
+        stats = msgspec.msgpack.decode(self.ask("stats").body, type=EngineStats)
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+        assert not self.core.has_requests
+
+
+@contextmanager
+def engine(executor: FakeExecutor | None = None, **scheduler: object) -> Iterator[Peer]:
+    peer = Peer(executor or FakeExecutor(), **scheduler)
+    peer.thread.start()
+    try:
+        assert peer.receive() == [Ready()]
+        yield peer
+    finally:
+        peer.sock.close()
+        peer.executor.gate.set()
+        peer.thread.join(10)
+        assert not peer.thread.is_alive()
+
+
+def last(peer: Peer, name: str) -> RequestDelta:
+    (delta,) = [d for d in peer.deltas if d.request_id == name and d.finish_reason is not None]
+    return delta
+
+
+def test_requests_are_served():
+    with engine() as peer:
+        peer.add(request("a"))
+        peer.add(request("b", max_tokens=7))
+        peer.until_ended("a", "b")
+        tokens = [t for d in peer.deltas if d.request_id == "b" for t in d.token_ids]
+        assert len(tokens) == 7
+        peer.at_rest()
+    assert peer.raised is None
+
+
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"\x93",
+    wire.encode(None),
+    wire.encode({"add": 1}),
+    wire.encode(["nothing", 1, 2]),
+    wire.encode(["add"]),
+    wire.encode(["add", 1, "n", {}]),
+    wire.encode(["end", "a", "0", "why", None]),
+    wire.encode(["end", "unknown", None, "abort", None]),
+    wire.encode(["end", "unknown", 12, "stop", "text"]),
+    wire.encode(["ask", "ticket", "stats"]),
+    wire.encode(["stepped", 1, False]),
+    b"\x91" * 5000,
+]
+
+
+def test_garbage_says_nothing_and_harms_nobody():
+    with engine() as peer:
+        peer.add(request("a", max_tokens=50))
+        for body in GARBAGE:
+            peer.send_body(body)
+        rng = random.Random(0)
+        for _ in range(300):
+            peer.send_body(rng.randbytes(rng.randrange(40)))
+        peer.add(request("b"))
+        peer.until_ended("a", "b")
+        assert len([t for d in peer.deltas if d.request_id == "a" for t in d.token_ids]) == 50
+        peer.at_rest()
+
+
+def test_a_request_that_cannot_be_read_ends_all_its_siblings():
+    with engine() as peer:
+        peer.add(request("good", max_tokens=20))
+        peer.send(Add("bad", 3, msgspec.Raw(wire.encode({"request_id": "bad"}))))
+        peer.send(Add("other", 1, msgspec.Raw(wire.encode(request("not the same")))))
+        while len([d for d in peer.deltas if d.finish_reason is not None]) < 5:
+            peer.receive()
+        bad = [d for d in peer.deltas if d.request_id == "bad"]
+        assert [(d.index, d.finish_reason) for d in bad] == [
+            (i, FinishReason.ERROR) for i in range(3)
+        ]
+        assert "ValidationError" in bad[0].error
+        assert bad[0].report is not None
+        assert last(peer, "other").finish_reason is FinishReason.ERROR
+        assert last(peer, "good").finish_reason is FinishReason.LENGTH
+        peer.at_rest()
+
+
+def test_an_idea_of_another_engine_is_refused_with_the_reason():
+    with engine() as peer:
+        peer.add(request("long", [1] * 300))
+        peer.until_ended("long")
+        assert "leaves no room" in last(peer, "long").error
+        assert last(peer, "long").refused is None
+
+
+def test_a_full_queue_refuses_and_says_which_limit():
+    executor = FakeExecutor()
+    executor.gate.clear()
+    with engine(executor, max_num_seqs=1, max_queued_requests=2) as peer:
+        for name in "abcd":
+            peer.add(request(name))
+        executor.gate.set()
+        peer.until_ended("a", "b", "c", "d")
+        refused = [n for n in "abcd" if last(peer, n).refused]
+        assert refused
+        for name in refused:
+            assert last(peer, name).refused == "max_queued_requests"
+            assert last(peer, name).finish_reason is FinishReason.ERROR
+            assert "retry later" in last(peer, name).error
+        peer.at_rest()
+
+
+def test_a_name_that_is_taken_does_not_end_its_owner():
+    executor = FakeExecutor(seconds=0.005)
+    with engine(executor) as peer:
+        peer.add(request("a", max_tokens=30))
+        peer.receive()
+        peer.add(request("a"))
+        while len([d for d in peer.deltas if d.finish_reason is not None]) < 2:
+            peer.receive()
+        tokens = [t for d in peer.deltas for t in d.token_ids]
+        assert len(tokens) == 30
+        peer.at_rest()
+
+
+def _in_decoding(patch: pytest.MonkeyPatch) -> None:
+    genuine = wire.engine_request
+
+    class Broken:
+        def decode(self, body):
+            found = genuine.decode(body)
+            if found.request_id == "victim":
+                raise MemoryError("decoding")
+            return found
+
+    patch.setattr(module, "engine_request", Broken())
+
+
+def _in_the_core(patch: pytest.MonkeyPatch) -> None:
+    genuine = EngineCore.add
+
+    def broken(self, wanted, now):
+        if wanted.request_id == "victim":
+            raise KeyError("core")
+        return genuine(self, wanted, now)
+
+    patch.setattr(EngineCore, "add", broken)
+
+
+def _in_queueing_the_second_sibling(patch: pytest.MonkeyPatch) -> None:
+    genuine = Scheduler.add
+
+    def broken(self, wanted, now):
+        if wanted.key == ("victim", 1):
+            raise ArithmeticError("queue")
+        genuine(self, wanted, now)
+
+    patch.setattr(Scheduler, "add", broken)
+
+
+def _in_sorting_deltas(patch: pytest.MonkeyPatch) -> None:
+    genuine = module.stepped
+
+    def broken(steps, waits, deltas):
+        for delta in deltas:
+            if delta.request_id == "victim" and delta.error is None:
+                raise TypeError("sorting")
+        return genuine(steps, waits, deltas)
+
+    patch.setattr(module, "stepped", broken)
+
+
+def _spoil(patch: pytest.MonkeyPatch, *, at_the_end: bool) -> None:
+    genuine = EngineLoop.step
+
+    def broken(self):
+        deltas = genuine(self)
+        for delta in deltas:
+            finished = delta.finish_reason is FinishReason.LENGTH
+            if delta.request_id == "victim" and finished == at_the_end and not delta.error:
+                delta.logprobs = [TokenLogprobs(object(), 0.0, 1)]
+        return deltas
+
+    patch.setattr(EngineLoop, "step", broken)
+
+
+def _in_encoding_tokens(patch: pytest.MonkeyPatch) -> None:
+    _spoil(patch, at_the_end=False)
+
+
+def _in_encoding_the_end(patch: pytest.MonkeyPatch) -> None:
+    _spoil(patch, at_the_end=True)
+
+
+@pytest.mark.parametrize(
+    "throw",
+    [
+        _in_decoding,
+        _in_the_core,
+        _in_queueing_the_second_sibling,
+        _in_sorting_deltas,
+        _in_encoding_tokens,
+        _in_encoding_the_end,
+    ],
+)
+def test_one_request_fails_alone(throw):
+    with pytest.MonkeyPatch.context() as patch:
+        throw(patch)
+        with engine() as peer:
+            peer.add(request("before", max_tokens=20))
+            peer.add(request("victim", n=2, max_tokens=200))
+            peer.add(request("after", max_tokens=20))
+            seen: dict[tuple[str, int], RequestDelta] = {}  # the client takes the first end
+            while len(seen) < 4:
+                peer.receive()
+                for delta in peer.deltas:
+                    if delta.finish_reason is not None:
+                        seen.setdefault((delta.request_id, delta.index), delta)
+            peer.at_rest()
+            delivered = peer.core.stats().delivered_tokens
+        assert peer.raised is None
+    # Nobody computes on what nobody can be told of.
+    assert delivered < 100 or throw is _in_encoding_the_end
+    for index in range(2):
+        assert seen["victim", index].finish_reason is FinishReason.ERROR
+        assert "Error" in seen["victim", index].error
+        assert seen["victim", index].report is not None
+    for name in ("before", "after"):
+        assert seen[name, 0].finish_reason is FinishReason.LENGTH
+        assert len([t for d in peer.deltas if d.request_id == name for t in d.token_ids]) == 20
+
+
+def test_ending_that_fails_is_logged(caplog):
+    def broken(self, *rest, **more):
+        raise LookupError("ending")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "end", broken)
+        with engine() as peer:
+            peer.add(request("a", max_tokens=20))
+            peer.send(End("a", None, FinishReason.ABORT, None))
+            peer.until_ended("a")
+            peer.at_rest()
+    assert "could not be ended" in caplog.text
+
+
+def test_an_end_frees_within_a_step():
+    executor = FakeExecutor(seconds=0.01)
+    with engine(executor) as peer:
+        peer.add(request("a", max_tokens=200, n=2))
+        while not peer.deltas:
+            peer.receive()
+        peer.send(End("a", 1, FinishReason.STOP, None))
+        peer.send(End("a", 0, FinishReason.ABORT, "why"))
+        peer.until_ended("a", n=2)
+        assert len([t for d in peer.deltas for t in d.token_ids]) < 20
+        peer.at_rest()
+
+
+def test_questions_are_answered():
+    with engine() as peer:
+        peer.add(request("a"))
+        peer.until_ended("a")
+        stats = msgspec.msgpack.decode(peer.ask("stats").body, type=EngineStats)
+        assert stats.delivered_tokens == 5
+        view = msgspec.msgpack.decode(peer.ask("live").body, type=LiveView)
+        assert len(view.steps.ended) == 5
+        assert peer.ask("reset_prefix_cache").error is None
+        unknown = peer.ask("the weather")
+        assert "KeyError" in unknown.error
+
+
+def test_steps_that_fail_again_and_again_end_the_engine():
+    class Lost(FakeExecutor):
+        def submit(self, plan):
+            raise RuntimeError("device lost")
+
+    with engine(Lost()) as peer:
+        for i in range(module.MAX_FAILED_STEPS):
+            assert peer.raised is None
+            peer.add(request(f"r{i}"))
+            peer.until_ended(*(f"r{k}" for k in range(i + 1)))
+        assert peer.receive() == []
+        assert "device lost" in last(peer, "r0").error
+    assert "3 steps in a row" in str(peer.raised)
+
+
+def test_a_step_that_fails_now_and_then_does_not():
+    executor = FakeExecutor()
+    with engine(executor) as peer:
+        for i in range(2 * module.MAX_FAILED_STEPS):
+            if i % 2 == 0:
+                executor.raises = RuntimeError("once")
+            peer.add(request(f"r{i}"))
+            peer.until_ended(*(f"r{k}" for k in range(i + 1)))
+        peer.at_rest()
+    assert peer.raised is None
+
+
+def test_it_ends_with_its_client_even_in_the_middle_of_things():
+    with engine(FakeExecutor(seconds=0.01)) as peer:
+        peer.add(request("a", max_tokens=200))
+        peer.receive()
+        peer.sock.close()
+        peer.thread.join(5)
+        assert not peer.thread.is_alive()
+    assert peer.raised is None
+
+
+def test_it_ends_when_frames_cannot_be_told_apart_any_more(caplog):
+    with engine() as peer:
+        peer.sock.sendall(b"\xff\xff\xff\xff")
+        assert peer.receive() == []
+    assert "cannot be understood" in caplog.text
+
+
+def test_it_waits_for_a_reader_who_does_not_read(monkeypatch):
+    monkeypatch.setattr(lines, "MAX_PENDING", 20_000)
+    with engine(max_num_seqs=8) as peer:
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for i in range(400):
+            peer.add(request(f"request-{i:030}", max_tokens=50, logprobs=0))
+        steps = -1
+        while steps != peer.core.scheduler.counters.steps:  # it comes to a halt
+            steps = peer.core.scheduler.counters.steps
+            time.sleep(0.2)
+        assert peer.core.has_requests
+        assert len(peer.line._outbox) < 40_000
+        peer.until_ended(*(f"request-{i:030}" for i in range(400)))
+        peer.at_rest()
+
+
+def test_an_idle_engine_sleeps(monkeypatch):
+    calls = []
+    genuine = EngineLoop.step
+    monkeypatch.setattr(EngineLoop, "step", lambda self: calls.append(1) or genuine(self))
+    with engine() as peer:
+        peer.add(request("a"))
+        peer.until_ended("a")
+        time.sleep(0.05)
+        before = len(calls)
+        time.sleep(0.2)
+        assert len(calls) == before
+
+
+def test_it_shows_life_while_a_policy_waits(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    with engine(policy="dynamic", batch_size=4, max_wait=0.2) as peer:
+        peer.add(request("a"))
+        beats = []
+        while not peer.deltas:
+            beats += [m.waits for m in peer.receive() if isinstance(m, Stepped) and not m.deltas()]
+        assert len(beats) >= 3
+        assert all(beats)
+
+
+def test_it_shows_life_while_it_reads_a_long_prompt(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    executor = FakeExecutor(seconds=0.01)
+    with engine(executor, max_num_batched_tokens=8) as peer:
+        peer.add(request("a", [1] * 200))
+        steps = []
+        while not peer.deltas:
+            steps += [m.steps for m in peer.receive() if isinstance(m, Stepped)]
+        assert len(steps) >= 4
+        assert steps == sorted(set(steps))

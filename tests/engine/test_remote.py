@@ -1,0 +1,448 @@
+"""The event loop's side, with a test at the other end of the socket instead of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+from helpers.served_engine import engine_in_thread, tiny_config
+
+from kvik.config.errors import ParamError, UnavailableError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.engine import remote as module
+from kvik.engine import wire
+from kvik.engine.async_client import EngineState
+from kvik.engine.live import LiveView
+from kvik.engine.remote import RemoteClient
+from kvik.engine.source import SourceClient
+from kvik.engine.wire import Add, Answer, Ask, End, Frames, Ready, Start, Unusable, stepped
+
+REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
+def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
+    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
+
+
+def token(name: str, index: int = 0) -> RequestDelta:
+    return RequestDelta(name, index, [1])
+
+
+def end(name: str, index: int = 0) -> RequestDelta:
+    return RequestDelta(name, index, [], FinishReason.LENGTH, report=REPORT)
+
+
+class Scripted:
+    """A source whose engine is the test."""
+
+    def __init__(self) -> None:
+        self.client: SourceClient | None = None
+        self.sock: socket.socket | None = None
+        self.lost_why: list[tuple[str, bool]] = []
+        self.closed = False
+        self._frames = Frames()
+
+    def start(self, client: SourceClient) -> None:
+        self.client = client
+        self.connect()
+
+    def connect(self, start: Start | None = None) -> None:
+        ours, self.sock = socket.socketpair()
+        self.sock.setblocking(False)
+        self._frames = Frames()
+        self.client.connect(ours, start)
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        self.lost_why.append((why, for_good))
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def say(self, *messages) -> None:
+        self.sock.sendall(b"".join(wire.frame(message) for message in messages))
+
+    def step(self, *deltas: RequestDelta, steps: int = 1, waits: bool = False) -> None:
+        self.say(stepped(steps, waits, deltas))
+
+    def heard(self) -> list:
+        return [wire.to_engine.decode(b) for b in self._frames.receive(self.sock)[0]]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.source = Scripted()
+        self.client = RemoteClient(tiny_config(), self.source)
+        self.calls: list[list[RequestDelta]] = []
+
+    @property
+    def deltas(self) -> list[RequestDelta]:
+        return [delta for call in self.calls for delta in call]
+
+    @property
+    def ends(self) -> list[tuple[str, int, FinishReason]]:
+        return [(d.request_id, d.index, d.finish_reason) for d in self.deltas if d.finish_reason]
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def with_rig(request) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+    """Run a test in an event loop, with a client that is ready."""
+
+    async def whole(test: Callable[[Rig], Awaitable[None]]) -> None:
+        rig = Rig()
+        rig.client.start(rig.calls.append)
+        assert rig.client.state is EngineState.STARTING
+        rig.source.say(Ready())
+        await rig.settle()
+        assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
+        await asyncio.wait_for(test(rig), 30)
+        await rig.client.close()
+        rig.source.sock.close()
+
+    def run(test: Callable[[Rig], Awaitable[None]]) -> None:
+        factory = uvloop.new_event_loop if request.param == "uvloop" else None
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(whole(test))
+
+    return run
+
+
+def test_requests_and_deltas_go_through(with_rig):
+    async def test(rig):
+        rig.client.add(request())
+        (add,) = rig.source.heard()
+        assert isinstance(add, Add)
+        assert wire.engine_request.decode(add.request) == request()
+        rig.source.step(token("a"))
+        await rig.settle()
+        rig.source.step(token("a"), end("a"), steps=2)
+        await rig.settle()
+        assert rig.deltas == [token("a"), token("a"), end("a")]
+        assert len(rig.calls) == 2
+        assert rig.client.num_unfinished == 0
+
+    with_rig(test)
+
+
+def test_what_is_readable_at_once_is_one_call(with_rig):
+    async def test(rig):
+        rig.client.add(request())
+        for i in range(50):
+            rig.source.step(token("a"), steps=i)
+        rig.source.step(end("a"))
+        await rig.settle()
+        assert len(rig.calls) == 1
+        assert len(rig.deltas) == 51
+
+    with_rig(test)
+
+
+def test_each_sibling_has_one_end_whatever_the_engine_says(with_rig):
+    async def test(rig):
+        rig.client.add(request(n=2))
+        rig.source.step(token("b"), end("b"), token("a", 5), end("a", 2), token("a", -1))
+        rig.source.step(end("a", 1), end("a", 1))
+        rig.source.step(token("a", 1), token("a", 0))
+        await rig.settle()
+        assert rig.deltas == [end("a", 1), token("a", 0)]
+        rig.source.step(end("a", 0), end("a", 0))
+        rig.source.step(end("a", 0))
+        await rig.settle()
+        assert len(rig.ends) == 2
+        assert rig.client.num_unfinished == 0
+
+    with_rig(test)
+
+
+def test_a_lost_engine_ends_everything_at_once(with_rig):
+    async def test(rig):
+        rig.client.add(request("a", n=2))
+        rig.client.add(request("b"))
+        rig.source.step(token("a"), end("a", 1))
+        rig.source.sock.close()
+        await rig.settle()
+        assert sorted(rig.ends) == [
+            ("a", 0, FinishReason.ERROR),
+            ("a", 1, FinishReason.LENGTH),
+            ("b", 0, FinishReason.ERROR),
+        ]
+        error = rig.deltas[-1]
+        assert "ended unexpectedly" in error.error
+        assert error.refused is None
+        assert error.report.arrival <= error.report.finished <= time.monotonic()
+        assert rig.client.state is EngineState.RESTARTING
+        assert rig.source.lost_why == [(rig.client.reason, False)]
+        assert rig.client.num_unfinished == 0
+        with pytest.raises(UnavailableError, match="ended unexpectedly"):
+            rig.client.add(request("c"))
+        rig.client.end("a")  # nobody is there to hear it
+
+    with_rig(test)
+
+
+def test_the_next_engine_knows_nothing_of_the_last(with_rig):
+    async def test(rig):
+        rig.client.add(request("a"))
+        rig.source.step(token("a"), steps=3)
+        rig.source.sock.close()
+        await rig.settle()
+        rig.source.connect(Start(rig.client.config))
+        ((body,), _) = rig.source._frames.receive(rig.source.sock)
+        assert wire.to_start.decode(body) == Start(rig.client.config)
+        assert rig.client.state is EngineState.RESTARTING
+        signs = rig.client.signs_of_life
+        rig.source.say(Ready())
+        await rig.settle()
+        assert rig.client.state is EngineState.READY
+        assert rig.client.signs_of_life == signs + 1
+        rig.client.add(request("a"))
+        rig.source.step(token("a"), end("a"), steps=3)
+        await rig.settle()
+        assert len(rig.ends) == 2
+
+    with_rig(test)
+
+
+GARBAGE = [
+    b"\xff\xff\xff\xff",
+    (3).to_bytes(4, "little") + b"\xc1\xc1\xc1",
+    wire.frame(End("a", 0, FinishReason.STOP, None)),
+    wire.frame(wire.Stepped(1, False, ["a"], [], [])),
+    wire.frame(wire.Stepped(1, False, ["a"], [0], ["token"])),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_an_engine_that_talks_nonsense_is_lost(with_rig, garbage, caplog):
+    async def test(rig):
+        rig.client.add(request("a"))
+        rig.source.sock.sendall(garbage)
+        await rig.settle()
+        assert rig.ends == [("a", 0, FinishReason.ERROR)]
+        assert "cannot be understood" in rig.client.reason
+        assert len(rig.source.lost_why) == 1
+
+    with_rig(test)
+
+
+def test_an_engine_that_cannot_be_loaded_says_why(with_rig):
+    async def test(rig):
+        rig.source.say(Unusable("model", "has no weights"))
+        rig.source.sock.close()
+        await rig.settle()
+        assert rig.client.state is EngineState.FAILED
+        assert rig.client.reason == "model: has no weights"
+        assert rig.source.lost_why == [("model: has no weights", True)]
+
+    with_rig(test)
+
+
+def test_a_sink_that_fails_harms_nobody(with_rig, caplog):
+    async def test(rig):
+        def sink(deltas):
+            rig.calls.append(deltas)
+            raise ValueError("sink")
+
+        rig.client._sink = sink
+        rig.client.add(request("a"))
+        rig.source.step(token("a"))
+        await rig.settle()
+        rig.source.step(end("a"))
+        await rig.settle()
+        assert rig.deltas == [token("a"), end("a")]
+        assert rig.client.state is EngineState.READY
+
+    with_rig(test)
+    assert caplog.text.count("deltas were not taken") == 2
+
+
+def test_what_cannot_be_served_is_refused_here(with_rig):
+    async def test(rig):
+        with pytest.raises(ParamError, match="outside"):
+            rig.client.add(request(prompt=[99]))
+        with pytest.raises(ParamError, match="cannot be sent"):
+            rig.client.add(EngineRequest("\ud800", [1], SamplingParams()))
+        with pytest.raises(ParamError, match="cannot be sent"):
+            rig.client.add(request("c", stop=("\ud800",)))
+        rig.client.add(request("a"))
+        with pytest.raises(ParamError, match="already being served"):
+            rig.client.add(request("a"))
+        assert len(rig.source.heard()) == 1
+        assert rig.client.num_unfinished == 1
+
+    with_rig(test)
+
+
+def test_an_end_is_sent_only_for_what_runs(with_rig):
+    async def test(rig):
+        rig.client.add(request("a"))
+        rig.source.heard()
+        rig.client.end("unknown")
+        rig.client.end("a", 0, FinishReason.ERROR, "text \ud800")
+        (heard,) = rig.source.heard()
+        assert heard == End("a", 0, FinishReason.ERROR, "text ?")
+        assert rig.client.num_unfinished == 1  # until the engine says so
+        rig.source.step(end("a"))
+        await rig.settle()
+        rig.client.end("a")
+        assert rig.source.heard() == []
+
+    with_rig(test)
+
+
+@pytest.mark.parametrize("state", [s for s in EngineState if s is not EngineState.READY])
+def test_only_a_ready_engine_is_given_requests(with_rig, state):
+    async def test(rig):
+        rig.client.set_state(state, "so it is")
+        with pytest.raises(UnavailableError, match="so it is"):
+            rig.client.add(request())
+        with pytest.raises(UnavailableError):
+            await rig.client.live()
+        assert (await rig.client.stats()).num_blocks == 512
+        assert rig.source.heard() == []
+
+    with_rig(test)
+
+
+def test_an_engine_that_does_not_read_stops_nobody(with_rig, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PENDING", 1 << 20)
+
+    async def test(rig):
+        rig.client.add(request("first"))
+        added = 1
+        with pytest.raises(UnavailableError, match="does not keep up"):
+            while added < 100_000:
+                rig.client.add(request(f"r{added}", [1] * 200))
+                added += 1
+        rig.client.end("r1")
+        heard = []
+        while len(heard) < added + 1:
+            heard += rig.source.heard()
+            await asyncio.sleep(0)
+        assert [m.request_id for m in heard] == [
+            "first",
+            *(f"r{i}" for i in range(1, added)),
+            "r1",
+        ]
+        rig.client.add(request("again"))
+
+    with_rig(test)
+
+
+def test_the_last_stats_are_told_if_there_are_no_new_ones(with_rig, monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+
+    async def test(rig):
+        known = (await rig.client.stats()).steps
+        asking = asyncio.create_task(rig.client.stats())
+        await rig.settle()
+        ask = rig.source.heard()[-1]
+        assert isinstance(ask, Ask)
+        fresh = rig.client._stats
+        body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
+        rig.source.say(Answer(ask.ticket, body))
+        assert (await asking).steps == 7 != known
+        assert (await rig.client.stats()).steps == 7  # not answered
+        rig.source.say(Answer(999, body), Answer(ask.ticket, body))  # too late, or for nobody
+        await rig.settle()
+        assert fresh.steps == 0
+        with pytest.raises(UnavailableError, match="in time"):
+            await rig.client.live()
+
+    with_rig(test)
+
+
+def test_a_question_ends_with_the_engine(with_rig):
+    async def test(rig):
+        asking = asyncio.create_task(rig.client.reset_prefix_cache())
+        await rig.settle()
+        rig.source.sock.close()
+        with pytest.raises(UnavailableError, match="ended unexpectedly"):
+            await asking
+
+    with_rig(test)
+
+
+def test_closing_ends_everything_and_is_final(with_rig):
+    async def test(rig):
+        rig.client.add(request("a"))
+        asking = asyncio.create_task(rig.client.reset_prefix_cache())
+        await rig.settle()
+        await rig.client.close()
+        assert rig.ends == [("a", 0, FinishReason.ERROR)]
+        assert rig.source.closed
+        with pytest.raises(UnavailableError):
+            await asking
+        rig.client.set_state(EngineState.READY, "")
+        assert rig.client.state is EngineState.CLOSED
+        assert not rig.source._frames.receive(rig.source.sock)[1]
+
+    with_rig(test)
+
+
+def test_signs_of_life(with_rig):
+    async def test(rig):
+        signs = rig.client.signs_of_life
+        assert signs > 0
+
+        async def grows(**step) -> bool:
+            nonlocal signs
+            before, _ = signs, rig.source.step(**step)
+            await rig.settle()
+            signs = rig.client.signs_of_life
+            return signs > before
+
+        assert await grows(steps=1)
+        assert not await grows(steps=1)
+        assert await grows(steps=1, waits=True)
+        assert await grows(steps=2)
+        assert not await grows(steps=2)
+
+    with_rig(test)
+
+
+@pytest.mark.parametrize("factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_with_a_real_loop_at_the_other_end(factory):
+    async def test() -> None:
+        async with engine_in_thread(max_num_seqs=4) as served:
+            deltas: list[RequestDelta] = []
+            served.client.start(deltas.extend)
+            await served.ready()
+            for i in range(40):
+                served.client.add(request(f"r{i}", n=1 + i % 3, max_tokens=1 + i % 7))
+                if i % 5 == 0:
+                    served.client.end(f"r{i}")
+            await served.at_rest()
+            while served.client.num_unfinished:
+                await asyncio.sleep(0.001)
+            ends = [d for d in deltas if d.finish_reason is not None]
+            assert len(ends) == sum(1 + i % 3 for i in range(40))
+            assert len({(d.request_id, d.index) for d in ends}) == len(ends)
+            stats = await served.client.stats()
+            assert stats.num_running == 0
+            view = await served.client.live()
+            assert isinstance(view, LiveView)
+            assert await served.client.reset_prefix_cache() == stats.cached_blocks
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(test())
+
+
+def test_asyncio_has_nothing_to_complain_about(with_rig, caplog):
+    async def test(rig):
+        rig.client.add(request())
+        rig.source.step(end("a"))
+        await rig.settle()
+
+    with caplog.at_level(logging.WARNING):
+        with_rig(test)
+    assert not caplog.records

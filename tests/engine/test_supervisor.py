@@ -1,0 +1,399 @@
+"""Engine processes that crash, hang and cannot be loaded, and what becomes of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+from helpers import engine_child
+from helpers.engine_child import CRASH, HANG, PAUSE
+from helpers.served_engine import tiny_config
+
+from kvik.config.errors import UnavailableError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.async_client import EngineState
+from kvik.engine.remote import RemoteClient
+from kvik.engine.supervisor import Patience, Supervisor, patience_for
+from kvik.engine.wire import Start
+
+QUICK = Patience(
+    stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0
+)
+
+
+def request(name: str = "a", *more: int, **params: object) -> EngineRequest:
+    return EngineRequest(name, [1, 2, 3, *more], SamplingParams(**{"max_tokens": 5, **params}))
+
+
+class Rig:
+    """A client with an engine process. `mode`: how `engine_child` is to run, or another command."""
+
+    def __init__(self, mode: str, patience: Patience) -> None:
+        config = tiny_config()
+        own = [sys.executable, str(Path(engine_child.__file__)), mode]
+        command = [mode] if mode.startswith("/") else own
+        self.printed: list[str] = []
+        self.supervisor = Supervisor(command, Start(config), patience, self.printed.append)
+        self.client = RemoteClient(config, self.supervisor)
+        self.deltas: list[RequestDelta] = []
+        self.states: list[EngineState] = []
+
+    async def until(self, state: EngineState) -> None:
+        while self.client.state is not state:
+            await asyncio.sleep(0.002)
+
+    async def ended(self, name: str) -> RequestDelta:
+        while True:
+            for delta in self.deltas:
+                if delta.request_id == name and delta.finish_reason is not None:
+                    return delta
+            await asyncio.sleep(0.002)
+
+    async def restarted(self) -> None:
+        """Until there is another engine than now."""
+        pid = self.supervisor.pid
+        while self.supervisor.pid in (pid, None):
+            await asyncio.sleep(0.002)
+        await self.until(EngineState.READY)
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process; a dead one that nobody has waited for counts."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def open_files() -> set[str]:
+    """What the file descriptors of this process are."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
+
+
+def supervised(
+    test: Callable[[Rig], Awaitable[None]],
+    mode: str = "serve",
+    patience: Patience = QUICK,
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Rig:
+    """Run a test with an engine process; afterwards nothing may be left of it."""
+    rig = Rig(mode, patience)
+
+    async def whole() -> None:
+        rig.client.start(rig.deltas.extend)
+        before = None
+        try:
+            await asyncio.wait_for(test(rig), 60)
+        finally:
+            before, began = rig.supervisor.pid, time.monotonic()
+            await rig.client.close()
+            assert time.monotonic() - began < 5
+        assert rig.supervisor.pid is None
+        assert before is None or not exists(before)
+        assert rig.client.num_unfinished == 0
+        ends = [(d.request_id, d.index) for d in rig.deltas if d.finish_reason is not None]
+        assert len(set(ends)) == len(ends)
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(asyncio.sleep(0))
+        files = open_files()
+        runner.run(whole())
+        assert open_files() == files
+    return rig
+
+
+@pytest.mark.parametrize("factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_process_that_dies_is_replaced(factory):
+    async def test(rig: Rig) -> None:
+        with pytest.raises(UnavailableError, match="being started"):
+            rig.client.add(request())
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a"))
+        assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
+        rig.client.add(request("b", n=2, max_tokens=200))
+        while len(rig.deltas) < 8:
+            await asyncio.sleep(0.001)
+        os.kill(rig.supervisor.pid, signal.SIGKILL)
+        began = time.monotonic()
+        lost = await rig.ended("b")
+        assert time.monotonic() - began < 1
+        assert lost.finish_reason is FinishReason.ERROR
+        assert rig.client.state is EngineState.RESTARTING
+        await rig.restarted()
+        rig.client.add(request("c"))
+        assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
+        assert (await rig.client.stats()).delivered_tokens == 5
+
+    rig = supervised(test, factory=factory)
+    assert sum(d.finish_reason is FinishReason.ERROR for d in rig.deltas) == 2
+
+
+def test_the_reason_says_how_it_ended_and_its_last_words():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", CRASH))
+        assert (await rig.ended("a")).finish_reason is FinishReason.ERROR
+        while "status" not in rig.client.reason:
+            await asyncio.sleep(0.001)
+        assert rig.client.reason == "the engine process exited with status 3: here it goes"
+        await rig.restarted()
+        assert rig.client.reason == ""
+        os.kill(rig.supervisor.pid, signal.SIGSEGV)
+        while "SIGSEGV" not in rig.client.reason:
+            await asyncio.sleep(0.001)
+
+    rig = supervised(test)
+    assert "here it goes\n" in "".join(rig.printed)
+
+
+def test_one_that_crashes_again_and_again_is_given_up():
+    async def test(rig: Rig) -> None:
+        for i in range(QUICK.crashes):
+            await rig.until(EngineState.READY)
+            rig.client.add(request(f"r{i}", CRASH))
+            await rig.ended(f"r{i}")
+        await rig.until(EngineState.FAILED)
+        assert "crashed 3 times; at last: the engine process exited" in rig.client.reason
+        with pytest.raises(UnavailableError, match="crashed 3 times"):
+            rig.client.add(request("late"))
+        assert rig.supervisor.pid is None
+
+    supervised(test)
+
+
+def test_old_crashes_are_forgiven():
+    async def test(rig: Rig) -> None:
+        for i in range(2 * QUICK.crashes):
+            await rig.until(EngineState.READY)
+            rig.client.add(request(f"r{i}", CRASH))
+            await rig.ended(f"r{i}")
+        await rig.until(EngineState.READY)
+
+    supervised(test, patience=Patience(exit=1.0, pause=0.01, crashes=3, window=0.05))
+
+
+def test_one_that_does_not_start_is_given_up():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.FAILED)
+        assert "RuntimeError: this engine cannot even start" in rig.client.reason
+
+    supervised(test, "broken")
+
+
+def test_a_command_that_does_not_exist():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.FAILED)
+        assert "cannot be started" in rig.client.reason
+
+    supervised(test, "/no/such/command")
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.FAILED)
+        assert rig.client.reason == "model: has no weights"
+        await asyncio.sleep(0.3)
+        assert rig.client.state is EngineState.FAILED
+        assert rig.supervisor.pid is None
+
+    supervised(test, "unusable")
+
+
+def test_closing_while_it_ends():
+    supervised(lambda rig: rig.until(EngineState.FAILED), "unusable")
+
+
+def test_one_that_was_loaded_before_is_tried_again(tmp_path):
+    """As what is missing now may be back soon: memory, a network disk."""
+
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        os.kill(rig.supervisor.pid, signal.SIGKILL)
+        await asyncio.sleep(0)
+        while (tmp_path / "loaded").exists():
+            if "no weights" in rig.client.reason:
+                (tmp_path / "loaded").unlink()
+            await asyncio.sleep(0.001)
+        await rig.until(EngineState.READY)
+
+    supervised(test, f"once:{tmp_path / 'loaded'}", Patience(exit=1.0, pause=0.05, crashes=20))
+
+
+def test_one_that_hangs_is_unhealthy_and_then_replaced():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", HANG))
+        await rig.until(EngineState.STALLED)
+        assert "no step was computed" in rig.client.reason
+        with pytest.raises(UnavailableError, match="no step was computed"):
+            rig.client.add(request("b"))
+        lost = await rig.ended("a")
+        assert lost.finish_reason is FinishReason.ERROR
+        await rig.until(EngineState.READY)
+        rig.client.add(request("c"))
+        assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
+
+    supervised(test, patience=Patience(stall=0.5, kill=0.5, exit=1.0, pause=0.01))
+
+
+def test_one_that_was_only_slow_is_healthy_again():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        pid = rig.supervisor.pid
+        rig.client.add(request("a", PAUSE))
+        await rig.until(EngineState.STALLED)
+        await rig.until(EngineState.READY)
+        assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
+        assert rig.supervisor.pid == pid
+
+    supervised(test)
+
+
+def test_an_idle_engine_does_not_stall():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a"))
+        await rig.ended("a")
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            assert rig.client.state is EngineState.READY
+
+    supervised(test)
+
+
+def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", max_tokens=240, ignore_eos=True))
+        while not rig.deltas:
+            await asyncio.sleep(0.001)
+        time.sleep(2.0)
+        for _ in range(20):
+            assert rig.client.state is EngineState.READY
+            await asyncio.sleep(0.01)
+        assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
+
+    supervised(test, patience=Patience(stall=1.0))
+
+
+class Still:
+    """A client whose engine has work and shows no sign of life."""
+
+    num_unfinished = 1
+    signs_of_life = 1
+    state, reason = EngineState.READY, ""
+
+    def set_state(self, state: EngineState, reason: str) -> None:
+        self.state = state
+
+
+def test_only_time_that_was_watched_counts():
+    async def test() -> None:
+        line = Still()
+        supervisor = Supervisor([], Start(tiny_config()), Patience(stall=1.0, kill=0.2), print)
+        watching = asyncio.create_task(supervisor._watch(line))
+        await asyncio.sleep(0.1)
+        time.sleep(2.0)
+        await asyncio.sleep(0.01)
+        assert line.state is EngineState.READY
+        began = time.monotonic()
+        assert "no step was computed" in await watching
+        assert line.state is EngineState.STALLED
+        assert time.monotonic() - began > 0.5
+
+    asyncio.run(test())
+
+
+def test_closing_ends_one_that_does_not_listen():
+    async def test(rig: Rig) -> None:
+        await asyncio.sleep(0.5)
+        assert rig.client.state is EngineState.STARTING
+
+    supervised(test, "deaf")
+
+
+def test_closing_ends_one_that_hangs_in_a_step():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", HANG, n=3))
+        await asyncio.sleep(0.1)
+
+    rig = supervised(test)
+    assert [d.finish_reason for d in rig.deltas] == [FinishReason.ERROR] * 3
+
+
+def test_closing_at_any_moment():
+    for delay in (0.0, 0.02, 0.1, 0.2):
+        supervised(lambda rig, delay=delay: asyncio.sleep(delay))
+        supervised(lambda rig, delay=delay: asyncio.sleep(delay), "broken")
+
+
+def test_signals_of_the_terminal_do_not_reach_it():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        assert os.getsid(rig.supervisor.pid) == rig.supervisor.pid != os.getsid(0)
+
+    supervised(test)
+
+
+ORPHAN = """
+import asyncio, os, signal, sys
+sys.path.insert(0, {tests!r})
+from engine.test_supervisor import Rig, request, QUICK, HANG
+from kvik.engine.async_client import EngineState
+
+async def main():
+    rig = Rig({mode!r}, QUICK)
+    rig.client.start(rig.deltas.extend)
+    if {mode!r} == "serve":
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", max_tokens=200))
+    else:
+        await asyncio.sleep(0.5)
+    print(rig.supervisor.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_it_does_not_outlive_a_parent_that_was_killed():
+    tests = str(Path(__file__).parents[1])
+    script = ORPHAN.format(tests=tests, mode="serve")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, until = int(done.stdout), time.monotonic() + 10
+    while exists(pid) and not _is_zombie(pid):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Dead, but whoever inherited it has not noticed."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_patience_grows_with_what_a_step_on_a_cpu_may_take():
+    config = tiny_config()
+    assert 60.0 <= patience_for(config).stall < 60.1
+    large = tiny_config(max_num_batched_tokens=10**7)
+    assert patience_for(large).stall > 60.2

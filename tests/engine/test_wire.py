@@ -1,0 +1,188 @@
+"""Frames whole again however the bytes came, and messages that mean the same on both sides."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import fields, replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import (
+    EngineRequest,
+    FinishReason,
+    Pin,
+    RequestDelta,
+    RequestReport,
+    TokenLogprobs,
+)
+from kvik.engine import wire
+from kvik.engine.wire import Add, End, Frames, Outbox, Ready, Stepped, WireError, stepped
+
+REPORT = RequestReport(1.0, 2.0, None, 3.0, 4, 5)
+
+
+def framed(bodies: list[bytes]) -> bytes:
+    return b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=60))
+def test_frames_are_found_in_any_pieces(bodies, cuts):
+    data, found, frames = framed(bodies), [], Frames()
+    for cut in cuts:
+        found += frames.feed(data[:cut])
+        data = data[cut:]
+    found += frames.feed(data)
+    assert found == bodies
+
+
+def test_a_long_frame_is_not_copied_with_every_piece():
+    data, frames = framed([bytes(1 << 20), b"next"]), Frames()
+    for at in range(0, len(data), 1000):
+        for body in frames.feed(data[at : at + 1000]):
+            assert body in (bytes(1 << 20), b"next")
+    assert frames.feed(b"") == []
+
+
+def test_a_frame_that_is_too_long_is_refused_at_its_head():
+    with pytest.raises(WireError, match="101 bytes; at most 100"):
+        Frames(limit=100).feed((101).to_bytes(4, "little"))
+    with pytest.raises(WireError):
+        Frames(limit=100).feed(framed([b"x"]) + (2**32 - 1).to_bytes(4, "little"))
+
+
+def test_receiving_tells_nothing_yet_from_nothing_ever():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    frames = Frames()
+    assert frames.receive(ours) == ([], True)
+    theirs.send(framed([b"a"]) + b"\1")
+    assert frames.receive(ours) == ([b"a"], True)
+    theirs.send(b"\0\0\0b")
+    theirs.close()
+    assert frames.receive(ours) == ([b"b"], False)
+    assert frames.receive(ours) == ([], False)
+    ours.close()
+
+
+def test_what_a_full_socket_does_not_take_follows_in_order():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    outbox, frames, found = Outbox(), Frames(), []
+    bodies = [i.to_bytes(2, "big") * 5000 for i in range(100)]
+    for body in bodies:
+        outbox.send(ours, framed([body]))
+    assert len(outbox) > 0
+    while len(found) < len(bodies):
+        found += frames.receive(theirs)[0]
+        outbox.flush(ours)
+    assert found == bodies
+    assert len(outbox) == 0
+    theirs.close()
+    with pytest.raises(OSError):
+        outbox.send(ours, b"x")
+    ours.close()
+
+
+DELTAS = [
+    RequestDelta("a", 0, [1]),
+    RequestDelta("b", 3, [1, 2, 3]),
+    RequestDelta("c", 0, []),
+    RequestDelta("d", 0, [5], logprobs=[TokenLogprobs(5, -1.5, 2, ((7, -0.5), (5, -1.5)))]),
+    RequestDelta("e", 0, [5], FinishReason.STOP, stop_reason=5, report=REPORT),
+    RequestDelta("e", 1, [5], FinishReason.STOP, stop_reason="end", report=REPORT),
+    RequestDelta("f", 0, [], FinishReason.ERROR, error="é\0", report=REPORT, refused="limit"),
+    RequestDelta("g", 0, [], FinishReason.LENGTH, report=REPORT, embedding=[0.5, -2.0]),
+]
+
+
+def through(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder) -> object:
+    (body,) = Frames().feed(wire.frame(message))
+    return decoder.decode(body)
+
+
+@given(st.lists(st.sampled_from(DELTAS), max_size=6))
+def test_deltas_arrive_as_they_were(deltas):
+    message = through(stepped(17, True, deltas), wire.from_engine)
+    assert isinstance(message, Stepped)
+    assert (message.steps, message.waits) == (17, True)
+    arrived = message.deltas()
+    assert sorted(map(repr, arrived)) == sorted(map(repr, deltas))
+    for request_id in {delta.request_id for delta in deltas}:
+        mine = [d for d in deltas if d.request_id == request_id]
+        assert [d for d in arrived if d.request_id == request_id] == mine
+
+
+# Fields that come only with the last delta, which is never one of tokens alone.
+AT_THE_END = {"stop_reason", "error", "report", "embedding", "refused"}
+
+
+@pytest.mark.parametrize(
+    "name", [f.name for f in fields(RequestDelta)[3:] if f.name not in AT_THE_END]
+)
+def test_no_field_is_lost_in_the_columns(name):
+    delta = replace(RequestDelta("a", 0, [1]), **{name: "something"})
+    assert stepped(1, False, [delta]).deltas() == [delta]
+
+
+def test_plain_tokens_travel_as_columns_and_before_an_end():
+    message = stepped(1, False, [DELTAS[4], DELTAS[0]])
+    assert message.ids == ["a"]
+    assert message.deltas() == [DELTAS[0], DELTAS[4]]
+
+
+def test_logprobs_of_a_prompt_come_before_its_first_token():
+    prompt = RequestDelta("a", 0, [], prompt_logprobs=[TokenLogprobs(1, -1.0, 1)])
+    deltas = [prompt, RequestDelta("a", 0, [1])]
+    message = through(stepped(1, False, deltas), wire.from_engine)
+    assert message.deltas() == deltas
+
+
+REQUEST = EngineRequest(
+    "r",
+    [1, 2, 3],
+    SamplingParams(
+        n=2,
+        logit_bias={3: -1.5},
+        allowed_token_ids=(1, 2),
+        bad_words=((1, 2), (3,)),
+        stop=("end",),
+        stop_token_ids=(4,),
+        seed=-(2**63),
+        prompt_logprobs=0,
+    ),
+    priority=-3,
+    cache_salt="salt",
+    deadline=12.5,
+    tenant="somebody",
+    pins=(Pin(2, 300.0),),
+)
+
+
+def test_requests_arrive_as_they_were():
+    add = through(Add("r", 2, msgspec.Raw(wire.encode(REQUEST))), wire.to_engine)
+    assert isinstance(add, Add)
+    assert wire.engine_request.decode(add.request) == REQUEST
+    end = End("r", None, FinishReason.ABORT, None)
+    assert through(end, wire.to_engine) == end
+    assert through(Ready(), wire.from_engine) == Ready()
+
+
+def test_parameters_are_checked_again_as_they_arrive():
+    bad = msgspec.to_builtins(REQUEST.params) | {"temperature": -1.0}
+    whole = msgspec.to_builtins(REQUEST) | {"params": bad}
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        wire.engine_request.decode(wire.encode(whole))
+    with pytest.raises(ParamError):
+        SamplingParams(temperature=-1.0)
+
+
+def test_what_is_too_long_is_not_sent(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_FRAME", 10)
+    with pytest.raises(WireError, match="at most 10 can be sent"):
+        wire.frame(End("a" * 20, None, FinishReason.ABORT, None))

@@ -1,0 +1,62 @@
+"""An engine process without a model, `python engine_child.py MODE FD`, to test what watches it.
+
+Tokens of a prompt tell it what to do in the step that reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+CRASH, HANG, PAUSE = 60, 61, 62  # tokens of a prompt
+PAUSE_SECONDS = 1.2
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+    from helpers.served_engine import FakeExecutor
+
+    from kvik.core.plan import SchedulerOutput
+    from kvik.engine.core import EngineCore
+    from kvik.engine.host import EngineHost
+    from kvik.engine.lines import HostLine
+    from kvik.engine.loop import EngineLoop
+    from kvik.engine.wire import Unusable, frame, to_start
+
+    class Misbehaving(FakeExecutor):
+        def submit(self, plan: SchedulerOutput) -> object:
+            prompts = {token for new in plan.new_requests for token in new.token_ids}
+            if CRASH in prompts:
+                print("here it goes", file=sys.stderr, flush=True)
+                os._exit(3)
+            if HANG in prompts:
+                time.sleep(1000)
+            if PAUSE in prompts:
+                time.sleep(PAUSE_SECONDS)
+            return super().submit(plan)
+
+    mode, fd = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if mode == "broken":
+        raise RuntimeError("this engine cannot even start")
+    line = HostLine(socket.socket(fileno=int(fd)))
+    while not (bodies := line.receive(None)):
+        pass
+    config = to_start.decode(bodies[0]).config
+    marker = Path(mode.removeprefix("once:"))
+    if mode == "unusable" or (mode.startswith("once:") and marker.exists()):
+        line.send(frame(Unusable("model", "has no weights")))
+        line.close()
+        sys.exit(1)
+    if mode.startswith("once:"):
+        marker.touch()
+    if mode == "deaf":
+        time.sleep(1000)
+    EngineHost(
+        EngineLoop(EngineCore(config), Misbehaving(seconds=0.002), time.monotonic), line
+    ).run()

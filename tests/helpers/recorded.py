@@ -1,0 +1,76 @@
+"""A busy little engine whose flight is recorded: whatever a server may see, in a second."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from kvik.config.config import EngineConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, Pin
+from kvik.engine.record_file import MAGIC, Event, FrameWriter, Header, encode
+from kvik.engine.stats import EngineStats
+from kvik.launch import resolve_config, start
+
+
+def record_flight(path: Path, *, requests: int = 24, seed: int = 0, **config: Any) -> EngineStats:
+    """Requests come and go at random, of several kinds, and there are too few blocks for them."""
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
+    wishes = {"device": "cpu", "threads": 1, "num_blocks": 13, **sizes, **config}
+    engine = start(resolve_config(EngineConfig(**wishes)), record=path)
+    client, rng = engine.client, random.Random(seed)
+    shared = [rng.randrange(5, 200) for _ in range(40)]
+    unsent = [_request(i, rng, shared) for i in range(requests)]
+    kinds = {request.request_id: request.pooling for request in unsent}
+    serving: set[str] = set()
+    try:
+        while unsent or client.has_requests:
+            for _ in range(rng.choice((0, 0, 1, 3))):
+                if unsent:
+                    request = unsent.pop()
+                    client.add(request)
+                    serving.add(request.request_id)
+            if serving and rng.random() < 0.05:
+                client.end(rng.choice(sorted(serving)))
+            for delta in client.poll():
+                assert delta.error is None
+                if delta.finish_reason is not None:
+                    serving.discard(delta.request_id)
+                    computed = delta.finish_reason is FinishReason.LENGTH
+                    pooled = kinds[delta.request_id] is not None
+                    assert (delta.embedding is not None) == (pooled and computed)
+        return client.stats()
+    finally:
+        client.close()
+
+
+def written(header: Header, events: list[Event]) -> bytes:
+    """A recording of such events."""
+    frames = FrameWriter()
+    return MAGIC + b"".join(frames.frame(encode(event)) for event in [header, *events])
+
+
+def _request(i: int, rng: random.Random, shared: list[int]) -> EngineRequest:
+    prompt = shared[: rng.randrange(41)] + [rng.randrange(5, 200) for _ in range(1 + i % 30)]
+    params = SamplingParams(
+        n=rng.choice((1, 1, 1, 2)),
+        temperature=rng.choice((0.0, 0.8, 1.0)),
+        max_tokens=rng.randrange(10, 60),
+        seed=rng.choice((None, None, 7)),
+        logprobs=rng.choice((None, None, 1)),
+        repetition_penalty=rng.choice((1.0, 1.1)),
+    )
+    pooling = rng.choice((None, None, None, "mean", "last")) if params.n == 1 else None
+    return EngineRequest(
+        f"r{i}",
+        prompt,
+        params,
+        priority=i % 3,
+        cache_salt="ab"[i % 2],
+        tenant=("", "one", "another")[i % 3],
+        deadline=time.monotonic() + 0.05 if i % 8 == 0 else None,
+        pins=(Pin(16, 0.1),) if i % 5 == 0 else (),
+        pooling=pooling,
+    )

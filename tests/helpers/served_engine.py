@@ -1,0 +1,217 @@
+"""An engine behind a socket, in a thread of this process: what a server test talks to.
+
+    async with engine_in_thread() as served:
+        served.client.start(sink)          # in the event loop that the server runs in
+        await served.ready()
+
+`fake_executor()` answers without a model; `bundled()` is the story model, loaded once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from kvik.config.config import (
+    CacheConfig,
+    EngineConfig,
+    MemoryPlan,
+    ResolvedConfig,
+    RunnerConfig,
+    SchedulerConfig,
+)
+from kvik.config.kv_spec import group_layers
+from kvik.config.model_spec import ModelSpec
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.engine.async_client import EngineState
+from kvik.engine.core import EngineCore
+from kvik.engine.executor import Executor
+from kvik.engine.host import EngineHost
+from kvik.engine.lines import HostLine
+from kvik.engine.loop import EngineLoop
+from kvik.engine.remote import RemoteClient
+from kvik.engine.source import SourceClient
+
+EOS = 63
+
+
+def tiny_config(**scheduler: object) -> ResolvedConfig:
+    """Of a model with 64 tokens that does not exist, for a fake executor."""
+    spec = ModelSpec.from_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 64,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 256,
+            "eos_token_id": EOS,
+        }
+    )
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **scheduler}
+    return ResolvedConfig(
+        model=spec,
+        cache=CacheConfig(4, 513, group_layers(spec.kv_specs(4))),
+        scheduler=SchedulerConfig(**options),
+        runner=RunnerConfig("", "float32", "cpu", "sdpa", 1),
+        memory=MemoryPlan(0, 0, 0, 0, 0),
+        seed=0,
+        decisions=(),
+    )
+
+
+@dataclass
+class FakeExecutor:
+    """Answers each sampling row with `token(step, row)`.
+
+    Attributes:
+        seconds: what a step takes.
+        gate: a step waits until it is set.
+        raises: from the next step.
+    """
+
+    token: Callable[[int, int], int] = lambda step, row: 1 + step % 50
+    seconds: float = 0.0
+    gate: threading.Event = field(default_factory=threading.Event)
+    raises: Exception | None = None
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def start(self) -> None: ...
+
+    def submit(self, plan: SchedulerOutput) -> object:
+        self.gate.wait(30)
+        time.sleep(self.seconds)
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+        tokens = [[self.token(plan.step, row)] if s else [] for row, s in enumerate(plan.samples)]
+        return ModelRunnerOutput(plan.step, tokens)
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        assert isinstance(handle, ModelRunnerOutput)
+        return handle
+
+    def stop(self) -> None: ...
+
+
+@functools.cache
+def bundled() -> tuple[ResolvedConfig, Executor]:
+    """The story model on one thread, loaded once for all tests of a run. One engine at a time may
+    use it."""
+    from kvik.launch import launch
+
+    engine = launch(
+        EngineConfig(
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            max_num_seqs=8,
+            max_model_len=512,
+            num_blocks=512,
+        )
+    )
+    return engine.resolved, engine.executor
+
+
+class ThreadSource:
+    """An engine in a thread, once."""
+
+    def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
+        self.core = EngineCore(config)
+        self.loop = EngineLoop(self.core, executor, time.monotonic)
+        self.ours, self.theirs = socket.socketpair()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._client: SourceClient | None = None
+
+    def start(self, client: SourceClient) -> None:
+        self._client = client
+        client.connect(self.ours, None)
+        self._thread.start()
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        assert self._client is not None
+        self._client.set_state(EngineState.FAILED, why)
+
+    async def close(self) -> None:
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, 30)
+            assert not self._thread.is_alive(), "the engine does not end"
+        self.ours.close()
+        self.theirs.close()
+
+    def _run(self) -> None:
+        line = HostLine(self.theirs)
+        try:
+            EngineHost(self.loop, line).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            line.close()
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """Attributes:
+    client: to be started with a sink, in the event loop.
+    core: the engine's own; to be looked at when it is at rest.
+    """
+
+    client: RemoteClient
+    core: EngineCore
+    executor: Executor
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(30):
+            while self.client.state is not EngineState.READY:
+                await asyncio.sleep(0.001)
+
+    async def at_rest(self) -> None:
+        """Until everything has been given back: no request, no slot, no block."""
+        async with asyncio.timeout(30):
+            while self.client.num_unfinished or self.core.has_requests:
+                await asyncio.sleep(0.001)
+        assert not self.core.scheduler.has_requests
+        pool = self.core.scheduler.kv.pool
+        assert pool.num_free == pool.num_blocks - 1
+
+
+def make_engine(
+    config: ResolvedConfig | None = None, executor: Executor | None = None, **scheduler: object
+) -> ServedEngine:
+    """Not yet started; `await served.client.close()` ends it.
+
+    Args:
+        config, executor: `bundled()`, or a tiny model that does not exist and a `FakeExecutor`.
+        scheduler: fields of `SchedulerConfig` to change.
+    """
+    if config is None:
+        config = tiny_config(**scheduler)
+    else:
+        config = replace(config, scheduler=replace(config.scheduler, **scheduler))
+    executor = executor or FakeExecutor()
+    source = ThreadSource(config, executor)
+    return ServedEngine(RemoteClient(config, source), source.core, executor)
+
+
+@asynccontextmanager
+async def engine_in_thread(
+    config: ResolvedConfig | None = None, executor: Executor | None = None, **scheduler: object
+) -> AsyncIterator[ServedEngine]:
+    """See `make_engine`. It is closed at the end."""
+    served = make_engine(config, executor, **scheduler)
+    try:
+        yield served
+    finally:
+        await served.client.close()

@@ -1,0 +1,158 @@
+"""The real engine in a process of its own, with the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine import wire
+from kvik.engine.async_client import EngineState
+from kvik.engine.remote import RemoteClient
+from kvik.engine.wire import Frames, Start, Unusable
+from kvik.engine_process import engine_in_process
+from kvik.launch import resolve_config
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
+PROMPTS = [[1, 2, 3], [1, 400, 5, 77], [1] * 40]
+PARAMS = SamplingParams(max_tokens=12, seed=3, logprobs=1, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def resolved() -> ResolvedConfig:
+    return resolve_config(EngineConfig(**OPTIONS, num_blocks=64))
+
+
+def in_process(
+    resolved: ResolvedConfig,
+    test: Callable[[RemoteClient, list[RequestDelta]], Awaitable[None]],
+    record: Path | None = None,
+) -> None:
+    async def whole() -> None:
+        client = engine_in_process(resolved, record)
+        deltas: list[RequestDelta] = []
+        client.start(deltas.extend)
+        try:
+            await asyncio.wait_for(test(client, deltas), 60)
+        finally:
+            await client.close()
+
+    asyncio.run(whole())
+
+
+async def until(client: RemoteClient, state: EngineState) -> None:
+    while client.state is not state:
+        await asyncio.sleep(0.01)
+
+
+def test_it_says_what_the_engine_in_this_process_says(resolved, tmp_path):
+    async def test(client, deltas):
+        await until(client, EngineState.READY)
+        for i, prompt in enumerate(PROMPTS):
+            client.add(EngineRequest(str(i), prompt, PARAMS))
+        while client.num_unfinished:
+            await asyncio.sleep(0.005)
+        for i, output in enumerate(expected):
+            mine = [d for d in deltas if d.request_id == str(i)]
+            assert [t for d in mine for t in d.token_ids] == output.completions[0].token_ids
+            logprobs = [p for d in mine for p in d.logprobs or ()]
+            assert logprobs == output.completions[0].logprobs
+            (read,) = [d.prompt_logprobs for d in mine if d.prompt_logprobs is not None]
+            assert read == output.prompt_logprobs[1:]
+            assert mine[-1].report.num_preemptions == 0
+
+    with LLM("", **OPTIONS) as llm:
+        expected = llm.generate(PROMPTS, PARAMS, progress=False)
+    record = tmp_path / "recording"
+    in_process(resolved, test, record)
+    assert record.stat().st_size > 0
+
+
+def test_a_checkpoint_that_cannot_be_used_fails_with_the_reason(resolved, tmp_path):
+    broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
+
+    async def test(client, deltas):
+        await until(client, EngineState.FAILED)
+        assert "safetensors" in client.reason
+        assert "\n" not in client.reason
+
+    in_process(broken, test)
+
+
+def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_path):
+    async def test(client, deltas):
+        await until(client, EngineState.FAILED)
+        assert "recording" in client.reason
+
+    in_process(resolved, test, tmp_path / "no such folder" / "recording")
+
+
+def test_ctrl_c_and_a_hang_up_do_not_end_it(resolved):
+    async def test(client, deltas):
+        pid = client._source.pid
+        await until(client, EngineState.READY)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            subprocess.run(["kill", f"-{number}", str(pid)], check=True)
+        client.add(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=3)))
+        while client.num_unfinished:
+            await asyncio.sleep(0.005)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert client._source.pid == pid
+
+    in_process(resolved, test)
+
+
+LOADS_FOR_EVER = """
+import sys, time
+from kvik import engine_process
+engine_process.load_loop = lambda *_: time.sleep(1000)
+engine_process.main(sys.argv[1:])
+"""
+
+
+def test_it_does_not_load_on_for_nobody(resolved):
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    ) as process:
+        theirs.close()
+        ours.sendall(wire.frame(Start(resolved)))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        ours.close()
+        assert process.wait(10) == 1
+
+
+def test_a_parent_that_says_nothing(resolved):
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        time.sleep(0.1)
+        ours.close()
+        assert process.wait(10) == 0
+
+
+def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
+    broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        ours.sendall(wire.frame(Start(broken)))
+        assert process.wait(30) == 1
+    ours.setblocking(False)
+    (body,), _ = Frames().receive(ours)
+    ours.close()
+    assert isinstance(wire.from_engine.decode(body), Unusable)
