@@ -195,3 +195,12 @@ def test_mutated_files_never_crash(folder: Path) -> None:
         else:
             tokenizer.decode(tokenizer.encode("naïve text 日本"))
     assert refused > 50
+
+
+def test_bytes_of_tokens_join_to_the_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "日本語 👩‍🚀 café"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
+    assert tokenizer.token_bytes(tokenizer.encode("")[0]) == b"<s>"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b"" == tokenizer.token_bytes(-1)

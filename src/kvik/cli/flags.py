@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
-from kvik.config.env import environment_options
+from kvik.config.env import environment_options, server_environment
 from kvik.config.errors import KvikError
 from kvik.config.options import Option, options_of
+from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 
 # The model is an argument of its own; the engine's seed only serves requests without one.
@@ -53,6 +54,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         _add(group, option)
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server options")
+    for option in options_of(ServerConfig):
+        _add(group, option)
+
+
 def add_question_flag(
     parser: argparse.ArgumentParser,
     flag: str,
@@ -82,6 +89,13 @@ def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Fields of EngineConfig that were given: as flags and argument, else in the environment."""
     named = {"model": model} if model else {}
     return {**environment_options(), **named, **_given(EngineConfig, arguments, NOT_ENGINE_FLAGS)}
+
+
+def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of ServerConfig that were given: as flags, else in the environment."""
+    given = _given(ServerConfig, arguments, ())
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return {**server_environment(), **given, **lists}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:

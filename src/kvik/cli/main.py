@@ -15,6 +15,7 @@ from kvik.config.errors import KvikError
 VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
+    "serve": ("kvik.cli.serve", "an HTTP server for OpenAI's and Anthropic's clients"),
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
     "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
     "eval": ("kvik.cli.eval", "how well a model reads a text, and how far from another"),
@@ -23,6 +24,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "build": ("kvik.cli.build", "a folder that is ready to run sooner"),
     "train-heads": ("kvik.cli.train_heads", "small networks that guess ahead of a model"),
     "spec-report": ("kvik.cli.spec_report", "what guessing ahead gains a model here"),
+    "replay": ("kvik.cli.replay", "play a recording of a server again, and compare"),
     "plan": ("kvik.cli.plan", "what a model takes and gives on some hardware, and costs"),
     "advise": ("kvik.cli.advise", "what to change, and what it would bring"),
     "calibrate": ("kvik.cli.calibrate", "measure what this machine can do"),

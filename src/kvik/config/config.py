@@ -86,12 +86,18 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out."""
+    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out.
+
+    `pinned_share`: of the blocks, may be pinned by all tenants together; `tenant_pinned_share`: by
+    one of them.
+    """
 
     block_size: int
     num_blocks: int
     groups: tuple[KVGroup, ...]
     enable_prefix_caching: bool = True
+    pinned_share: float = 0.75
+    tenant_pinned_share: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.options import options_of
+from kvik.config.options import Option, options_of
+from kvik.config.server_config import ServerConfig
 
 PREFIX = "KVIK_"
+# What Kubernetes sets in every pod beside a service that is called kvik: KVIK_PORT=tcp://10.0.0.1:80
+# and more of the kind.
+SERVICE_LINK = re.compile(r"KVIK_(SERVICE|PORT_\d+)_\w+=.*|KVIK_PORT=\w+://.*", re.DOTALL)
 
 
 def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, object]:
@@ -20,19 +25,42 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, o
     Raises:
         ConfigError: a KVIK_ variable that does not exist, or text of the wrong type.
     """
-    table = {PREFIX + option.name.upper(): option for option in options_of(EngineConfig)}
+    return _options(EngineConfig, environ)
+
+
+def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Fields of ServerConfig that KVIK_ variables set; raises as `environment_options` does."""
+    return _options(ServerConfig, environ)
+
+
+def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, object]:
+    kinds: tuple[type, ...] = (EngineConfig, ServerConfig)
+    tables = {cls: _variables(cls) for cls in kinds}
     options: dict[str, object] = {}
     for variable, text in (os.environ if environ is None else environ).items():
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue
-        if variable not in table:
-            raise ConfigError(variable, f"is no variable of kvik (known: {', '.join(table)})")
-        option = table[variable]
+        if not any(variable in table for table in tables.values()):
+            known = ", ".join(name for table in tables.values() for name in table)
+            raise ConfigError(variable, f"is no variable of kvik (known: {known})")
+        option = tables[kind].get(variable)
+        if option is None:
+            continue  # of the other kind
         try:
-            options[option.name] = option.parse(text)
+            options[option.name] = _parse(option, text)
         except ValueError:
             raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
     return options
+
+
+def _variables(kind: type) -> dict[str, Option]:
+    return {PREFIX + option.name.upper(): option for option in options_of(kind)}
+
+
+def _parse(option: Option, text: str) -> object:
+    if not option.repeats:
+        return option.parse(text)
+    return tuple(option.parse(part.strip()) for part in text.split(",") if part.strip())
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:

@@ -16,7 +16,12 @@ class KvikError(ValueError):
 
 
 class ParamError(KvikError):
-    """A sampling parameter or prompt that the engine refuses."""
+    """A sampling parameter or prompt that the engine refuses. `too_long`: the prompt, perhaps with
+    the output that was asked for, does not fit into the context."""
+
+    def __init__(self, field: str, message: str, *, too_long: bool = False) -> None:
+        super().__init__(field, message)
+        self.too_long = too_long
 
 
 class ConfigError(KvikError):

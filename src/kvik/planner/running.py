@@ -48,6 +48,10 @@ class RunningModel:
             weight_format(runner.dtype) if stored == AUTO else stored,
         )
 
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.shape.kv_bytes_per_token(self.setting.kv_format)
+
     def efficiency(self, before: EngineStats, after: EngineStats, seconds: float) -> Efficiency:
         """What happened between two readings of the engine's statistics, `seconds` apart."""
         at = self.setting

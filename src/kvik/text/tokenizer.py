@@ -112,6 +112,13 @@ class Tokenizer:
         known = 0 <= token_id < self.vocab_size
         return (self._library.id_to_token(token_id) or "") if known else ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that has begun, special ones too; b"" for an unknown id."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        piece = self._pieces.of(token_id)
+        return piece if isinstance(piece, bytes) else piece.encode()
+
     def new_stream(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> Detokenizer:

@@ -1,0 +1,167 @@
+"""`kvik serve [MODEL]`: an HTTP server that speaks the APIs of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_server_flags,
+    engine_options,
+    number,
+    server_options,
+)
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.errors import ConfigError
+from kvik.config.option_file import read_option_file
+from kvik.config.server_config import ServerConfig, check_server_config
+from kvik.engine_process import engine_in_process
+from kvik.launch import load_tokenizer, resolve_config
+from kvik.model_files import model_files
+from kvik.server.admin import make_admin_app
+from kvik.server.all_routes import all_routes
+from kvik.server.app import make_app
+from kvik.server.assemble import assemble, model_names
+from kvik.server.keys import Keys, read_keys
+from kvik.server.listener import bind
+from kvik.server.observer import Observer
+from kvik.server.request_metrics import RequestMetrics
+from kvik.server.run import Port, serve
+from kvik.server.texts import Texts
+from kvik.server.tracing import Tracing, otlp_exporter
+
+# The rest of them can be set in the environment and in the file.
+ENGINE_FLAGS = (
+    "dtype",
+    "quantization",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "memory_utilization",
+    "kv_cache_memory",
+    "kv_cache_dtype",
+    "enable_prefix_caching",
+    "policy",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "threads",
+    "load_format",
+    "speculative_config",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
+)
+LOOPBACK = "127.0.0.1"
+WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "serve",
+        "[MODEL]",
+        "Serve a model over HTTP, to clients of OpenAI's and of Anthropic's API. A flag goes "
+        "before the environment, and that before the file. What other commands take as a flag and "
+        "this one does not can be set in both.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder, GGUF file or hub id (default: bundled)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
+    add_server_flags(parser)
+    add_engine_flags(parser, ENGINE_FLAGS)
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        dest="memory_utilization",
+        type=number,
+        metavar="X",
+        default=argparse.SUPPRESS,
+        help="the same as --memory-utilization",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import uvloop
+
+    config, server = read_configs(arguments)
+    keys = read_keys(server.api_key, server.api_key_file)
+    if server.admin_port is not None and not keys.has_admin:
+        raise ConfigError("admin_port", "needs a key marked admin in api_key_file")
+    level = server.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with ExitStack() as stack:
+        # What is taken already is told of before a model is loaded.
+        sockets = [stack.enter_context(bind(server.host, server.port))]
+        if server.admin_port is not None:
+            sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
+        resolved = resolve_config(config)
+        for line in _decisions(resolved):
+            _tell(line)
+        return uvloop.run(_serve(config, server, keys, resolved, sockets))
+
+
+def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """What was asked for: as flags, else in the environment, else in the file.
+
+    Raises:
+        ConfigError: something that does not exist, or has a wrong value.
+    """
+    file: dict[type, dict[str, Any]] = {EngineConfig: {}, ServerConfig: {}}
+    if arguments.config is not None:
+        file = read_option_file(arguments.config, (EngineConfig, ServerConfig))
+    config = EngineConfig(**{**file[EngineConfig], **engine_options(arguments, arguments.model)})
+    server = ServerConfig(**{**file[ServerConfig], **server_options(arguments)})
+    check_server_config(server)
+    return config, server
+
+
+async def _serve(
+    config: EngineConfig,
+    server: ServerConfig,
+    keys: Keys,
+    resolved: ResolvedConfig,
+    sockets: list[socket.socket],
+) -> int:
+    path = Path(resolved.runner.model_path)
+    names = model_names(server, config.model, path)
+    requests = RequestMetrics()
+    observers: list[Observer] = [requests]
+    if server.otlp_endpoint is not None:
+        observers.append(Tracing(otlp_exporter(server.otlp_endpoint), names[0]))
+    parts = assemble(
+        server,
+        engine_in_process(resolved, None if server.record is None else Path(server.record)),
+        Texts(load_tokenizer(resolved), resolved.scheduler.max_model_len),
+        model_files(path).default_params(),
+        keys,
+        names,
+        observers,
+    )
+    ports = [Port(make_app(parts, all_routes(parts, requests)), sockets[0])]
+    if len(sockets) > 1:
+        ports.append(Port(make_admin_app(parts), sockets[1]))
+        _tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")
+    url = _url(WILDCARDS.get(server.host, server.host), sockets[0])
+    _tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
+    return await serve(parts, ports, _tell)
+
+
+def _decisions(resolved: ResolvedConfig) -> list[str]:
+    return [f"{d.name:24}{d.value:12}{d.reason}" for d in resolved.decisions]
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}"
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,184 @@
+"""`kvik serve`: its flags, and the whole of it as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from kvik.cli.main import main
+from kvik.cli.serve import build_parser, read_configs
+from kvik.config.config import EngineConfig
+from kvik.config.server_config import ServerConfig
+from kvik.server.assemble import model_names
+
+MAX_FLAGS = 40
+
+
+def configs(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+    return read_configs(build_parser().parse_intermixed_args(arguments))
+
+
+def test_it_has_few_flags() -> None:
+    flags = [
+        action
+        for action in build_parser()._actions
+        if action.option_strings and "--help" not in action.option_strings
+    ]
+    assert len(flags) <= MAX_FLAGS
+
+
+def test_flags_are_named_as_elsewhere() -> None:
+    engine, server = configs(
+        *("some/model", "--max-model-len", "4k", "--max-num-seqs", "8", "--kv-cache-dtype", "fp8"),
+        *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.5"),
+        *("--host", "0.0.0.0", "--port", "80", "--api-key", "a", "--api-key", "b"),
+        *("--served-model-name", "x", "--no-enable-prefix-caching"),
+    )
+    assert (engine.model, engine.max_model_len, engine.max_num_seqs) == ("some/model", 4096, 8)
+    assert (engine.max_num_batched_tokens, engine.memory_utilization) == (512, 0.5)
+    assert (engine.kv_cache_dtype, engine.enable_prefix_caching) == ("fp8", False)
+    assert (server.host, server.port, server.api_key) == ("0.0.0.0", 80, ("a", "b"))
+    assert server.served_model_name == ("x",)
+    assert configs() == (EngineConfig(), ServerConfig())
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvik.toml"
+    file.write_text(
+        "model = 'file'\nport = 1\nlog-level = 'debug'\nshutdown-timeout = 5\n"
+        "max-num-seqs = 1\nblock-size = 1\nnum-blocks = 7\nageing = 2.5\n"
+    )
+    monkeypatch.setenv("KVIK_PORT", "2")
+    monkeypatch.setenv("KVIK_LOG_LEVEL", "error")
+    monkeypatch.setenv("KVIK_MAX_NUM_SEQS", "2")
+    monkeypatch.setenv("KVIK_BLOCK_SIZE", "2")
+    engine, server = configs("--config", str(file), "--port", "3", "--max-num-seqs", "3")
+    assert (server.port, server.log_level, server.shutdown_timeout) == (3, "error", 5.0)
+    assert (engine.max_num_seqs, engine.block_size) == (3, 2)
+    assert (engine.num_blocks, engine.ageing) == (7, 2.5)  # these are no flags here
+    assert engine.model == "file"
+    assert configs("flag", "--config", str(file))[0].model == "flag"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--port", "x"], "port: must be an integer"),
+        (["--port", "70000"], "port: must be in"),
+        (["--metrics-compat", "x"], "metrics_compat: must be one of"),
+        (["--admin-port", "0"], "admin_port: needs a key marked admin"),
+        (["--api-key", ""], "api_key: must be printable"),
+        (["--config", "/no/such"], "config: '/no/such' cannot be read"),
+        (["--host", "no.such.host.invalid"], "host: "),
+        (["--gpu-memory-utilization", "x"], "must be a number"),
+        (["/no/such/model", "--port", "0"], "model: there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvik: error: ")
+    assert part in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_told_before_the_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "/no/such/model", "--port", port]) == 2
+    error = capsys.readouterr().err
+    assert f"port: cannot listen on 127.0.0.1 port {port}" in error
+
+
+def test_what_clients_call_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "story.gguf"
+    file.touch()
+    named = ServerConfig(served_model_name=("a", "b", "a"))
+    assert model_names(named, "", tmp_path) == ("a", "b")
+    assert model_names(ServerConfig(), "", Path("/x/bundled/stories")) == ("stories",)
+    assert model_names(ServerConfig(), "owner/name", Path("/hub/snapshots/0")) == ("owner/name",)
+    assert model_names(ServerConfig(), str(file), file) == ("story",)
+    assert model_names(ServerConfig(), str(tmp_path), tmp_path) == (tmp_path.name,)
+
+
+# The whole
+
+
+class Process:
+    """A server that is ready, and what it printed until then."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.printed: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.printed.append(line.rstrip("\n"))
+            if self.printed[-1] == "ready":
+                break
+        assert self.printed[-1] == "ready", self.printed
+
+    @property
+    def url(self) -> str:
+        line = next(line for line in self.printed if "playground on " in line)
+        return line.partition("playground on ")[2].partition(",")[0]
+
+    def connect(self) -> HTTPConnection:
+        port = int(self.url.rstrip("/").rpartition(":")[2])
+        return HTTPConnection("127.0.0.1", port, timeout=60)
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Process]:
+    command = [sys.executable, "-m", "kvik", "serve", "--port", "0", *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        try:
+            yield Process(process)
+        finally:
+            process.kill()
+
+
+def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
+    small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")
+    with serving(*small, "--api-key", "sesame", "--shutdown-timeout", "60") as server:
+        decisions = [line.split()[0] for line in server.printed]
+        assert {"max_model_len", "kernels", "dtype"} <= set(decisions)
+        assert server.url.startswith("http://127.0.0.1:")
+        connection = server.connect()
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())) == (200, {"status": "ok"})
+        headers = {"authorization": "Bearer sesame", "content-type": "application/json"}
+        body = {"prompt": "Once upon a time", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.readline().startswith(b"data: {")
+        server.process.send_signal(signal.SIGTERM)
+        rest = response.read()  # the stream goes on to its end
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert b'"finish_reason":"length"' in rest
+        connection.close()
+        _, errors = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert "sesame" not in errors
+        assert "Once upon" not in errors
