@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     # A leaf: it is handed an engine, and does not build one.
     "server": {"config", "core", "text", "engine", "planner", "model_files", ""},
     "launch": {"config", "core", "text", "engine", "model_files", "executors", "worker"},
-    # The engine in a process of its own, behind a socket.
+    # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "engine", "launch"},
     "llm": {
         "config",
@@ -77,6 +77,8 @@ ALLOWED: dict[str, set[str]] = {
         "model_files",
         "export",
         "launch",
+        "engine_process",
+        "interrupts",
         "llm",
         "evaluate",
         "quantize",

@@ -121,6 +121,7 @@ class Texts:
             "prompt",
             f"has more than {at_least} tokens, which leaves no room for output in the context of "
             f"{self.max_model_len} (max_model_len)",
+            too_long=True,
         )
 
 

@@ -1,0 +1,101 @@
+"""What only an operator may do, on a port of its own that this machine alone can reach."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server.app import App, Edge
+from kvik.server.body import read_body
+from kvik.server.drain import Drain
+from kvik.server.errors import HttpError
+from kvik.server.health import routes as health
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+
+class AbortRequest(msgspec.Struct):
+    """`request_id`: as /v1/engine shows it."""
+
+    request_id: str
+
+
+class DrainRequest(msgspec.Struct):
+    """`drain`: take no more requests; false: take them again."""
+
+    drain: bool
+
+
+class Nothing(msgspec.Struct):
+    """An empty object."""
+
+
+class Done(msgspec.Struct):
+    """What was asked for has happened."""
+
+    done: bool = True
+
+
+class Forgotten(msgspec.Struct):
+    """Blocks of the prefix cache that are free now."""
+
+    num_blocks: int
+
+
+class Admin:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def abort(self, request: Request) -> Response:
+        body = await read_body(request, AbortRequest)
+        if not self._parts.generations.abort(body.request_id):
+            raise HttpError(404, "there is no such request", "request_id", "request_not_found")
+        return _json(Done())
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        await read_body(request, Nothing)
+        return _json(Forgotten(await self._parts.engine.reset_prefix_cache()))
+
+    async def drain(self, request: Request) -> Response:
+        body = await read_body(request, DrainRequest)
+        if body.drain:
+            self._parts.drain.start()
+        else:
+            self._parts.drain.stop()
+        return _json(Done())
+
+    async def stats(self, request: Request) -> Response:
+        return _json(await self._parts.engine.stats())
+
+
+def make_admin_app(parts: Parts) -> App:
+    """Its answers do not hold up the end of the server."""
+    return App(routes(parts), parts.keys, Drain(), Edge(loopback=True, admin=True))
+
+
+def routes(parts: Parts) -> list[Route]:
+    admin = Admin(parts)
+    return [
+        *health(parts),
+        Route("/admin/abort", admin.abort, body=AbortRequest, answer=Done, note="End a request."),
+        Route(
+            "/admin/reset_prefix_cache",
+            admin.reset_prefix_cache,
+            body=Nothing,
+            answer=Forgotten,
+            note="Forget all cached prefixes that no request uses.",
+        ),
+        Route(
+            "/admin/drain",
+            admin.drain,
+            body=DrainRequest,
+            answer=Done,
+            note="Take no more requests, or take them again.",
+        ),
+        Route("/admin/stats", admin.stats, "GET", note="Gauges and counters of the engine."),
+    ]
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

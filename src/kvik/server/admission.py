@@ -1,0 +1,205 @@
+"""Who may queue: bounds on the work that waits, shared by those who are active."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvik.config.errors import OverloadError
+
+SHARE = 8  # a tenant's part of the queue is at most this many times what is free of it
+MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
+HALF_LIFE = 10.0  # busy seconds after which what was measured counts half
+
+
+@dataclass(slots=True)
+class _Waiting:
+    requests: int = 0
+    tokens: int = 0  # of prompts
+
+
+class Admission:
+    """Counts what waits for its first token, and refuses what would make it too much.
+
+    Where several tenants may be active, the part of one is bounded by `SHARE` times what nobody
+    uses (dynamic thresholds, Choudhury and Hahne 1998): alone it gets nearly everything, and a
+    newcomer always finds room, though a flood came before it.
+
+    Args:
+        max_requests, max_tokens: that may wait, of all together. A request that nobody is ahead of
+            may have any number of tokens.
+        shared: whether there may be more than one tenant.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, max_requests: int, max_tokens: int, *, shared: bool, clock: Callable[[], float]
+    ) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._shared = shared
+        self._clock = clock
+        self._all = _Waiting()
+        self._tenants: dict[str, _Waiting] = {}  # with something that waits
+        self._pace = Pace(clock())
+
+    def check(self, tenant: str, requests: int, tokens: int = 0) -> None:
+        """Whether there is room now.
+
+        Raises:
+            OverloadError: there is not; `own` tells whose work is too much.
+        """
+        free = _Waiting(
+            self._max_requests - self._all.requests, self._max_tokens - self._all.tokens
+        )
+        if requests > free.requests or (self._all.requests and tokens > free.tokens):
+            raise self._full("the queue", self._all, free, requests, tokens, own=False)
+        mine = self._tenants.get(tenant)
+        if mine is None or not self._shared:
+            return
+        left = _Waiting(
+            SHARE * (free.requests - requests) - mine.requests,
+            SHARE * (free.tokens - tokens) - mine.tokens,
+        )
+        if requests > left.requests or tokens > left.tokens:
+            raise self._full("your share of the queue", mine, left, requests, tokens, own=True)
+
+    def check_deadline(self, tenant: str, deadline: float) -> None:
+        """Whether a first token can come in time behind what waits, at the measured pace.
+
+        Raises:
+            OverloadError: it cannot.
+        """
+        mine = self._tenants.get(tenant, _Waiting())
+        active = len(self._tenants) + (tenant not in self._tenants)  # each gets its turn
+        ahead = self._pace.seconds_for(
+            min(self._all.requests, mine.requests * active),
+            min(self._all.tokens, mine.tokens * active),
+        )
+        left = deadline - self._clock()
+        if ahead is not None and ahead > left:
+            raise OverloadError(
+                "deadline_ms",
+                f"cannot be met: the first token would come in about {ahead:.1f} seconds",
+                _retry(ahead - left),
+                own=False,
+            )
+
+    def admit(self, tenant: str, requests: int, tokens: int) -> Ticket:
+        """Count `requests` siblings with `tokens` prompt tokens each, until they start or end.
+
+        Raises:
+            OverloadError: see `check`.
+        """
+        self.check(tenant, requests, requests * tokens)
+        self._change(tenant, requests, tokens)
+        return Ticket(self, tenant, requests, tokens)
+
+    @property
+    def fill(self) -> float:
+        """How full the queue is, 0 to 1."""
+        return max(self._all.requests / self._max_requests, self._all.tokens / self._max_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._all.requests
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._all.tokens
+
+    def _change(self, tenant: str, requests: int, tokens: int, started: bool = False) -> None:
+        self._pace.advance(self._clock(), busy=self._all.requests > 0)
+        if started:
+            self._pace.note(-requests, -requests * tokens)
+        mine = self._tenants.setdefault(tenant, _Waiting())
+        for waiting in (self._all, mine):
+            waiting.requests += requests
+            waiting.tokens += requests * tokens
+        if not mine.requests:
+            del self._tenants[tenant]
+
+    def _full(
+        self,
+        what: str,
+        held: _Waiting,
+        room: _Waiting,
+        requests: int,
+        tokens: int,
+        *,
+        own: bool,
+    ) -> OverloadError:
+        seconds = self._pace.seconds_for(
+            max(0, requests - room.requests), max(0, tokens - room.tokens), cautious=True
+        )
+        return OverloadError(
+            "queue",
+            f"{what} is full: {held.requests} requests of {held.tokens} tokens wait; retry later",
+            _retry(seconds or 0.0),
+            own=own,
+        )
+
+
+class Ticket:
+    """What one request has in the queue. Each sibling leaves it once, however often it is told."""
+
+    def __init__(self, admission: Admission, tenant: str, requests: int, tokens: int) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._left = requests
+        self._tokens = tokens
+
+    def started(self) -> None:
+        """One sibling has its first token."""
+        if self._left:
+            self._left -= 1
+            self._admission._change(self._tenant, -1, self._tokens, started=True)
+
+    def release(self) -> None:
+        """The request ended, well or not."""
+        if self._left:
+            self._admission._change(self._tenant, -self._left, self._tokens)
+            self._left = 0
+
+
+class Pace:
+    """How quickly waiting work starts, over the seconds in which some waited. Old seconds fade."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._seconds = self._requests = self._tokens = 0.0
+
+    def advance(self, now: float, *, busy: bool) -> None:
+        """Time has passed; whether something waited all the while."""
+        if busy and now > self._at:
+            fade = 0.5 ** ((now - self._at) / HALF_LIFE)
+            self._requests *= fade
+            self._tokens *= fade
+            self._seconds = self._seconds * fade + (now - self._at)
+        self._at = now
+
+    def note(self, requests: int, tokens: int) -> None:
+        """So much has started."""
+        self._requests += requests
+        self._tokens += tokens
+
+    def seconds_for(
+        self, requests: float, tokens: float, *, cautious: bool = False
+    ) -> float | None:
+        """Until so much has started; None if nothing is known yet.
+
+        Short prompts are slow by the token and long ones by the request, so the smaller estimate is
+        one that the pace itself cannot contradict; `cautious` takes the larger one.
+        """
+        if not self._requests or not self._tokens:
+            return None
+        each = (
+            requests * self._seconds / self._requests,
+            tokens * self._seconds / self._tokens,
+        )
+        return max(each) if cautious else min(each)
+
+
+def _retry(seconds: float) -> float:
+    return float(math.ceil(min(max(seconds, MIN_RETRY), MAX_RETRY)))

@@ -1,0 +1,242 @@
+"""The JSON body of a request: read within bounds, decoded into a Struct, strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+from collections import Counter
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kvik.server.body_budget import BodyLimits, BodyShare
+from kvik.server.errors import HttpError
+from kvik.server.escape import escaped
+from kvik.server.exchange import exchange_of
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+log = logging.getLogger(__name__)
+
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+ONE_KIND = bytes.maketrans(b"{}", b"[]")
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# A number that int64 may not hold, or that is no finite float, has one of these once its digits are
+# all the same. (A regular expression would take twenty times as long.)
+ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
+LONG_NUMBER = (b"0" * 19, b"0e")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # as msgspec words it
+MAX_SHOWN = 24  # characters of a number
+MAX_IGNORED = 16  # fields that are told of
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """The body as `kind`. Fields that `kind` does not have are told in `x-kvik-ignored-fields`.
+
+    Raises:
+        HttpError: 400, 408, 413 or 415, naming the field where it is one.
+        OverloadError: many large bodies are being read.
+    """
+    exchange = exchange_of(request)
+    _check_headers(request, exchange.budget.limits)
+    with exchange.budget.share() as share:
+        data = await _read(request, exchange.budget.limits, share)
+        limits = exchange.budget.limits
+        if len(data) <= limits.small_bytes:
+            body, ignored = _decode(data, kind, limits)
+        else:  # others have their turn between its steps
+            body, ignored = await asyncio.to_thread(_decode, data, kind, limits)
+    exchange.ignored_fields += ignored
+    return body
+
+
+def _decode(data: bytes, kind: type[T], limits: BodyLimits) -> tuple[T, list[str]]:
+    """The body, and the names of what was ignored."""
+    value = parse_json(data, limits)
+    if not isinstance(value, dict):
+        raise HttpError(400, "the body must be a JSON object")
+    known = kind.__struct_encode_fields__
+    ignored = [escaped(name, 64) for name in value if name not in known][:MAX_IGNORED]
+    return convert(value, kind), ignored
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> T:
+    """Decoded JSON as a Struct.
+
+    Raises:
+        HttpError: 400, naming the field.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        _invalid(str(error))
+
+
+def parse_json(data: bytes, limits: BodyLimits) -> Any:
+    """The value of a JSON text that is safe to work with: of bounded depth and size, each key once,
+    numbers finite and integers within 64 bits, strings that UTF-8 can hold.
+
+    Raises:
+        HttpError: 400.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body must be UTF-8 text") from None
+    _check_size(data, limits)
+    alike = data.translate(ONE_DIGIT)
+    exact = any(sign in alike for sign in LONG_NUMBER)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            # Checking each number is slow, and hardly ever needed.
+            parse_int=_int64 if exact else None,
+            parse_float=_finite if exact else None,
+        )
+    except RecursionError:
+        raise _too_deep(limits) from None
+    except _BadNumber as error:
+        raise _bad_number(error, text) from None
+    except ValueError as error:
+        if isinstance(error, HttpError):
+            raise
+        raise HttpError(400, f"the body is not JSON: {error}") from None
+    _check_depth(data, limits)
+    if SURROGATE.search(data):
+        _check_surrogates(value)
+    return value
+
+
+def _check_headers(request: Request, limits: BodyLimits) -> None:
+    """What can be refused before a byte is read."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # No other type will do: a page of another origin can send the rest without asking first.
+    if kind != "application/json":
+        raise HttpError(415, "the content type must be application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HttpError(415, "the body must not be compressed")
+    length = request.headers.get("content-length")
+    if length is not None and int(length) > limits.max_bytes:  # the parser saw that it is a number
+        raise _too_large(limits)
+
+
+async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytes:
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > limits.max_bytes:
+                    raise _too_large(limits)
+                share.grow(len(data))
+    except TimeoutError:
+        headers = {"connection": "close"}
+        message = f"the body did not come within {limits.seconds:g} seconds"
+        raise HttpError(408, message, headers=headers) from None
+    if not data:
+        raise HttpError(400, "the body is empty")
+    return bytes(data)
+
+
+def _check_size(data: bytes, limits: BodyLimits) -> None:
+    if _is_small(data, limits):
+        return
+    if not _is_small(STRING.sub(b"", data), limits):
+        what = f"{limits.max_values} values and {limits.max_keys} keys"
+        raise HttpError(400, f"the body must have at most {what}")
+
+
+def _is_small(data: bytes, limits: BodyLimits) -> bool:
+    """Values are separated by commas, or are the first in their brackets."""
+    num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    return num_values <= limits.max_values and data.count(b":") <= limits.max_keys
+
+
+def _check_depth(data: bytes, limits: BodyLimits) -> None:
+    if data.count(b"[") + data.count(b"{") <= limits.max_depth:
+        return
+    brackets = STRING.sub(b"", data).translate(ONE_KIND, NOT_BRACKETS)
+    for _ in range(limits.max_depth):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")  # the innermost level
+    if brackets:
+        raise _too_deep(limits)
+
+
+def _check_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise HttpError(400, "a string of the body has half a surrogate pair") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        name = escaped(twice, 64)
+        raise HttpError(400, f"{name}: is given twice", name)
+    return value
+
+
+class _BadNumber(ValueError):
+    def __init__(self, number: str, why: str) -> None:
+        super().__init__(number, why)
+        self.number = number[:MAX_SHOWN]
+        self.why = why
+
+
+def _bad_number(error: _BadNumber, text: str) -> HttpError:
+    """The parser does not say where it is, but the number is there to be found."""
+    found = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
+    field = found[1] if found else ""
+    what = f"{error.number} {error.why}"
+    return HttpError(400, f"{field}: {what}" if field else what, field)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise _BadNumber(text, "is no JSON number")
+
+
+def _int64(text: str) -> int:
+    if len(text) <= 20 and -(2**63) <= int(text) < 2**63:
+        return int(text)
+    raise _BadNumber(text, "is too large for an integer")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _BadNumber(text, "is too large for a number")
+    return value
+
+
+def _invalid(message: str) -> NoReturn:
+    """msgspec says "Expected `int`, got `str` - at `$.stop[0]`"."""
+    found = PLACE.fullmatch(message)
+    what, place = (found[1], found[2]) if found else (message, "")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if missing:
+        place = f"{place}.{missing[1]}".removeprefix(".")
+        what = "is required"
+    else:
+        what = what[:1].lower() + what[1:]
+    place = escaped(place, 200)
+    raise HttpError(400, f"{place}: {what}" if place else what, place)
+
+
+def _too_large(limits: BodyLimits) -> HttpError:
+    return HttpError(413, f"the body must have at most {limits.max_bytes} bytes")
+
+
+def _too_deep(limits: BodyLimits) -> HttpError:
+    return HttpError(400, f"the body must not be nested deeper than {limits.max_depth} levels")

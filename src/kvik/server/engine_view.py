@@ -1,0 +1,188 @@
+"""What the engine decided and what it is doing: `/v1/engine`, and as a stream `/v1/engine/live`.
+
+Both tell how much others use the server, so where keys are needed they are for administrators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from kvik.config.config import Decision, MemoryPlan, SchedulerConfig
+from kvik.config.errors import OverloadError, UnavailableError
+from kvik.engine.async_client import AsyncEngineClient, EngineState
+from kvik.engine.live import LiveView
+from kvik.server.drain import Drain
+from kvik.server.errors import HttpError
+from kvik.server.exchange import caller_of
+from kvik.server.keys import Keys
+from kvik.server.parts import Parts
+from kvik.server.reply import CLOSE_EXTENSION
+from kvik.server.route import Route
+from kvik.server.sse import CONTENT_TYPE, json_event
+
+INTERVAL = 0.4  # seconds between two events
+MAX_WATCHERS = 8
+SEND_SECONDS = 20.0  # that a watcher may take to make room for the next event
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One event of the stream.
+
+    Attributes:
+        reason: why the engine is not ready; "" if it is.
+        view: the first one whole, then without the steps and the finished requests that were told
+            already; None: the engine does not answer now.
+    """
+
+    state: EngineState
+    reason: str
+    view: LiveView | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Attributes:
+    memory: as planned, in bytes; `total` of its parts.
+    """
+
+    model: str
+    state: EngineState
+    reason: str
+    decisions: tuple[Decision, ...]
+    memory: MemoryPlan
+    total: int
+    scheduler: SchedulerConfig
+    live: LiveView | None
+
+
+class Feed:
+    """Asks the engine at most once in `interval` seconds, however many watch, and never while
+    nobody does."""
+
+    def __init__(self, engine: AsyncEngineClient, interval: float = INTERVAL) -> None:
+        self._engine = engine
+        self._interval = interval
+        self._lock = asyncio.Lock()
+        self._frame: Frame | None = None
+        self._taken = 0.0  # when, on the clock of the event loop
+
+    async def after(self, seen: Frame | None) -> Frame:
+        """The next frame that is not `seen`, and not old."""
+        now = asyncio.get_running_loop().time
+        async with self._lock:
+            frame = self._frame
+            rest = self._taken + self._interval - now()
+            if frame is None or frame is seen or rest <= 0:
+                if frame is not None and rest > 0:
+                    await asyncio.sleep(rest)
+                self._frame = frame = await self._take()
+                self._taken = now()
+            return frame
+
+    async def _take(self) -> Frame:
+        view = None
+        if self._engine.state is EngineState.READY:
+            try:
+                view = await self._engine.live()
+            except UnavailableError:
+                pass  # it is busy, or has just stopped: the state will tell
+        return Frame(self._engine.state, self._engine.reason, view)
+
+
+class EngineView:
+    """The handlers. `interval` and `max_watchers`: of the stream."""
+
+    def __init__(
+        self,
+        engine: AsyncEngineClient,
+        keys: Keys,
+        drain: Drain,
+        model_name: str,
+        *,
+        interval: float = INTERVAL,
+        max_watchers: int = MAX_WATCHERS,
+    ) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._drain = drain
+        self._model_name = model_name
+        self._feed = Feed(engine, interval)
+        self._max_watchers = max_watchers
+        self._num_watchers = 0
+
+    async def facts(self, request: Request) -> Response:
+        self._check(request)
+        config = self._engine.config
+        frame = await self._feed.after(None)
+        facts = EngineFacts(
+            model=self._model_name,
+            state=frame.state,
+            reason=frame.reason,
+            decisions=config.decisions,
+            memory=config.memory,
+            total=config.memory.total,
+            scheduler=config.scheduler,
+            live=frame.view,
+        )
+        return Response(msgspec.json.encode(facts), media_type="application/json", headers=HEADERS)
+
+    async def live(self, request: Request) -> Response:
+        self._check(request)
+        if self._num_watchers >= self._max_watchers:
+            raise OverloadError(
+                "engine", f"is watched by {self._max_watchers} already", 10.0, own=False
+            )
+        return Watch(self._events(), media_type=CONTENT_TYPE, headers=HEADERS)
+
+    def _check(self, request: Request) -> None:
+        if self._keys.needed and not caller_of(request).is_admin:
+            raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        self._num_watchers += 1
+        try:
+            seen: Frame | None = None
+            told: LiveView | None = None
+            while not self._drain.started:  # a server that stops does not wait for who only looks
+                seen = await self._feed.after(seen)
+                view = seen.view
+                if view is not None and told is not None and view.stats.steps >= told.stats.steps:
+                    view = view.after(told)
+                yield json_event(Frame(seen.state, seen.reason, view))
+                told = seen.view or told
+        finally:
+            self._num_watchers -= 1
+
+
+class Watch(StreamingResponse):
+    """A stream that ends when its reader does not read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def patient(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
+                if close is not None:
+                    close()
+                raise ClientDisconnect from None
+
+        await super().__call__(scope, receive, patient)
+
+
+def routes(parts: Parts) -> list[Route]:
+    view = EngineView(parts.engine, parts.keys, parts.drain, parts.model_name)
+    return [
+        Route("/v1/engine", view.facts, "GET", note="What was decided, and what is going on."),
+        Route("/v1/engine/live", view.live, "GET", note="The latter as server-sent events."),
+    ]

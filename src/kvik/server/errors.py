@@ -1,0 +1,154 @@
+"""How an error is told: the status, the body in the API's own shape, and whether to try again.
+
+Clients retry 408, 409, 429 and everything from 500 on. So what is wrong with a request is 4xx,
+always, and where trying again brings nothing an answer says so: `x-should-retry: false`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.responses import Response
+
+from kvik.config.errors import KvikError, OverloadError, ParamError, UnavailableError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+MESSAGES = "/v1/messages"  # the API of Anthropic
+
+MAX_MESSAGE = 1000  # characters: messages may quote what was sent
+
+# Status -> what Anthropic calls it; others are `invalid_request_error` below 500.
+ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class HttpError(KvikError):
+    """What a handler raises when it knows the status itself. `field` is the parameter, or ""."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str = "",
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(field, message)
+        self.status = status
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error in the words of HTTP.
+
+    Attributes:
+        status: of the answer, when it has not begun.
+        type: what OpenAI calls it.
+        param: the parameter that is wrong, if it is one.
+        code: for programs to read.
+    """
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def openai(self) -> dict[str, object]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self) -> dict[str, object]:
+        kind = ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, *, anthropic: bool = False) -> Response:
+        body = self.anthropic() if anthropic else self.openai()
+        # ASCII: a message may quote text that is no valid Unicode
+        return Response(
+            json.dumps(body).encode(),
+            self.status,
+            headers=dict(self.headers),
+            media_type="application/json",
+        )
+
+
+def describe(error: Exception) -> ErrorAnswer:
+    """What to tell of an error. Of one that is nobody's fault but ours, nothing but that."""
+    match error:
+        case HttpError():
+            answer = ErrorAnswer(
+                error.status,
+                _short(error.message),
+                _type(error.status),
+                error.field or None,
+                error.code,
+                {**_retry(error.status), **error.headers},
+            )
+        case OverloadError(own=True):
+            answer = _later(429, error, "rate_limit_error", "rate_limit_exceeded")
+        case OverloadError():
+            answer = _later(503, error, SERVER, "overloaded")
+        case UnavailableError():
+            headers = {"retry-after": "1", "x-should-retry": "true"}
+            answer = ErrorAnswer(503, _short(str(error)), SERVER, None, "unavailable", headers)
+        case ParamError(too_long=True):
+            code = "context_length_exceeded"
+            answer = ErrorAnswer(400, _short(str(error)), INVALID, error.field, code)
+        case KvikError():
+            answer = ErrorAnswer(400, _short(str(error)), INVALID, error.field or None)
+        case _:
+            answer = ErrorAnswer(500, "internal error", SERVER, headers=_retry(500))
+    return answer
+
+
+def in_messages(path: str) -> bool:
+    """Whether errors of this path have Anthropic's shape."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def model_not_found(model: str) -> HttpError:
+    return HttpError(404, f"the model {model[:60]!r} does not exist", "model", "model_not_found")
+
+
+def _later(status: int, error: OverloadError, kind: str, code: str) -> ErrorAnswer:
+    seconds = max(1, math.ceil(error.retry_after)) if math.isfinite(error.retry_after) else 60
+    headers = {"retry-after": str(seconds), "x-should-retry": "true"}
+    return ErrorAnswer(status, _short(str(error)), kind, None, code, headers)
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return INVALID if status < 500 else SERVER
+
+
+def _retry(status: int) -> dict[str, str]:
+    """A client that would try again, where it would fare the same, is told not to."""
+    again = status in (429, 503)
+    return {} if again or (status < 500 and status != 408) else {"x-should-retry": "false"}
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."

@@ -1,0 +1,63 @@
+"""Is the server alive, and would it take a request now? Open: load balancers have no key."""
+
+from __future__ import annotations
+
+import json
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik import __version__
+from kvik.engine.async_client import EngineState
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+
+class Health:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def health(self, request: Request) -> Response:
+        """200 only while tokens advance, or would if there was anything to do."""
+        return _answer(self._trouble())
+
+    async def ready(self, request: Request) -> Response:
+        """As `health`, and there is room in the queue."""
+        full = self._parts.admission.fill >= 1.0
+        return _answer(self._trouble() or (("full", "the queue is full") if full else None))
+
+    async def version(self, request: Request) -> Response:
+        return _json(200, {"version": __version__})
+
+    def _trouble(self) -> tuple[str, str] | None:
+        """What is wrong, in a word and for a person."""
+        engine = self._parts.engine
+        if self._parts.drain.started:
+            return "draining", "the server is being stopped"
+        if engine.state is not EngineState.READY:
+            return str(engine.state), engine.reason
+        return None
+
+
+def routes(parts: Parts) -> list[Route]:
+    health = Health(parts)
+    alive = "200 while the engine advances, else 503 and the reason."
+    return [
+        Route("/health", health.health, "GET", open=True, note=alive),
+        Route("/ping", health.health, "GET", open=True, note="As /health."),
+        Route("/ready", health.ready, "GET", open=True, note="200 if there is room, too."),
+        Route("/version", health.version, "GET", open=True, note="Which kvik this is."),
+    ]
+
+
+def _answer(trouble: tuple[str, str] | None) -> Response:
+    if trouble is None:
+        return _json(200, {"status": "ok"})
+    status, reason = trouble
+    return _json(503, {"status": status, "reason": reason})
+
+
+def _json(status: int, body: dict[str, str]) -> Response:
+    headers = {"cache-control": "no-store"}
+    data = json.dumps(body).encode()
+    return Response(data, status, headers=headers, media_type="application/json")

@@ -1,0 +1,248 @@
+"""One connection: HTTP/1.1 as uvicorn parses it, within bounds that no client can stretch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from kvik.server.errors import HttpError, describe
+from kvik.server.reply import CLOSE_EXTENSION
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Attributes:
+    max_connections: open at the same time; beyond it, the one that is idle longest has to go.
+    max_headers: of one request.
+    max_head_bytes: of its first line and its headers.
+    head_seconds: until they are there.
+    idle_seconds: between two requests. What is left of a body after an early answer is thrown away
+        meanwhile, for `head_seconds` at most.
+    linger_seconds: that a client who is refused has to read why.
+    unread_seconds: that an answer waits for a client which does not read it. Streams look after
+        that themselves, and sooner.
+    """
+
+    max_connections: int = 4096
+    max_headers: int = 100
+    max_head_bytes: int = 64 << 10
+    head_seconds: float = 30.0
+    idle_seconds: float = 30.0
+    linger_seconds: float = 2.0
+    unread_seconds: float = 90.0
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+ASKS_TO_LEAVE = (b"upgrade", b"http2-settings", b"connection")
+
+
+@dataclass(slots=True)
+class Connections:
+    """What the connections of a server share: those without a request, idle longest first."""
+
+    limits: ConnectionLimits
+    idle: dict[Connection, None] = field(default_factory=dict)
+
+
+class Connection(HttpToolsProtocol):
+    """Refuses what breaks the bounds, and closes what only waits."""
+
+    def __init__(self, config: Config, state: ServerState, shared: Connections) -> None:
+        super().__init__(config, state, {})
+        self._shared = shared
+        self._limits = shared.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._in_head = False  # of a request whose headers are not complete
+        self._in_body = False
+        self._num_begun = 0
+        self._fed_bytes = 0  # while in the head: what came of it, as far as that can be told
+        self._head_bytes = 0  # of what the parser has told of
+        self._refusal: HttpError | None = None
+
+    # the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            if not self._shared.idle:
+                self._refuse(HttpError(503, "too many connections", headers={"retry-after": "1"}))
+                return
+            next(iter(self._shared.idle)).abort()
+        self._shared.idle[self] = None
+        self._after(self._limits.head_seconds, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._after(None)
+        self._stop_unread()
+        self._shared.idle.pop(self, None)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Break it, with what was not sent."""
+        self._shared.idle.pop(self, None)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return  # thrown away
+        began, between = self._num_begun, not (self._in_head or self._in_body)
+        if self._in_head:
+            self._fed_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
+        if self._refusal is not None:
+            return
+        if between and self._num_begun == began + 1:
+            self._fed_bytes = len(data)
+        # The parser tells of a header when it is complete, so an endless one is seen only here.
+        if self._in_head and self._fed_bytes > self._limits.max_head_bytes:
+            self._refuse(self._large_head())
+        elif self._timer is None and not self._is_busy() and not self.transport.is_closing():
+            self._after(self._limits.head_seconds, self._head_is_late)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        loop, seconds = self.loop, self._limits.unread_seconds
+        self._unread = self._unread or loop.call_later(seconds, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    # one request
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CLOSE_EXTENSION: self.abort}  # type: ignore[dict-item]
+        self._in_head = self._in_body = True
+        self._num_begun += 1
+        self._fed_bytes = self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._check_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._check_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._after(None)
+        self._shared.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._after(self._limits.unread_seconds, self.abort)
+        elif not self._is_busy():
+            self._rest()
+
+    def _should_upgrade(self) -> bool:
+        return True  # that is, `_feed` looks after it
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError:
+            # The parser's own words say nothing to a client.
+            self._refuse(self._refusal or HttpError(400, "this is no valid HTTP/1.1 request"))
+        except HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+
+    def _stay(self, rest: bytes) -> None:
+        """Go on as if another protocol had not been asked for, which a server may. Some clients
+        always ask for HTTP/2, with their body behind it; the parser would not read that."""
+        kept = [(name, value) for name, value in self.headers if name not in ASKS_TO_LEAVE]
+        if len(kept) == len(self.headers):  # CONNECT
+            self._refuse(HttpError(400, "this is no proxy"))
+            return
+        if b"close" in b",".join(v.lower() for n, v in self.headers if n == b"connection"):
+            kept.append((b"connection", b"close"))
+        self.parser = HttpRequestParser(self)
+        head = b"%b %b HTTP/1.1\r\n" % (self.scope["method"].encode(), self.url)
+        self._feed(head + b"".join(b"%b: %b\r\n" % field for field in kept) + b"\r\n" + rest)
+
+    # the bounds
+
+    def _check_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if (
+            self._head_bytes > self._limits.max_head_bytes
+            or len(self.headers) > self._limits.max_headers
+        ):
+            self._refusal = self._large_head()
+            raise ValueError  # stops the parser
+
+    def _large_head(self) -> HttpError:
+        limits = self._limits
+        message = f"more than {limits.max_headers} headers or {limits.max_head_bytes} bytes of them"
+        return HttpError(431, message)
+
+    def _head_is_late(self) -> None:
+        if self._in_head:
+            message = f"the headers did not come within {self._limits.head_seconds:g} seconds"
+            self._refuse(HttpError(408, message))
+        else:
+            self.transport.close()  # nothing came: there is nothing to answer
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer, take nothing more, and close when the client had the time to read it."""
+        self._refusal = error
+        self._shared.idle.pop(self, None)
+        if self._is_busy():
+            if self.pipeline or self.cycle.response_started:
+                self.transport.close()  # an answer is under way: another cannot be put into it
+                return
+            self.cycle.disconnected = True  # the handler hears that nobody is there
+            self.cycle.message_event.set()
+        response = describe(error).response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(b"%b%b\r\n%b" % (head, lines, bytes(response.body)))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._after(self._limits.linger_seconds, self.abort)
+
+    def _rest(self) -> None:
+        """Between two requests; uvicorn's timer ends that."""
+        self._shared.idle.pop(self, None)
+        self._shared.idle[self] = None
+        if self._in_head:  # the next one has begun
+            self._after(self._limits.head_seconds, self._head_is_late)
+        else:
+            self._after(None)
+
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _after(self, seconds: float | None, call: Callable[[], None] = lambda: None) -> None:
+        """Call it then, in place of what was to be called before; None: nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, call)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None

@@ -1,0 +1,165 @@
+"""POST /v1/generate: the plainest way to a text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.core.sampling_params import MAX_LIST_ENTRIES, MAX_STOP_STRINGS, SamplingParams
+from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.body import read_body
+from kvik.server.exchange import caller_of
+from kvik.server.generation import Generation
+from kvik.server.intake import GenerationRequest
+from kvik.server.parts import Parts
+from kvik.server.reply import StreamReply, degraded_header, outputs
+from kvik.server.route import Route
+from kvik.server.sse import Template, json_event
+
+_HOLE = "\ue000text\ue000"
+
+
+class GenerateRequest(Struct, kw_only=True):
+    """A prompt and how to go on with it. null is as good as absent: the model's own default."""
+
+    prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
+    stream: bool = False
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LIST_ENTRIES)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_ms: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Generated(Struct, kw_only=True):
+    """A finished text.
+
+    Attributes:
+        latency_ms: from the request's arrival to its last token.
+        tokens_per_second: of output, over that time.
+    """
+
+    text: str | UnsetType = UNSET  # not in the last event of a stream, which had it before
+    tokens_generated: int
+    prompt_tokens: int
+    cached_tokens: int
+    latency_ms: float
+    tokens_per_second: float
+    finish_reason: str
+    request_id: str
+
+
+class Piece(Struct):
+    """An event of a stream."""
+
+    text: str
+
+
+_SAMPLING = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+)
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/v1/generate",
+            partial(generate, parts),
+            body=GenerateRequest,
+            answer=Generated,
+            note="Go on with a text.",
+        )
+    ]
+
+
+async def generate(parts: Parts, request: Request) -> Response:
+    """A text in one piece, or `Piece` events and at last a `Generated` without text."""
+    body = await read_body(request, GenerateRequest)
+    wish = GenerationRequest(
+        body.prompt,
+        _params(body, parts.default_params),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        deadline_ms=body.deadline_ms,
+    )
+    generations = parts.generations
+    generation = await generations.start(wish, caller_of(request).tenant, streaming=body.stream)
+    if body.stream:
+        return StreamReply([generation], GenerateEvents(generation))
+    (output,) = await outputs(request, [generation])
+    answer = generated(generation, output)
+    answer.text = output.text
+    return Response(
+        msgspec.json.encode(answer),
+        media_type="application/json",
+        headers=degraded_header([generation]),
+    )
+
+
+def generated(generation: Generation, output: RequestOutput) -> Generated:
+    """What is said of a finished text beside it."""
+    seconds = time.monotonic() - generation.life.arrived
+    (completion,) = output.completions
+    count = len(completion.token_ids)
+    return Generated(
+        tokens_generated=count,
+        prompt_tokens=len(output.prompt_token_ids),
+        cached_tokens=output.num_cached_tokens,
+        latency_ms=round(seconds * 1e3, 3),
+        tokens_per_second=round(count / seconds, 3),
+        finish_reason=completion.finish_reason,
+        request_id=output.request_id,
+    )
+
+
+class GenerateEvents:
+    """See `Events`."""
+
+    _piece = Template(Piece(_HOLE), [_HOLE])
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def begin(self) -> bytes:
+        return b""
+
+    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
+        return b"".join([self._piece.fill(delta.text) for delta in deltas if delta.text])
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return json_event(generated(self._generation, outputs[0]))
+
+
+def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})

@@ -1,0 +1,85 @@
+"""Who watches generations live and end: metrics, traces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.output import RequestOutput
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Life:
+    """The facts of one generation; times in seconds of `time.monotonic`."""
+
+    request_id: str
+    tenant: str
+    params: SamplingParams
+    num_prompt_tokens: int
+    streaming: bool
+    arrived: float  # before its text was tokenised
+    first_token: float | None = None  # when its first tokens came to the server's process
+    last_token: float | None = None
+    num_output_tokens: int = 0  # of all n completions
+    trace_parent: str | None = None  # the caller's trace, as the header `traceparent` names it
+
+
+class Observer(Protocol):
+    """Called in the event loop, so each method must be quick."""
+
+    def arrived(self, life: Life) -> None:
+        """It was admitted and sent to the engine."""
+        ...
+
+    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+        """Tokens came; `life` still says what was before them."""
+        ...
+
+    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+        """It ended. Without output it failed, or nobody waits for it.
+
+        Args:
+            reason: "stop" or "length", the first of its completions'; else "abort", "deadline" or
+                "error".
+        """
+        ...
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """It was not admitted: "queue" or "share" is full, "deadline" too near, engine or server
+        "unavailable", or the request "invalid"."""
+        ...
+
+
+class Observers:
+    """Many observers as one. What one of them raises is logged, and goes no further."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = tuple(observers)
+
+    def arrived(self, life: Life) -> None:
+        for observer in self._observers:
+            _call(observer.arrived, life)
+
+    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+        for observer in self._observers:
+            _call(observer.delivered, life, num_tokens, now)
+
+    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+        for observer in self._observers:
+            _call(observer.finished, life, output, reason)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        for observer in self._observers:
+            _call(observer.refused, tenant, reason)
+
+
+def _call(method: Callable[..., None], *arguments: object) -> None:
+    try:
+        method(*arguments)
+    except Exception:
+        _log.exception("an observer failed")

@@ -1,0 +1,106 @@
+"""From the body of a request to what the engine is asked: what all routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+from starlette.responses import Response
+
+from kvik.config.errors import KvikError, ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import Pin
+from kvik.server.errors import model_not_found
+from kvik.server.intake import GenerationRequest
+from kvik.server.openai.fields import Generating
+from kvik.server.parts import Parts
+
+# How long a prompt is kept that shall be; each use begins the time anew.
+RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
+_DEFAULT = "in_memory"
+MAX_LOGPROB_VALUES = 1 << 22
+
+
+def check_model(parts: Parts, model: str | None) -> None:
+    """Raises `HttpError` 404 if it is not the one served; who names none means it."""
+    if model and model not in parts.model_names:
+        raise model_not_found(model)
+
+
+def generation_request(
+    body: Generating, prompt_ids: Sequence[int], params: SamplingParams
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt=prompt_ids,
+        params=params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        deadline_ms=body.deadline_ms,
+        pins=_pins(body, len(prompt_ids)),
+    )
+
+
+def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
+    """Who names a key, or wants a prompt kept for long, has the whole of it pinned."""
+    retention = body.prompt_cache_retention
+    if retention is not None and retention not in RETENTION:
+        raise ParamError("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
+    if body.prompt_cache_key is None and retention in (None, _DEFAULT):
+        return ()
+    return (Pin(num_tokens, RETENTION[retention or _DEFAULT]),)
+
+
+def check_room(parts: Parts, num_prompt: int, asked: int | None, name: str) -> None:
+    """Whether the output that was asked for fits behind the prompt. The engine would give less.
+
+    Raises:
+        ParamError: it does not, though the prompt itself fits.
+    """
+    limit = parts.engine.config.scheduler.max_model_len
+    if asked is not None and num_prompt < limit < num_prompt + asked:
+        raise ParamError(
+            name,
+            f"{asked} tokens do not fit behind a prompt of {num_prompt} tokens in the context of "
+            f"{limit}: at most {limit - num_prompt} do",
+            too_long=True,
+        )
+
+
+def check_logprobs(
+    parts: Parts, prompts: Sequence[Sequence[int]], params: SamplingParams, of_prompt: str, of: str
+) -> None:
+    """Whether the log probabilities that may come of one request can be held.
+
+    Args:
+        of_prompt, of: fields that ask for those of the prompts and of the output.
+
+    Raises:
+        ParamError: they are too many.
+    """
+    limit = parts.engine.config.scheduler.max_model_len
+    most = limit if params.max_tokens is None else params.max_tokens
+    for name, top, num_tokens in (
+        (of_prompt, params.prompt_logprobs, sum(map(len, prompts))),
+        (of, params.logprobs, sum(params.n * min(most, limit - len(ids)) for ids in prompts)),
+    ):
+        if top is not None and num_tokens * (1 + top) > MAX_LOGPROB_VALUES:
+            raise ParamError(
+                name,
+                f"would be up to {num_tokens * (1 + top)} values of {num_tokens} tokens; a request "
+                f"has at most {MAX_LOGPROB_VALUES}",
+            )
+
+
+@contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
+    try:
+        yield
+    except KvikError as error:
+        error.field = names.get(error.field, error.field)
+        raise
+
+
+def json_response(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,56 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server.body import read_body
+from kvik.server.exchange import caller_of
+from kvik.server.openai.asking import (
+    called,
+    check_logprobs,
+    check_model,
+    check_room,
+    generation_request,
+    json_response,
+)
+from kvik.server.openai.chat_answer import ChatStream, whole
+from kvik.server.openai.chat_request import ChatRequest
+from kvik.server.openai.conversation import conversation_ids
+from kvik.server.openai.heading import Heading
+from kvik.server.openai.sampling import asked_tokens, chat_params
+from kvik.server.openai.tokens import TokenNames
+from kvik.server.parts import Parts
+from kvik.server.reply import StreamReply, degraded_header, outputs
+
+
+async def chat(parts: Parts, request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, ChatRequest)
+    check_model(parts, body.model)
+    params = chat_params(body, parts.default_params)
+    tenant = caller_of(request).tenant
+    parts.generations.check_room(tenant, params.n)
+    ids = await conversation_ids(
+        parts.texts,
+        body.messages,
+        body.chat_template_kwargs,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.add_special_tokens,
+    )
+    name, asked = asked_tokens(body)
+    with called(prompt="messages", max_tokens=name):
+        check_room(parts, len(ids), asked, name)
+        check_logprobs(parts, [ids], params, "prompt_logprobs", "top_logprobs")
+        wish = generation_request(body, ids, params)
+        generation = await parts.generations.start(wish, tenant, streaming=bool(body.stream))
+    heading = Heading(f"chatcmpl-{generation.request_id}", body.model or parts.model_name)
+    names = TokenNames(parts.texts.tokenizer)
+    if body.stream:
+        return StreamReply([generation], ChatStream(heading, body, names, len(ids)))
+    (output,) = await outputs(request, [generation])
+    answer = json_response(whole(heading, body, names, output))
+    answer.headers.update(degraded_header([generation]))
+    return answer

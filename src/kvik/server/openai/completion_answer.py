@@ -1,0 +1,166 @@
+"""Answers of /v1/completions: in one piece, and as a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET, UnsetType
+
+from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
+from kvik.server.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.heading import FINGERPRINT, Heading
+from kvik.server.openai.tokens import CompletionTokens, TokenNames
+from kvik.server.openai.usage import usage_of, usage_so_far
+from kvik.server.sse import DONE, Template, json_event
+
+_HOLE = "\ue000text\ue000"
+
+
+class CompletionShape:
+    """How the completions of one request are shown, in one piece or in many.
+
+    Args:
+        prompts: token ids of each.
+        echoes: text of each, to stand before its completions; "" unless `echo`.
+    """
+
+    def __init__(
+        self,
+        heading: Heading,
+        body: CompletionRequest,
+        names: TokenNames,
+        prompts: Sequence[Sequence[int]],
+        echoes: Sequence[str],
+    ) -> None:
+        self.heading = heading
+        self.n = body.n or 1
+        self.prompts = prompts
+        self.echoes = echoes
+        self.logprobs = body.logprobs
+        self.prompt_logprobs = body.prompt_logprobs
+        self._echo = bool(body.echo)
+        self._names = names
+        self._skip_special = body.skip_special_tokens is not False
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
+        """Of finished requests; the choices of the first prompt come first."""
+        choices = [
+            self._choice(position, output, one)
+            for position, output in enumerate(outputs)
+            for one in output.completions
+        ]
+        return self.completion(choices, usage_of(outputs))
+
+    def completion(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            id=self.heading.id,
+            created=self.heading.created,
+            model=self.heading.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=FINGERPRINT,
+        )
+
+    def tokens(self, position: int) -> CompletionTokens:
+        """Of one completion of a prompt, in the order in which they are shown."""
+        prompt = self.prompts[position]
+        shown = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, prompt)
+        shown.skip(len(self.echoes[position]))
+        return shown
+
+    def _choice(
+        self, position: int, output: RequestOutput, one: CompletionOutput
+    ) -> CompletionChoice:
+        asked = self.prompt_logprobs is not None and output.prompt_logprobs is not None
+        return CompletionChoice(
+            index=position * self.n + one.index,
+            text=self.echoes[position] + one.text,
+            logprobs=None if self.logprobs is None else self._logprobs(position, output, one),
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+            prompt_logprobs=self._names.prompt(output.prompt_logprobs or []) if asked else UNSET,
+        )
+
+    def _logprobs(
+        self, position: int, output: RequestOutput, one: CompletionOutput
+    ) -> CompletionLogprobs:
+        own = self.tokens(position).show(one.token_ids, one.logprobs or [])
+        if not self._echo:
+            return own
+        prompt = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, ())
+        read = prompt.show(self.prompts[position], output.prompt_logprobs or [])
+        return _both(read, own)
+
+
+class CompletionStream:
+    """Deltas -> events."""
+
+    def __init__(self, shape: CompletionShape, body: CompletionRequest) -> None:
+        options = body.stream_options
+        self._shape = shape
+        self._final_usage = options is not None and bool(options.include_usage)
+        self._each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._num_prompt_tokens = sum(len(prompt) for prompt in shape.prompts)
+        self._num_tokens = 0
+        self._templates: dict[int, Template] = {}  # of the completions that have begun
+        self._tokens: dict[int, CompletionTokens] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
+        return b"".join(event for delta in deltas for event in self._events(position, delta))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        usage = b""
+        if self._final_usage:
+            usage = json_event(self._shape.completion([], usage_of(outputs)))
+        return usage + DONE
+
+    def _events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        index = position * self._shape.n + delta.index
+        self._num_tokens += len(delta.token_ids)
+        if index not in self._templates:
+            self._templates[index] = self._template(index)
+            if self._shape.echoes[position]:
+                yield self._event(CompletionChoice(index, self._shape.echoes[position]))
+        logprobs = self._logprobs(position, index, delta)
+        if logprobs is not None or (delta.text and self._each_usage):
+            yield self._event(CompletionChoice(index, delta.text, logprobs))
+        elif delta.text:
+            yield self._templates[index].fill(delta.text)
+        if delta.finish_reason is not None:
+            yield self._event(CompletionChoice(index, "", finish_reason=delta.finish_reason))
+
+    def _logprobs(self, position: int, index: int, delta: TextDelta) -> CompletionLogprobs | None:
+        if self._shape.logprobs is None or not delta.logprobs:
+            return None
+        if index not in self._tokens:
+            self._tokens[index] = self._shape.tokens(position)
+        return self._tokens[index].show(delta.token_ids, delta.logprobs)
+
+    def _template(self, index: int) -> Template:
+        usage = None if self._final_usage else UNSET
+        chunk = self._shape.completion([CompletionChoice(index, _HOLE)], usage)
+        return Template(chunk, [_HOLE])
+
+    def _event(self, choice: CompletionChoice) -> bytes:
+        usage: Usage | UnsetType | None = None if self._final_usage else UNSET
+        if self._each_usage:
+            usage = usage_so_far(self._num_prompt_tokens, self._num_tokens)
+        return json_event(self._shape.completion([choice], usage))
+
+
+def _both(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    top = None
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        top = first.top_logprobs + second.top_logprobs
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        top,
+    )

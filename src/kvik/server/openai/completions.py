@@ -1,0 +1,67 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server.body import read_body
+from kvik.server.exchange import caller_of
+from kvik.server.openai.asking import (
+    called,
+    check_logprobs,
+    check_model,
+    check_room,
+    generation_request,
+    json_response,
+)
+from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.heading import Heading
+from kvik.server.openai.prompts import One, check_choices, prompt_ids, split
+from kvik.server.openai.sampling import completion_params
+from kvik.server.openai.tokens import TokenNames
+from kvik.server.parts import Parts
+from kvik.server.reply import StreamReply, degraded_header, outputs
+
+
+async def completions(parts: Parts, request: Request) -> Response:
+    """Go on with one text or many."""
+    body = await read_body(request, CompletionRequest)
+    check_model(parts, body.model)
+    params = completion_params(body, parts.default_params)
+    given = split("prompt", body.prompt)
+    check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
+    tenant = caller_of(request).tenant
+    parts.generations.check_room(tenant, len(given) * params.n)
+    prompts = [await prompt_ids(parts.texts, one, body.add_special_tokens) for one in given]
+    for ids in prompts:
+        check_room(parts, len(ids), body.max_tokens, "max_tokens")
+    of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    check_logprobs(parts, prompts, params, of_prompt, "logprobs")
+    with called(tokens="echo"):
+        echoes = [_echo(parts, body, one) for one in given]
+    wishes = [generation_request(body, ids, params) for ids in prompts]
+    streaming = bool(body.stream)
+    generations = await parts.generations.start_all(wishes, tenant, streaming=streaming)
+    shape = CompletionShape(
+        Heading(f"cmpl-{generations[0].request_id}", body.model or parts.model_name),
+        body,
+        TokenNames(parts.texts.tokenizer),
+        prompts,
+        echoes,
+    )
+    if streaming:
+        return StreamReply(generations, CompletionStream(shape, body))
+    answer = json_response(shape.whole(await outputs(request, generations)))
+    answer.headers.update(degraded_header(generations))
+    return answer
+
+
+def _echo(parts: Parts, body: CompletionRequest, prompt: One) -> str:
+    """What stands before the completions of a prompt."""
+    if not body.echo:
+        return ""
+    if isinstance(prompt, str):
+        return prompt
+    return parts.texts.decode(prompt, body.skip_special_tokens is not False)

@@ -1,0 +1,32 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server.errors import model_not_found
+from kvik.server.openai.answers import Model, Models
+from kvik.server.openai.asking import json_response
+from kvik.server.parts import Parts
+
+
+async def models(parts: Parts, request: Request) -> Response:
+    """The model that is served, under each of its names."""
+    return json_response(Models(data=[_model(parts, name) for name in parts.model_names]))
+
+
+async def model(parts: Parts, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name not in parts.model_names:
+        raise model_not_found(name)
+    return json_response(_model(parts, name))
+
+
+def _model(parts: Parts, name: str) -> Model:
+    return Model(
+        id=name,
+        created=parts.started,
+        root=parts.model_name,
+        max_model_len=parts.engine.config.scheduler.max_model_len,
+    )

@@ -1,0 +1,104 @@
+"""Request fields -> sampling parameters: what is silent takes the model's own defaults."""
+
+from __future__ import annotations
+
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.server.openai.chat_request import ChatRequest
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.fields import Generating
+from kvik.server.openai.unhonoured import CHAT, COMPLETION, refuse
+
+# Fields that mean what the sampling parameter of the same name means.
+_ALIKE = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "seed",
+    "prompt_logprobs",
+    "speculation",
+)
+COMPLETION_TOKENS = 16  # of a completion that does not say; as the API has it
+
+
+def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+    """Without a limit an answer may fill the context.
+
+    Raises:
+        ParamError: a value is impossible, or nothing that the engine honours.
+    """
+    refuse(body, CHAT)
+    _check_stream(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ParamError("top_logprobs", "needs logprobs to be true")
+    name, asked = asked_tokens(body)
+    if asked == 0:
+        raise ParamError(name, "must be at least 1")
+    # 256 is what a caller in Python gets, who can wait for more; the file may say otherwise.
+    own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
+    changes = _alike(body)
+    changes["max_tokens"] = own if asked is None else asked
+    if body.logprobs:
+        changes["logprobs"] = body.top_logprobs or 0
+    return defaults.with_changes(**changes)
+
+
+def asked_tokens(body: ChatRequest) -> tuple[str, int | None]:
+    """How many tokens a chat may have, with the field that says so; the newer one goes before."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
+def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """`max_tokens` 0 only with `echo`: the prompt is read, and scored if `logprobs` are wanted.
+
+    Raises:
+        ParamError: a value is impossible, or nothing that the engine honours.
+    """
+    refuse(body, COMPLETION)
+    _check_stream(body)
+    n = body.n or 1
+    if body.best_of is not None and (type(body.best_of) is not int or body.best_of != n):
+        raise ParamError("best_of", f"is not supported, unless it equals n ({n})")
+    asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if asked == 0 and not (body.echo and n == 1):
+        raise ParamError("max_tokens", "must be at least 1, or 0 with echo and n = 1")
+    changes = _alike(body)
+    if body.stream and body.echo and body.logprobs is not None:
+        raise ParamError("echo", "with logprobs is not streamed: leave one of them out")
+    changes["max_tokens"] = asked
+    changes["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        wanted = max(body.logprobs, body.prompt_logprobs or 0)
+        changes["prompt_logprobs"] = wanted
+    elif asked == 0 and body.prompt_logprobs is None:
+        changes["prompt_logprobs"] = 0  # for the engine's sake; nobody sees them
+    return defaults.with_changes(**changes)
+
+
+def _alike(body: Generating) -> dict[str, object]:
+    given = {name: getattr(body, name) for name in _ALIKE}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_stream(body: Generating) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ParamError("stream_options", "needs stream to be true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ParamError("prompt_logprobs", "are not streamed: leave stream out")

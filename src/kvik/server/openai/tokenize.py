@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer, for clients that count."""
+
+from __future__ import annotations
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.config.errors import ParamError
+from kvik.server.body import read_body
+from kvik.server.errors import HttpError
+from kvik.server.openai.answers import Detokenized, Tokenized, TokenizerInfo
+from kvik.server.openai.asking import check_model, json_response
+from kvik.server.openai.conversation import conversation_ids
+from kvik.server.openai.prompts import prompt_ids
+from kvik.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
+from kvik.server.openai.tokens import TokenNames
+from kvik.server.openai.unhonoured import TOKENIZE, refuse
+from kvik.server.parts import Parts
+
+
+async def tokenize(parts: Parts, request: Request) -> Response:
+    """Token ids of a text, which may be empty, or of a conversation."""
+    body = await read_body(request, TokenizeRequest)
+    check_model(parts, body.model)
+    refuse(body, TOKENIZE)
+    if (body.prompt is None) == (body.messages is None):
+        raise ParamError("prompt", "or messages must be given, not both")
+    if body.messages is not None:
+        ids = await conversation_ids(
+            parts.texts,
+            body.messages,
+            body.chat_template_kwargs,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.add_special_tokens,
+        )
+    else:
+        ids = await prompt_ids(parts.texts, body.prompt or "", body.add_special_tokens)
+    names = TokenNames(parts.texts.tokenizer)
+    answer = Tokenized(
+        count=len(ids),
+        max_model_len=_context(parts),
+        tokens=ids,
+        token_strs=[names.name(token) for token in ids] if body.return_token_strs else UNSET,
+    )
+    return json_response(answer)
+
+
+async def detokenize(parts: Parts, request: Request) -> Response:
+    """The text of some tokens, special ones too."""
+    body = await read_body(request, DetokenizeRequest)
+    check_model(parts, body.model)
+    limit, vocab_size = _context(parts), parts.engine.config.model.vocab_size
+    if len(body.tokens) > limit:
+        raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")
+    if max(body.tokens, default=0) >= vocab_size:
+        raise ParamError("tokens", f"must be in 0..{vocab_size - 1}, not {max(body.tokens)}")
+    return json_response(Detokenized(parts.texts.decode(body.tokens, skip_special_tokens=False)))
+
+
+async def tokenizer_info(parts: Parts, request: Request) -> Response:
+    """What a client needs to count and to render as this server does."""
+    tokenizer = parts.texts.tokenizer
+    if tokenizer is None:
+        raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")
+    answer = TokenizerInfo(
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        chat_template=tokenizer.chat_template,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=_context(parts),
+        special_tokens=[tokenizer.token(token) for token in sorted(tokenizer.special_ids)],
+    )
+    return json_response(answer)
+
+
+def _context(parts: Parts) -> int:
+    return parts.engine.config.scheduler.max_model_len

@@ -1,0 +1,208 @@
+"""`/openapi.json` and `/docs`: made of the route table and the types that decode the requests, so
+what they say is what is enforced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik import __version__
+from kvik.server.errors import in_messages
+from kvik.server.route import Route
+
+PAGE = Path(__file__).with_name("ui") / "docs.html"
+REFERENCE = "#/components/schemas/"
+# The page has no script and loads nothing.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
+ERRORS = {
+    "400": "The request is wrong; `param` names what of it.",
+    "401": "No valid API key.",
+    "429": "Too much of your own work is waiting; see `Retry-After`.",
+    "503": "The engine is not ready or there is too much work; see `Retry-After`.",
+}
+
+
+class ErrorDetails(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """Every error but those of `/v1/messages`."""
+
+    error: ErrorDetails
+
+
+class MessagesErrorDetails(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct):
+    """Every error of `/v1/messages`."""
+
+    error: MessagesErrorDetails
+    type: Literal["error"] = "error"
+
+
+def routes(table: Sequence[Route]) -> list[Route]:
+    """Two rows more, which describe the table and themselves."""
+    made: dict[str, bytes] = {}
+
+    async def schema(request: Request) -> Response:
+        return Response(made["schema"], media_type="application/json", headers=HEADERS)
+
+    async def page(request: Request) -> Response:
+        return Response(made["page"], media_type="text/html", headers=HEADERS)
+
+    own = [
+        Route("/openapi.json", schema, "GET", open=True, note="This API for programs."),
+        Route("/docs", page, "GET", open=True, note="This API for people."),
+    ]
+    described = document([*table, *own])
+    made["schema"] = json.dumps(described).encode()
+    made["page"] = render(described).encode()
+    return own
+
+
+def document(table: Iterable[Route]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. Rows without a note are not described."""
+    rows = [route for route in table if route.note]
+    types = {kind for row in rows for kind in (row.body, row.answer) if kind is not None}
+    kinds = [Error, MessagesError, *sorted(types, key=lambda kind: kind.__name__)]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE + "{name}")
+    of = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", row.path)
+        paths.setdefault(path, {})[row.method.lower()] = _operation(row, of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvik", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(row: Route, of: Mapping[Any, Any]) -> dict[str, Any]:
+    content = {} if row.answer is None else {"content": _json_of(of[row.answer])}
+    error = of[MessagesError if in_messages(row.path) else Error]
+    responses: dict[str, Any] = {"200": {"description": "Done.", **content}}
+    for status, note in ERRORS.items():
+        if not (row.open or (row.body is None and status == "400")):
+            responses[status] = {"description": note, "content": _json_of(error)}
+    operation: dict[str, Any] = {"summary": row.note, "responses": responses}
+    if not row.open:
+        operation["security"] = [{"key": []}, {}]  # none where the operator wants none
+    if row.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json_of(of[row.body])}
+    names = re.findall(r"{(\w+)", row.path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    return operation
+
+
+def _json_of(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def render(described: Mapping[str, Any]) -> str:
+    """The document as a page."""
+    operations = []
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            operations.append(_section(method.upper(), path, operation))
+    types = [_type(name, schema) for name, schema in described["components"]["schemas"].items()]
+    page = PAGE.read_text("utf-8")
+    page = page.replace("<!-- operations -->", "\n".join(operations))
+    return page.replace("<!-- types -->", "\n".join(types))
+
+
+def _section(method: str, path: str, operation: Mapping[str, Any]) -> str:
+    lines = [f"<h3><code>{method} {escape(path)}</code></h3><p>{_prose(operation['summary'])}"]
+    body = operation.get("requestBody")
+    if body is not None:
+        lines.append(f" Takes {_words(body['content']['application/json']['schema'])}.")
+    content = operation["responses"]["200"].get("content")
+    if content is not None:
+        lines.append(f" Gives {_words(content['application/json']['schema'])}.")
+    if "security" not in operation:
+        lines.append(" Needs no key.")
+    return "".join([*lines, "</p>"])
+
+
+def _type(name: str, schema: Mapping[str, Any]) -> str:
+    rows = []
+    for field, kind in schema.get("properties", {}).items():
+        needed = "required" if field in schema.get("required", ()) else ""
+        note = _prose(_note(kind))
+        rows.append(
+            f'<tr><th scope="row"><code>{escape(field)}</code></th><td>{_words(kind)}</td>'
+            f"<td>{needed}</td><td>{note}</td></tr>"
+        )
+    table = (
+        "<table><thead><tr><th scope='col'>field</th><th scope='col'>is</th><th scope='col'></th>"
+        f"<th scope='col'></th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+    note = f"<p>{_prose(schema.get('description', ''))}</p>"
+    return f'<h3 id="{escape(name)}">{escape(name)}</h3>{note}{table if rows else ""}'
+
+
+def _note(kind: Mapping[str, Any]) -> str:
+    choices = [kind, *kind.get("anyOf", ())]
+    return " ".join(dict.fromkeys(c["description"] for c in choices if "description" in c))
+
+
+def _prose(text: str) -> str:
+    """What stands between backticks is code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def _words(kind: Mapping[str, Any]) -> str:
+    """A schema in words, as HTML."""
+    if "$ref" in kind:
+        name = escape(kind["$ref"].removeprefix(REFERENCE))
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in kind:
+        return " or ".join(_words(choice) for choice in kind["anyOf"])
+    if "enum" in kind:
+        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in kind["enum"])
+    if kind.get("type") == "array":
+        items = kind.get("items")
+        words = f"list of {_words(items)}" if isinstance(items, Mapping) else "list"
+    else:
+        words = escape(str(kind.get("type", "anything")))
+    return f"{words}{_bounds(kind)}"
+
+
+def _bounds(kind: Mapping[str, Any]) -> str:
+    signs = {
+        "minimum": "at least",
+        "exclusiveMinimum": "more than",
+        "maximum": "at most",
+        "exclusiveMaximum": "less than",
+        "minLength": "length at least",
+        "maxLength": "length at most",
+        "minItems": "entries at least",
+        "maxItems": "entries at most",
+        "pattern": "like",
+    }
+    bounds = [f"{words} {kind[key]}" for key, words in signs.items() if key in kind]
+    return f" ({escape(', '.join(bounds))})" if bounds else ""

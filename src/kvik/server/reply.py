@@ -1,0 +1,239 @@
+"""Answers whose readers are watched: who goes away, or does not read, stops costing anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvik.config.errors import KvikError
+from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.errors import describe
+from kvik.server.failures import aborted
+from kvik.server.generation import Generation
+from kvik.server.sse import CONTENT_TYPE, HEARTBEAT, json_event
+
+CLOSE_EXTENSION = "kvik.close"  # in the scope: breaks the connection, whatever waits to be sent
+DEGRADED_HEADER = "x-kvik-degraded"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
+_log = logging.getLogger(__name__)
+
+
+class Events(Protocol):
+    """How an API shows a stream. Each method returns any number of events, as `sse` makes them."""
+
+    def begin(self) -> bytes:
+        """What comes before everything."""
+        ...
+
+    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
+        """Of the generation at `position`; at most one delta for each of its completions."""
+        ...
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """What comes after everything, if nothing failed; `DONE` too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds.
+
+    Attributes:
+        send: a reader may take to make room for more; then its request ends.
+        heartbeat: without an event, after which a sign of life is sent.
+    """
+
+    send: float = 60.0
+    heartbeat: float = 15.0
+
+
+class StreamReply(Response):
+    """Generations, as server-sent events.
+
+    The answer begins with the first tokens, so what fails before them has its own status. A failure
+    after that is an error event, and nothing follows it.
+
+    Args:
+        generations: started together, in the order of `Events.grow`.
+        anthropic: errors are told in Anthropic's words.
+        heartbeat: the sign of life.
+    """
+
+    media_type = CONTENT_TYPE
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        events: Events,
+        *,
+        anthropic: bool = False,
+        heartbeat: bytes = HEARTBEAT,
+        patience: Patience = Patience(),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**_STREAM_HEADERS, **degraded_header(generations), **(headers or {})})
+        self._generations = generations
+        self._events = events
+        self._anthropic = anthropic
+        self._heartbeat = heartbeat
+        self._patience = patience
+        self._begun = False
+        self._gone = False
+        self._beat = False  # a sign of life is due
+        self._sent_at = 0.0
+        self._sending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        watch = loop.create_task(_until_gone(receive))
+        watch.add_done_callback(self._lose)
+        ticker = loop.create_task(self._tick())
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                await self._run(send)
+        except TimeoutError:
+            if not self._limit.expired():
+                raise
+            raise aborted("its reader is too slow") from None  # the connection will be broken
+        finally:
+            watch.cancel()
+            ticker.cancel()
+            _abort(self._generations, "its reader is gone")
+
+    async def _run(self, send: Send) -> None:
+        bell = self._generations[0].bell
+        while True:
+            await bell.wait()
+            if self._gone:
+                raise ClientDisconnect
+            try:
+                chunk, last = self._next()
+            except Exception as error:
+                if not self._begun:
+                    raise
+                await self._write(send, self._error_event(error), True)
+                return
+            if chunk or last:
+                await self._write(send, chunk, last)
+            if last:
+                return
+
+    def _next(self) -> tuple[bytes, bool]:
+        """What can be sent now, and whether it is the last."""
+        parts: list[bytes] = []
+        last = True
+        failure: KvikError | None = None
+        for position, generation in enumerate(self._generations):
+            deltas = generation.take()
+            if deltas:
+                parts.append(self._events.grow(position, deltas))
+            failure = failure or generation.failure
+            last = last and generation.result is not None
+        if failure is not None:
+            if not self._begun:
+                raise failure
+            parts.append(self._error_event(failure))
+            return b"".join(parts), True
+        if last:
+            parts.append(self._events.end([g.result for g in self._generations if g.result]))
+        elif self._beat and not parts:
+            parts.append(self._heartbeat)
+        self._beat = False
+        if parts and not self._begun:
+            parts.insert(0, self._events.begin())
+        return b"".join(parts), last
+
+    async def _write(self, send: Send, chunk: bytes, last: bool) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        self._sending = True
+        if not self._begun:
+            self._begun = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+        await send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        self._sending = False
+
+    def _error_event(self, error: Exception) -> bytes:
+        if not isinstance(error, KvikError):
+            _log.error("a stream could not be written", exc_info=error)
+        answer = describe(error)
+        if self._anthropic:
+            return json_event(answer.anthropic(), "error")
+        return json_event(answer.openai())
+
+    def _lose(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            self._gone = True
+            _abort(self._generations, "its reader is gone")
+            self._generations[0].bell.ring()
+
+    async def _tick(self) -> None:
+        """Looks now and then at a stream in which nothing happens. One timer for each stream costs
+        less than one for each event."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(self._patience.send, self._patience.heartbeat) / 4)
+            quiet = loop.time() - self._sent_at
+            if self._sending:
+                if quiet > self._patience.send:
+                    self._limit.reschedule(loop.time())
+            elif quiet > self._patience.heartbeat:
+                self._beat = True
+                self._generations[0].bell.ring()
+
+
+async def outputs(request: Request, generations: Sequence[Generation]) -> list[RequestOutput]:
+    """The results of generations that were started together, for an answer in one piece.
+
+    Raises:
+        KvikError: one of them failed; then all are ended.
+        ClientDisconnect: the caller went away, which ends them too.
+    """
+    bell = generations[0].bell
+    watch = asyncio.get_running_loop().create_task(_until_gone(request.receive))
+    watch.add_done_callback(lambda _: bell.ring())
+    try:
+        while True:
+            for generation in generations:
+                if generation.failure is not None:
+                    raise generation.failure
+            results = [g.result for g in generations if g.result is not None]
+            if len(results) == len(generations):
+                return results
+            await bell.wait()
+            if watch.done():
+                raise ClientDisconnect
+    finally:
+        watch.cancel()
+        _abort(generations, "its reader is gone")
+
+
+def degraded_header(generations: Sequence[Generation]) -> dict[str, str]:
+    """Says what the server gave up for want of room, if anything."""
+    degraded = next((g.degraded for g in generations if g.degraded), "")
+    return {DEGRADED_HEADER: degraded} if degraded else {}
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _abort(generations: Sequence[Generation], reason: str) -> None:
+    for generation in generations:
+        generation.abort(reason)

@@ -1,0 +1,141 @@
+"""OpenTelemetry traces: a span for each request, and in it the queue, the prefill and the decode.
+
+Spans are made when a request has ended, from the times that the engine noted, so that a request
+that is being served costs nothing more. They carry counts and parameters, never text.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvik.config.errors import ConfigError
+from kvik.engine.output import RequestOutput
+from kvik.server.observer import Life
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+NEEDS = "needs OpenTelemetry: pip install 'kvik[otel]'"
+SERVICE = "kvik"
+
+
+def otlp_exporter(endpoint: str) -> SpanExporter:
+    """Sends spans to a collector over HTTP.
+
+    Args:
+        endpoint: such as http://127.0.0.1:4318/v1/traces.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    try:
+        module = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError:
+        raise ConfigError("otlp_endpoint", NEEDS) from None
+    exporter: SpanExporter = module.OTLPSpanExporter(endpoint=endpoint)
+    return exporter
+
+
+class Tracing:
+    """An `Observer`.
+
+    Args:
+        exporter: where spans go, from a thread of its own.
+        model_name: of every span.
+    """
+
+    def __init__(self, exporter: SpanExporter, model_name: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._model_name = model_name
+        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer(SERVICE)
+
+    def arrived(self, life: Life) -> None:
+        pass
+
+    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+        pass
+
+    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        clock = _WallClock()
+        params = life.params
+        attributes: dict[str, str | int | float | tuple[str, ...]] = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.response.id": life.request_id,
+            "gen_ai.response.finish_reasons": (reason,),
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.choice.count": params.n,
+            "gen_ai.usage.input_tokens": life.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": life.num_output_tokens,
+        }
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        if output is not None:
+            attributes["kvik.cached_tokens"] = output.num_cached_tokens
+            attributes["kvik.preemptions"] = output.num_preemptions
+        span = self._tracer.start_span(
+            "kvik.request",
+            context=_parent(life.trace_parent),
+            kind=SpanKind.SERVER,
+            start_time=clock.at(life.arrived),
+            attributes=attributes,
+        )
+        if reason == "error":
+            span.set_status(Status(StatusCode.ERROR))
+        inside = set_span_in_context(span)
+        for name, start, end in _parts(output):
+            part = self._tracer.start_span(name, inside, start_time=clock.at(start))
+            part.end(clock.at(end))
+        span.end(clock.now)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+class _WallClock:
+    """Times of `time.monotonic` as nanoseconds since 1970."""
+
+    def __init__(self) -> None:
+        self.now = time.time_ns()
+        self._then = time.monotonic()
+
+    def at(self, seconds: float) -> int:
+        return self.now - round((self._then - seconds) * 1e9)
+
+
+def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
+    """(name, start, end) of what an ended request went through."""
+    if output is None:
+        return []
+    times = output.metrics
+    started, first = times.first_scheduled, times.first_token
+    if started is None:
+        return [("queue", times.arrival, times.finished)]
+    found = [("queue", times.arrival, started)]
+    if first is None:
+        return [*found, ("prefill", started, times.finished)]
+    return [*found, ("prefill", started, first), ("decode", first, times.finished)]
+
+
+def _parent(header: str | None) -> Context | None:
+    """Of the caller's trace, if it sent one (W3C Trace Context)."""
+    if header is None:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": header})

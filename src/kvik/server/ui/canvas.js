@@ -1,0 +1,90 @@
+// What all drawings share: sharp pixels, the page's colours, tooltips, and how figures are written.
+
+import { make } from "./dom.js";
+
+export class Picture {
+  // `draw(pen, width, colours)` paints; `at(x, y)` says what the tooltip shows there, or null.
+  constructor(canvas, { height, draw, at = () => null }) {
+    this.canvas = canvas;
+    this.height = height;
+    this.draw = draw;
+    this.pen = canvas.getContext("2d");
+    this.tip = make("div", { className: "tip", hidden: true });
+    canvas.parentElement.append(this.tip);
+    new ResizeObserver(() => this.paint()).observe(canvas.parentElement);
+    dark.addEventListener("change", () => this.paint());
+    canvas.addEventListener("pointermove", (event) => this.#show(event, at));
+    canvas.addEventListener("pointerdown", (event) => this.#show(event, at));
+    canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
+  }
+
+  paint() {
+    const width = this.canvas.parentElement.clientWidth;
+    if (!width) return;
+    const height = typeof this.height === "function" ? this.height(width) : this.height;
+    const scale = window.devicePixelRatio || 1;
+    const [w, h] = [Math.round(width * scale), Math.round(height * scale)];
+    if (this.canvas.width !== w || this.canvas.height !== h) {
+      Object.assign(this.canvas, { width: w, height: h });
+      this.canvas.style.height = `${height}px`;
+    }
+    this.pen.setTransform(scale, 0, 0, scale, 0, 0);
+    this.pen.clearRect(0, 0, width, height);
+    this.pen.font = "11px system-ui, sans-serif";
+    this.pen.textBaseline = "middle";
+    this.draw(this.pen, width, colours());
+  }
+
+  say(words) {
+    if (this.canvas.getAttribute("aria-label") !== words) this.canvas.setAttribute("aria-label", words);
+  }
+
+  #show(event, at) {
+    const text = at(event.offsetX, event.offsetY);
+    this.tip.hidden = text === null;
+    if (text === null) return;
+    this.tip.textContent = text;
+    const room = this.canvas.clientWidth - this.tip.offsetWidth;
+    this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 12, room))}px`;
+    this.tip.style.top = `${event.offsetY + 14}px`;
+  }
+}
+
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+const NAMES = "card ink soft line faint accent free cached shared pinned queued prefill decode".split(" ");
+
+export function colours() {
+  const style = getComputedStyle(document.documentElement);
+  return Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+}
+
+// The colour of a request: neighbours in number are far apart on the wheel.
+export function colourOf(number) {
+  return `hsl(${((number * 137.508) % 360).toFixed(0)} 58% ${dark.matches ? 62 : 46}%)`;
+}
+
+export function legend(list, entries) {
+  list.replaceChildren(
+    ...entries.map(([colour, label]) => {
+      const swatch = make("span", { className: "swatch" });
+      swatch.style.background = colour;
+      return make("li", {}, swatch, label);
+    }),
+  );
+}
+
+export function nice(limit) {
+  // The next of 1, 2, 5, 10, 20, ... that is not below `limit`.
+  const power = 10 ** Math.floor(Math.log10(limit));
+  return [1, 2, 5, 10].map((step) => step * power).find((value) => value >= limit * 0.9999);
+}
+
+export const count = (value) => Math.round(value).toLocaleString("en");
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 0.9995) return `${(value * 1000).toFixed(0)} ms`;
+  return value < 9.995 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
+}

@@ -1,0 +1,90 @@
+// The engine, live: follows the server's events while the page is seen, and hands views to pictures.
+
+import { Blocks } from "./blocks.js";
+import { count, seconds } from "./canvas.js";
+import { Curves } from "./curves.js";
+import { byId, make, setText } from "./dom.js";
+import { Requests } from "./requests.js";
+import { Steps } from "./steps.js";
+
+const PAUSE = 2000; // milliseconds before another try
+
+export class Engine {
+  #api;
+  #pictures = [new Blocks(), new Steps(), new Requests(), new Curves()];
+  #following = null; // an AbortController
+  #steps = 0;
+
+  constructor(api) {
+    this.#api = api;
+    document.addEventListener("visibilitychange", () => this.restart());
+  }
+
+  // Anew: the key was changed, or the page is seen again. A page that nobody sees asks for nothing.
+  restart() {
+    this.#following?.abort();
+    this.#following = null;
+    if (!document.hidden) this.#follow((this.#following = new AbortController()));
+  }
+
+  async #follow(running) {
+    while (!running.signal.aborted) {
+      try {
+        for (const picture of this.#pictures) picture.clear?.();
+        for await (const frame of this.#api.stream("v1/engine/live", undefined, running.signal)) this.#take(frame);
+      } catch (error) {
+        if (running.signal.aborted) return;
+        this.#state("no view", "bad");
+        this.#note(error.message);
+      }
+      await new Promise((done) => setTimeout(done, PAUSE));
+    }
+  }
+
+  #take({ state, reason, view }) {
+    this.#state(state, state === "ready" ? "ready" : state === "starting" ? "" : "bad");
+    this.#note(reason);
+    if (!view) return;
+    if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // started anew
+    this.#steps = view.stats.steps;
+    gauges(view);
+    for (const picture of this.#pictures) picture.show(view);
+  }
+
+  #state(text, kind) {
+    const badge = byId("state");
+    setText(badge, text);
+    badge.className = `state ${kind}`;
+  }
+
+  #note(text) {
+    const note = byId("engine-note");
+    note.hidden = !text;
+    setText(note, text ?? "");
+  }
+}
+
+function gauges(view) {
+  const { stats, rates } = view;
+  const hits = stats.prefix_queries ? stats.prefix_hits / stats.prefix_queries : 0;
+  const step = view.steps.seconds.at(-1);
+  const shown = [
+    ["decode", `${count(rates.decode_tokens)} tok/s`],
+    ["prefill", `${count(rates.prefill_tokens)} tok/s`],
+    ["running", count(stats.num_running)],
+    ["waiting", count(stats.num_waiting)],
+    ["KV held", `${(100 * stats.kv_usage).toFixed(0)} %`],
+    ["prefix hits", `${(100 * hits).toFixed(0)} %`],
+    ["preempted", count(stats.preemptions)],
+  ];
+  if (stats.speculation) {
+    const { drafts, accepted } = stats.speculation.drafts;
+    shown.push(["drafts right", drafts ? `${((100 * accepted) / drafts).toFixed(0)} %` : "–"]);
+  }
+  const list = byId("gauges");
+  if (list.children.length !== shown.length) {
+    list.replaceChildren(...shown.map(([name]) => make("div", {}, make("dt", { textContent: name }), make("dd"))));
+  }
+  shown.forEach(([, value], i) => setText(list.children[i].lastChild, value));
+  if (step !== undefined) list.title = `the last step took ${seconds(step)}`;
+}

@@ -1,0 +1,70 @@
+// The sampling controls: one row of the table each. What is left empty is not sent.
+
+import { byId, make } from "./dom.js";
+
+const NUMBER = "number";
+const CHECK = "checkbox";
+
+// name, label, kind, limits of a number, note
+const CONTROLS = [
+  ["temperature", "Temperature", NUMBER, { min: 0, max: 100, step: "any" }, "0 always takes the most likely token"],
+  ["top_p", "Top p", NUMBER, { min: 0, max: 1, step: "any" }, "Keep the most likely tokens up to this mass"],
+  ["top_k", "Top k", NUMBER, { min: -1, step: 1 }, "Keep the k most likely tokens; 0 keeps all"],
+  ["min_p", "Min p", NUMBER, { min: 0, max: 1, step: "any" }, "Drop tokens below this share of the most likely one"],
+  ["typical_p", "Typical p", NUMBER, { min: 0, max: 1, step: "any" }, "Keep the most typical tokens up to this mass"],
+  ["presence_penalty", "Presence penalty", NUMBER, { min: -2, max: 2, step: "any" }, "Against tokens that were used"],
+  ["frequency_penalty", "Frequency penalty", NUMBER, { min: -2, max: 2, step: "any" }, "Against tokens, for each use"],
+  ["repetition_penalty", "Repetition penalty", NUMBER, { min: 0, max: 10, step: "any" }, "Divides logits of tokens that occurred; 1 is none"],
+  ["max_tokens", "Max tokens", NUMBER, { min: 1, step: 1 }, "Length of the answer at most"],
+  ["min_tokens", "Min tokens", NUMBER, { min: 0, step: 1 }, "Length of the answer at least"],
+  ["seed", "Seed", NUMBER, { step: 1 }, "The same seed gives the same text"],
+  ["n", "Answers (n)", NUMBER, { min: 1, max: 16, step: 1 }, "Side by side, of one prompt"],
+  ["stop", "Stop texts, one a line", "textarea", {}, "The answer ends before any of them"],
+  ["ignore_eos", "Ignore end of text", CHECK, {}, "Go on to the length limit"],
+  ["logprobs", "Colour by probability", CHECK, {}, "The darker, the less likely the token was"],
+];
+
+export class Params {
+  constructor(form) {
+    this.form = form;
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.append(...CONTROLS.map((row) => control(...row)));
+    const reset = make("button", { type: "reset", className: "plain", textContent: "Reset" });
+    form.append(make("div", {}, reset));
+  }
+
+  // The fields of a request; null, and the browser's own complaint, if one is wrong.
+  read(kind) {
+    if (!this.form.reportValidity()) return null;
+    const fields = {};
+    for (const [name, , type] of CONTROLS) {
+      const input = byId(`param-${name}`);
+      if (type === CHECK) {
+        if (input.checked) Object.assign(fields, name === "logprobs" ? wanted(kind) : { [name]: true });
+      } else if (input.value !== "") {
+        fields[name] = type === NUMBER ? Number(input.value) : lines(input.value);
+      }
+    }
+    return fields;
+  }
+}
+
+const wanted = (kind) => (kind === "chat" ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
+
+const lines = (text) => text.split("\n").filter((line) => line !== "");
+
+function control(name, label, type, limits, note) {
+  const id = `param-${name}`;
+  const known = { id, name, title: note };
+  if (type === CHECK) {
+    const input = make("input", { ...known, type });
+    return make("div", { className: "check" }, make("label", { htmlFor: id, title: note }, input, label));
+  }
+  const input =
+    type === NUMBER
+      ? make("input", { ...known, type, placeholder: "default", inputMode: "decimal", ...limits })
+      : make("textarea", { ...known, rows: 2 });
+  const box = make("div", {}, make("label", { htmlFor: id, textContent: label }), input);
+  if (type !== NUMBER) box.className = "whole";
+  return box;
+}

@@ -1,0 +1,219 @@
+"""A headless Chromium, driven over the DevTools protocol: https://chromedevtools.github.io."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
+T = TypeVar("T")
+
+
+def find() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One window. `errors` and `urls` say what its console complained of and what it asked for."""
+
+    def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
+        self._runner = asyncio.Runner()
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._process = subprocess.Popen(
+            [program, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._session: str | None = None
+        self.errors: list[str] = []
+        self.urls: list[str] = []
+        self._run(self._open(width, height))
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._run(self._close())
+        finally:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(20)
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            self._runner.close()
+            self._profile.cleanup()
+
+    # -- what a user does ------------------------------------------------------------------------
+
+    def go(self, url: str) -> None:
+        self.command("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def type(self, selector: str, text: str) -> None:
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+        self.command("Input.insertText", text=text)
+
+    def press(self, key: str, code: int = 0, text: str = "", modifiers: int = 0) -> None:
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        self.command("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self.command("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def click(self, selector: str) -> None:
+        """In its middle, so that whatever covers it takes the click."""
+        x, y = self._middle(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.command(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
+
+    def hover(self, selector: str) -> None:
+        x, y = self._middle(selector)
+        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def resize(self, width: int, height: int, scale: float = 1.0, *, phone: bool = False) -> None:
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=phone,
+        )
+
+    def scheme(self, name: str) -> None:
+        """ "light" or "dark"."""
+        feature = {"name": "prefers-color-scheme", "value": name}
+        self.command("Emulation.setEmulatedMedia", features=[feature])
+
+    # -- what a test looks at --------------------------------------------------------------------
+
+    def evaluate(self, expression: str) -> Any:
+        answer = self.command(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"]["exception"]["description"])
+        return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        found: str = self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+        return found
+
+    def wait(self, expression: str, seconds: float = 30.0) -> None:
+        """Until it is true."""
+        for _ in range(int(seconds / 0.05)):
+            if self.evaluate(f"Boolean({expression})"):
+                return
+            self._run(asyncio.sleep(0.05))
+        raise AssertionError(f"never true: {expression}\n{self.errors}")
+
+    def screenshot(self, path: Path) -> None:
+        answer = self.command("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def accessible(self) -> list[dict[str, Any]]:
+        """The tree that screen readers get, as a list."""
+        nodes: list[dict[str, Any]] = self.command("Accessibility.getFullAXTree")["nodes"]
+        return nodes
+
+    def command(self, method: str, **params: Any) -> dict[str, Any]:
+        return self._run(self._send(method, params))
+
+    # -- the protocol ----------------------------------------------------------------------------
+
+    def _middle(self, selector: str) -> tuple[float, float]:
+        script = (
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect(); "
+            "return [b.x + b.width / 2, b.y + b.height / 2] })()"
+        )
+        x, y = self.evaluate(script)
+        return x, y
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+    async def _open(self, width: int, height: int) -> None:
+        assert self._process.stderr is not None
+        loop = asyncio.get_running_loop()
+        line = ""
+        while not line.startswith("DevTools listening on "):
+            line = await asyncio.wait_for(
+                loop.run_in_executor(None, self._process.stderr.readline), 60
+            )
+            if not line:
+                raise RuntimeError("Chromium did not start")
+        self._client = aiohttp.ClientSession()
+        self._socket = await self._client.ws_connect(line.split()[-1], max_msg_size=0)
+        self._reader = loop.create_task(self._read())
+        targets = (await self._send("Target.getTargets", {}))["targetInfos"]
+        page = next(t["targetId"] for t in targets if t["type"] == "page")
+        attached = await self._send("Target.attachToTarget", {"targetId": page, "flatten": True})
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self._send(f"{domain}.enable", {})
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self._send("Emulation.setDeviceMetricsOverride", size)
+
+    async def _close(self) -> None:
+        self._reader.cancel()
+        await self._socket.close()
+        await self._client.close()
+
+    async def _send(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        number = next(self._ids)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        message = {"id": number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        await self._socket.send_json(message)
+        answer = await asyncio.wait_for(future, 30)
+        if "error" in answer:
+            raise AssertionError(f"{method}: {answer['error']['message']}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            event = json.loads(message.data)
+            if "id" in event:
+                self._answers.pop(event["id"]).set_result(event)
+            else:
+                self._note(event["method"], event["params"])
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.urls.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
+            self.errors.append(json.dumps(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")

@@ -1,0 +1,89 @@
+"""A server of some routes, for tests of what every request meets at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+from helpers.http_server import HttpServer, http_server
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvik.config.errors import CapacityError, OverloadError, ParamError
+from kvik.server.app import App, Edge
+from kvik.server.body import read_body
+from kvik.server.drain import Drain
+from kvik.server.exchange import caller_of
+from kvik.server.keys import read_keys
+from kvik.server.route import Route
+
+KEY = {"authorization": "Bearer right"}
+
+
+class Body(msgspec.Struct):
+    number: int = 0
+
+
+class Calls(list[str]):
+    """Which handlers ran, and for whom."""
+
+
+def table(calls: Calls) -> list[Route]:
+    async def echo(request: Request) -> Response:
+        calls.append("echo")
+        body = await read_body(request, Body)
+        return JSONResponse({"number": body.number, "caller": caller_of(request).name})
+
+    async def read(request: Request) -> Response:
+        calls.append("read")
+        return JSONResponse({"path": request.path_params.get("model")})
+
+    async def fail(request: Request) -> Response:
+        secret = "a secret\n2026 INFO kvik.access forged"
+        raise RuntimeError(secret)
+
+    async def late(request: Request) -> Response:
+        async def pieces() -> object:
+            yield b"data: 1\n\n"
+            raise RuntimeError("too late")
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]
+
+    errors = {
+        "param": ParamError("top_p", "must be in (0, 1]"),
+        "context": ParamError("prompt", "has 9 tokens", too_long=True),
+        "capacity": CapacityError("n", "never fits"),
+        "own": OverloadError("queue", "is full", 2.4, own=True),
+        "all": OverloadError("queue", "is full", 0.0, own=False),
+    }
+
+    async def refuse(request: Request) -> Response:
+        raise errors[request.path_params["which"]]
+
+    return [
+        Route("/v1/echo", echo),
+        Route("/v1/messages", echo),
+        Route("/v1/messages/fail", fail),
+        Route("/v1/models", read, "GET"),
+        Route("/v1/models/{model:path}", read, "GET"),
+        Route("/v1/fail", fail, "GET"),
+        Route("/v1/late", late, "GET"),
+        Route("/v1/refuse/{which}", refuse, "GET"),
+        Route("/health", read, "GET", open=True),
+    ]
+
+
+@contextmanager
+def edge_server(
+    keys: Sequence[str],
+    edge: Edge,
+    calls: Calls | None = None,
+    drain: Drain | None = None,
+) -> Iterator[HttpServer]:
+    async def make() -> App:
+        routes = table(Calls() if calls is None else calls)
+        return App(routes, read_keys(keys), Drain() if drain is None else drain, edge)
+
+    with http_server(make) as running:
+        yield running

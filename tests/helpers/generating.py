@@ -1,0 +1,109 @@
+"""Generations over an engine that has no model, for tests of what lies around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from helpers.served_engine import FakeExecutor, ServedEngine, engine_in_thread
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.output import RequestOutput
+from kvik.server.admission import Admission
+from kvik.server.generation import Generations
+from kvik.server.intake import GenerationRequest, Limits
+from kvik.server.observer import Life
+from kvik.server.texts import Texts
+from kvik.text.tokenizer import Tokenizer
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789."  # token id -> letter
+
+
+def letters() -> Tokenizer:
+    """One token for each of `LETTERS`."""
+    library = Library(models.BPE(vocab={c: i for i, c in enumerate(LETTERS)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return Tokenizer(library)
+
+
+@dataclass
+class Watcher:
+    """An observer that keeps what it is told."""
+
+    arrived_ids: list[str] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)  # id -> reason
+    tokens: dict[str, int] = field(default_factory=dict)
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    def arrived(self, life: Life) -> None:
+        self.arrived_ids.append(life.request_id)
+
+    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+        self.tokens[life.request_id] = self.tokens.get(life.request_id, 0) + num_tokens
+
+    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+        assert life.request_id not in self.ended, "it ended twice"
+        self.ended[life.request_id] = reason
+        if output is not None:
+            self.outputs.append(output)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        self.refusals.append((tenant, reason))
+
+
+@dataclass
+class Generating:
+    engine: ServedEngine
+    generations: Generations
+    admission: Admission
+    watcher: Watcher
+    texts: Texts
+
+    async def at_rest(self) -> None:
+        """Nothing lives, and nothing is held: not in the engine, and not before it."""
+        await self.engine.at_rest()
+        assert not self.generations.live
+        assert (self.admission.num_waiting, self.admission.waiting_tokens) == (0, 0)
+        assert self.watcher.ended.keys() == set(self.watcher.arrived_ids)
+
+
+@asynccontextmanager
+async def generating(
+    executor: FakeExecutor | None = None,
+    *,
+    limits: Limits | None = None,
+    shared: bool = False,
+    max_requests: int = 64,
+    max_tokens: int = 4096,
+    **scheduler: Any,
+) -> AsyncIterator[Generating]:
+    """Args:
+    scheduler: fields of `SchedulerConfig`.
+    """
+    async with engine_in_thread(None, executor or FakeExecutor(), **scheduler) as engine:
+        texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
+        admission = Admission(max_requests, max_tokens, shared=shared, clock=time.monotonic)
+        watcher = Watcher()
+        generations = Generations(engine.client, texts, admission, watcher, limits or Limits())
+        engine.client.start(generations.take)
+        await engine.ready()
+        try:
+            yield Generating(engine, generations, admission, watcher, texts)
+        finally:
+            await texts.close()
+
+
+def wish(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
+    """A request; `params` are fields of it, or of its sampling parameters."""
+    own = {name: params.pop(name) for name in list(params) if name in _OWN}
+    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 8, **params}), **own)
+
+
+_OWN = ("priority", "cache_salt", "deadline_ms", "pins", "pooling", "add_special_tokens")

@@ -1,0 +1,161 @@
+"""A real server on a free port, in a thread of its own with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any, TypeVar
+
+import uvloop
+from starlette.types import ASGIApp
+
+from kvik.server.http_protocol import DEFAULT_LIMITS, ConnectionLimits
+from kvik.server.listener import Listener, bind
+
+T = TypeVar("T")
+
+
+@dataclass
+class HttpServer:
+    """A running server.
+
+    Attributes:
+        url: such as http://127.0.0.1:40123, without a slash at its end.
+        port: it listens on.
+        listener: has its connections.
+    """
+
+    url: str
+    port: int
+    listener: Listener
+    _loop: asyncio.AbstractEventLoop
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:
+        """Run a coroutine in the server's event loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+
+@contextmanager
+def http_server(
+    make: Callable[[], Awaitable[ASGIApp]],
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+    close: Callable[[], Awaitable[None]] | None = None,
+) -> Iterator[HttpServer]:
+    """Serve an app until the block ends.
+
+    Args:
+        make: makes the app, in the server's event loop.
+        limits: of its connections.
+        close: is called in the event loop after the last connection is closed.
+    """
+    listening = bind("127.0.0.1", 0)
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="http-server", daemon=True)
+    thread.start()
+
+    async def start() -> Listener:
+        listener = Listener(await make(), listening, limits)
+        await listener.start()
+        return listener
+
+    async def stop(listener: Listener) -> None:
+        await listener.close()
+        if close is not None:
+            await close()
+
+    try:
+        listener = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        try:
+            port = listener.port
+            yield HttpServer(f"http://127.0.0.1:{port}", port, listener, loop)
+        finally:
+            asyncio.run_coroutine_threadsafe(stop(listener), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+        listening.close()
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error of an answer that is one, of OpenAI's shape to the letter."""
+        assert self.headers["content-type"] == "application/json"
+        body = self.json
+        assert list(body) == ["error"]
+        error: dict[str, Any] = body["error"]
+        assert list(error) == ["message", "type", "param", "code"]
+        assert error["message"] and isinstance(error["message"], str)
+        assert error["code"] is None or isinstance(error["code"], str)
+        return error
+
+
+def ask(
+    server: HttpServer,
+    method: str,
+    target: str,
+    body: bytes | str | dict[str, Any] | None = None,
+    **headers: str | None,
+) -> Reply:
+    """One request on a connection of its own. A dict is sent as JSON, with its content type.
+
+    Args:
+        headers: _ stands for - in their names; None leaves out one that would be sent.
+    """
+    sent: dict[str, str | None] = {}
+    if body is not None and not isinstance(body, str | bytes):
+        body = json.dumps(body)
+    if body is not None:
+        sent["content-type"] = "application/json"
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        data = body.encode() if isinstance(body, str) else body
+        connection.request(method, target, data, {k: v for k, v in sent.items() if v is not None})
+        response = connection.getresponse()
+        fields = {name.lower(): value for name, value in response.getheaders()}
+        return Reply(response.status, fields, response.read())
+    finally:
+        connection.close()
+
+
+def raw(server: HttpServer, data: bytes, timeout: float = 30.0) -> bytes:
+    """Everything the server says to these bytes until it closes the connection.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    with socket.create_connection(("127.0.0.1", server.port), timeout) as connection:
+        connection.sendall(data)
+        received = bytearray()
+        while piece := connection.recv(65536):
+            received += piece
+    return bytes(received)
+
+
+def until_head(server: HttpServer, data: bytes) -> tuple[socket.socket, bytes]:
+    """An open connection, and the head of the server's answer to these bytes."""
+    connection = socket.create_connection(("127.0.0.1", server.port), 30)
+    connection.sendall(data)
+    received = b""
+    while b"\r\n\r\n" not in received:
+        piece = connection.recv(65536)
+        assert piece, received
+        received += piece
+    return connection, received

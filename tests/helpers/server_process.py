@@ -1,0 +1,131 @@
+"""`kvik serve` as users start it: two processes, seen from outside."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds. memory: bytes that it wrote itself."""
+
+    files: int
+    threads: int
+    memory: int
+
+
+@dataclass
+class ServerProcess:
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the process that holds the model."""
+        found = [pid for pid in children(self.process.pid) if "engine_process" in command(pid)]
+        (pid,) = found
+        return pid
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Ours, those without labels of their own by their bare names."""
+        _, text = self.get("/metrics")
+        rows = re.findall(r'^kvik:(\w+)\{model_name="[^"]*"\} (\S+)$', text.decode(), re.MULTILINE)
+        return {name: float(value) for name, value in rows}
+
+    def wait_ready(self, seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, "it ended"
+            try:
+                if self.get("/health")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.05)
+        raise TimeoutError("it is not ready")
+
+    def held(self) -> tuple[Held, Held]:
+        """By the HTTP process, and by the engine's."""
+        return held(self.process.pid), held(self.engine_pid)
+
+
+@contextmanager
+def server_process(*flags: str) -> Iterator[ServerProcess]:
+    """A server of the bundled model on a free port, ready, until the block ends; then it drains."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words: Sequence[str] = ("serve", "--port", str(port), "--log-level", "warning", *flags)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvik", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    server = ServerProcess(process, port)
+    try:
+        server.wait_ready()
+        yield server
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    own = [int(word) for word in text.split()]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def held(pid: int) -> Held:
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return Held(
+        files=len(os.listdir(f"/proc/{pid}/fd")),
+        threads=int(status["Threads"]),
+        memory=int(status["RssAnon"].split()[0]) * 1024,
+    )

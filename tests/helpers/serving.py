@@ -1,0 +1,82 @@
+"""The whole HTTP side over an engine that has no model: routes, edge, generations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from helpers.generating import Generating, Watcher, letters
+from helpers.http_server import HttpServer, http_server
+from helpers.served_engine import FakeExecutor, make_engine
+
+from kvik.config.server_config import ServerConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.server.admission import Admission
+from kvik.server.app import make_app
+from kvik.server.generation import Generations
+from kvik.server.intake import Limits
+from kvik.server.keys import Keys
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+from kvik.server.texts import Texts
+
+
+@dataclass
+class Served:
+    http: HttpServer
+    inner: Generating
+    parts: Parts
+
+    def at_rest(self) -> None:
+        """Nothing lives, in the engine or before it."""
+        self.http.call(self.inner.at_rest())
+
+
+@contextmanager
+def served(
+    routes: Callable[[Parts], Sequence[Route]],
+    executor: FakeExecutor | None = None,
+    *,
+    limits: Limits | None = None,
+    max_requests: int = 64,
+    keys: Keys | None = None,
+    **scheduler: object,
+) -> Iterator[Served]:
+    """A server on a real socket whose text is letters.
+
+    Args:
+        routes: of the API under test.
+        scheduler: fields of `SchedulerConfig`.
+    """
+    engine = make_engine(None, executor or FakeExecutor(), **scheduler)
+    texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
+    keys = keys or Keys()
+    admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)
+    watcher = Watcher()
+    generations = Generations(engine.client, texts, admission, watcher, limits or Limits())
+    parts = Parts(
+        ServerConfig(),
+        ("letters",),
+        engine.client,
+        texts,
+        generations,
+        admission,
+        watcher,
+        SamplingParams(),
+        keys,
+    )
+
+    async def make() -> object:
+        engine.client.start(generations.take)
+        await engine.ready()
+        return make_app(parts, routes(parts))
+
+    async def close() -> None:
+        await engine.client.close()
+        await texts.close()
+
+    with http_server(make, close=close) as http:
+        inner = Generating(engine, generations, admission, watcher, texts)
+        yield Served(http, inner, parts)

@@ -1,0 +1,80 @@
+"""A server of the story model in this process, with the routes of a test's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.http_server import HttpServer, http_server
+from helpers.served_engine import ServedEngine, bundled, make_engine
+
+from kvik.config.server_config import ServerConfig
+from kvik.model_files import model_files
+from kvik.server.app import App, make_app
+from kvik.server.assemble import assemble
+from kvik.server.keys import Keys
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+from kvik.server.texts import Texts
+
+NAMES = ("stories", "org/stories")
+MAX_MODEL_LEN = 512
+NO_KEYS = Keys()
+
+
+@dataclass
+class Site:
+    """Attributes:
+    server: where it listens.
+    engine: behind it.
+    parts: of it.
+    """
+
+    server: HttpServer
+    engine: ServedEngine
+    parts: Parts
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def at_rest(self) -> None:
+        """Until everything has been given back: no request, no slot, no block."""
+        self.server.call(self.engine.at_rest())
+        assert not self.parts.generations.live
+
+
+@contextmanager
+def story_site(
+    routes: Callable[[Parts], Sequence[Route]],
+    keys: Keys = NO_KEYS,
+    engine: ServedEngine | None = None,
+    **scheduler: object,
+) -> Iterator[Site]:
+    """Serve until the block ends; one at a time.
+
+    Args:
+        engine: of the story model, if its configuration is to differ.
+        scheduler: fields of `SchedulerConfig` to change.
+    """
+    engine = engine or make_engine(*bundled(), **scheduler)
+    made: list[Parts] = []
+
+    async def make() -> App:
+        config = engine.client.config
+        files = model_files(Path(config.runner.model_path))
+        texts = Texts(files.tokenizer(), config.scheduler.max_model_len)
+        parts = assemble(ServerConfig(), engine.client, texts, files.default_params(), keys, NAMES)
+        made.append(parts)
+        engine.client.start(parts.generations.take)
+        await engine.ready()
+        return make_app(parts, routes(parts))
+
+    async def close() -> None:
+        await made[0].texts.close()
+        await engine.client.close()
+
+    with http_server(make, close=close) as server:
+        yield Site(server, engine, made[0])

@@ -1,0 +1,30 @@
+"""The Anthropic routes over a real socket, before an engine with the story model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+from helpers.http_server import HttpServer
+from helpers.story_site import Site, story_site
+
+from kvik.server.anthropic.routes import routes
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with story_site(routes) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.fixture(scope="module")
+def server(site: Site) -> HttpServer:
+    return site.server
+
+
+@pytest.fixture(scope="module")
+def client(site: Site) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=site.url, api_key="none", max_retries=0) as made:
+        yield made

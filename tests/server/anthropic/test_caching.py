@@ -1,0 +1,184 @@
+"""`cache_control` over a real socket: what is kept is kept, and usage tells what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+from helpers.served_engine import bundled, make_engine
+from helpers.story_site import NAMES, Site, story_site
+
+from kvik.server.anthropic.routes import routes
+from kvik.server.keys import read_keys
+
+MODEL = NAMES[0]
+FIVE: Any = {"type": "ephemeral"}
+HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
+SIZE = 16  # tokens of a block
+
+
+def words(name: str, count: int = 120) -> str:
+    """A text of its own for each name, of at least `count` tokens."""
+    return f"{name} " * count
+
+
+def block(text: str, control: Any = None) -> Any:
+    return {"type": "text", "text": text, **({"cache_control": control} if control else {})}
+
+
+def user(*blocks: Any) -> Any:
+    return {"role": "user", "content": list(blocks)}
+
+
+@contextmanager
+def cache_of(num_blocks: int, **changes: float) -> Iterator[tuple[Site, Callable[..., Any]]]:
+    """A server with so small a cache, and a way to make clients by key."""
+    config, executor = bundled()
+    cache = replace(config.cache, num_blocks=num_blocks, **changes)
+    engine = make_engine(replace(config, cache=cache), executor)
+    with story_site(routes, read_keys(["a", "b"]), engine) as site:
+
+        def client(key: str = "a") -> AbstractContextManager[anthropic.Anthropic]:
+            return anthropic.Anthropic(base_url=site.url, api_key=key, max_retries=0)
+
+        yield site, client
+        site.at_rest()
+
+
+def ask(client: anthropic.Anthropic, *blocks: Any, **more: Any) -> anthropic.types.Usage:
+    """The usage of a short answer, which must account for every token of the prompt."""
+    asked: Any = {"model": MODEL, "messages": [user(*blocks)], **more}
+    usage = client.messages.create(max_tokens=2, **asked).usage
+    count = client.messages.count_tokens(**asked).input_tokens
+    read, made = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    assert read is not None and made is not None
+    assert usage.input_tokens + read + made == count
+    assert usage.input_tokens > 0
+    return usage
+
+
+def figures(usage: anthropic.types.Usage) -> tuple[int | None, int | None]:
+    return usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+
+
+def churn(client: anthropic.Anthropic, prompts: int = 12) -> None:
+    for i in range(prompts):
+        ask(client, block(words(f"churn{i}")))
+
+
+def test_a_marked_prefix_is_written_once_then_read() -> None:
+    with cache_of(256) as (site, new), new() as client:
+        system = [block(words("dog"), FIVE)]
+        first = ask(client, block("Who?"), system=system)
+        read, made = figures(first)
+        assert read == 0 and made is not None and made >= 112 and made % SIZE == 0
+        assert first.cache_creation is not None
+        assert first.cache_creation.ephemeral_5m_input_tokens == made
+        assert first.cache_creation.ephemeral_1h_input_tokens == 0
+        assert figures(ask(client, block("Where?"), system=system)) == (made, 0)
+        pool = site.engine.core.scheduler.kv.pool
+        assert pool.num_pinned == made // SIZE
+
+
+def test_a_stream_tells_it_at_its_beginning_and_at_its_end() -> None:
+    with cache_of(256) as (_, new), new() as client:
+        asked: Any = {"model": MODEL, "max_tokens": 4, "messages": [user(block("Who?"))]}
+        asked["system"] = [block(words("cat"), HOUR)]
+        seen = []
+        for _ in range(2):
+            with client.messages.stream(**asked) as stream:
+                (start,) = [event.message for event in stream if event.type == "message_start"]
+                final = stream.get_final_message().usage
+            assert start.usage.cache_creation == final.cache_creation
+            assert figures(final) == figures(start.usage)
+            assert start.usage.cache_creation is not None
+            assert start.usage.cache_creation.ephemeral_1h_input_tokens == figures(final)[1]
+            seen.append(figures(final))
+        (read, made), again = seen
+        assert read == 0 and made and again == (made, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cache_is_warmed_without_an_answer(stream: bool) -> None:
+    with cache_of(256) as (_, new), new() as client:
+        asked: Any = {"model": MODEL, "messages": [user(block(words("warm"), FIVE))]}
+        if stream:
+            with client.messages.stream(**asked, max_tokens=0) as events:
+                names = [event.type for event in events]
+                answer = events.get_final_message()
+            assert names == ["message_start", "message_delta", "message_stop"]  # pings are hidden
+        else:
+            answer = client.messages.create(**asked, max_tokens=0)
+        assert (answer.content, answer.stop_reason) == ([], "max_tokens")
+        assert answer.usage.output_tokens == 0
+        _, made = figures(answer.usage)
+        assert made and made >= 112
+        assert figures(client.messages.create(**asked, max_tokens=1).usage) == (made, 0)
+
+
+def test_what_is_marked_outlives_what_is_not() -> None:
+    with cache_of(64) as (_, new), new() as client, new("b") as other:
+        _, made = figures(ask(client, block(words("kept"), FIVE)))
+        ask(client, block(words("plain")))
+        churn(other)
+        assert ask(client, block(words("plain"))).cache_read_input_tokens == 0
+        assert figures(ask(client, block(words("kept"), FIVE)))[0] == made
+
+
+def test_beyond_the_quota_nothing_is_claimed() -> None:
+    with cache_of(128, tenant_pinned_share=0.05) as (site, new), new() as client:
+        assert figures(ask(client, block(words("long", 200), FIVE))) == (0, 0)
+        assert site.engine.core.scheduler.kv.pool.num_pinned == 0
+
+
+def test_two_lifetimes_are_told_apart() -> None:
+    with cache_of(256) as (_, new), new() as client:
+        usage = ask(client, block(words("more"), FIVE), system=[block(words("base"), HOUR)])
+        split = usage.cache_creation
+        assert split is not None
+        assert split.ephemeral_1h_input_tokens >= 112 and split.ephemeral_5m_input_tokens >= 112
+        total = split.ephemeral_1h_input_tokens + split.ephemeral_5m_input_tokens
+        assert total == usage.cache_creation_input_tokens
+
+
+def test_a_conversation_grows_by_what_is_new() -> None:
+    """Marked at the top level, each turn reads what the last one wrote."""
+    with cache_of(256) as (_, new), new() as client:
+        messages: Any = [user(block(words("once", 60)))]
+        read = made = 0
+        for turn in range(3):
+            answer = client.messages.create(
+                model=MODEL,
+                max_tokens=20,
+                messages=messages,
+                cache_control=FIVE,
+            )
+            now_read, now_made = figures(answer.usage)
+            assert now_read is not None and now_made is not None
+            assert now_read >= read + made and (turn == 0) == (now_read == 0)
+            assert now_made > 0
+            read, made = now_read, now_made
+            text = answer.content[0]
+            assert text.type == "text"
+            messages.append({"role": "assistant", "content": text.text or "..."})
+            messages.append(user(block(words(f"turn{turn}", 20))))
+
+
+def test_keys_share_no_cache() -> None:
+    with cache_of(256) as (_, new), new("a") as one, new("b") as two:
+        marked = block(words("secret"), FIVE)
+        _, made = figures(ask(one, marked))
+        assert figures(ask(two, marked)) == (0, made)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_several_marks_share_their_blocks(count: int) -> None:
+    with cache_of(256) as (site, new), new() as client:
+        blocks = [block(words(f"part{i}", 30), FIVE) for i in range(count)]
+        _, made = figures(ask(client, *blocks))
+        assert made is not None
+        assert site.engine.core.scheduler.kv.pool.num_pinned == made // SIZE

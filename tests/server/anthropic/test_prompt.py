@@ -1,0 +1,135 @@
+"""Where a cache mark falls, under templates of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from helpers.generating import letters
+
+from kvik.core.types import Pin
+from kvik.server.anthropic.conversation import read_conversation
+from kvik.server.anthropic.message_request import CountRequest
+from kvik.server.anthropic.prompt import Prompt, common_length, make_prompt
+from kvik.server.texts import Texts
+from kvik.text.tokenizer import Tokenizer
+
+# One token is one letter or digit; a role is a digit, and a turn ends with a dot.
+PLAIN = (
+    "{% for m in messages %}{{ {'system': '1', 'user': '2', 'assistant': '3'}[m.role] }}"
+    "{{ m.content | replace('\n', '') | trim }}.{% endfor %}"
+    "{% if add_generation_prompt %}3{% endif %}"
+)
+# Only the last turn shows the system's text, as some public templates have it.
+LATE = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}2{% if loop.last %}{{ system }}0{% endif %}"
+    "{{ m.content | replace('\n', '') }}.{% endfor %}"
+)
+# It needs somebody's question.
+STRICT = "{% if messages[-1].role != 'user' %}{{ raise_exception('who asks?') }}{% endif %}" + PLAIN
+MARK = {"type": "ephemeral"}
+
+
+def block(text: str, marked: bool = False) -> dict[str, Any]:
+    return {"type": "text", "text": text} | ({"cache_control": MARK} if marked else {})
+
+
+def prompt_of(template: str, **body: Any) -> tuple[Prompt, str]:
+    """The prompt, and its text."""
+    library = letters().library
+    texts = Texts(Tokenizer(library, chat_template=template), 1000)
+
+    async def run() -> Prompt:
+        request = msgspec.convert({"model": "m", **body}, CountRequest)
+        try:
+            return await make_prompt(texts, read_conversation(request))
+        finally:
+            await texts.close()
+
+    made = asyncio.run(run())
+    return made, texts.decode(made.token_ids)
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def lengths(prompt: Prompt) -> list[int]:
+    return [pin.num_tokens for pin in prompt.pins]
+
+
+def test_a_mark_stands_behind_its_block() -> None:
+    prompt, text = prompt_of(
+        PLAIN,
+        system=[block("SYS", True), block("tem")],
+        messages=[
+            user(block("ab", True), block("cd")),
+            assistant(block("ef", True)),
+            user(block("gh")),
+        ],
+    )
+    assert text == "1SYStem.2abcd.3ef.2gh.3"
+    assert lengths(prompt) == [len("1SYS"), len("1SYStem.2ab"), len("1SYStem.2abcd.3ef.")]
+
+
+def test_a_mark_of_the_last_system_block_reaches_the_users_text() -> None:
+    """Whatever he says: the next one may say what the first one did not."""
+    for said in ("abc", "bcd", "a"):
+        prompt, text = prompt_of(PLAIN, system=[block("S", True)], messages=[user(block(said))])
+        assert text.startswith("1S.2")
+        assert lengths(prompt) == [len("1S.2")]
+
+
+def test_at_the_top_level_it_stands_at_the_last_block() -> None:
+    prompt, text = prompt_of(PLAIN, messages=[user(block("ab"), block("cd"))], cache_control=MARK)
+    assert text == "2abcd.3"
+    assert lengths(prompt) == [len("2abcd.")]
+
+
+def test_its_time_goes_with_it() -> None:
+    hour = {"type": "text", "text": "S", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    prompt, _ = prompt_of(PLAIN, system=[hour], messages=[user(block("a", True))])
+    assert prompt.pins == (Pin(4, 3600.0), Pin(6, 300.0))
+
+
+def test_a_template_that_shows_beginnings_otherwise_has_less_in_common() -> None:
+    """The right answer is what the next request will have in common, not what was marked."""
+    messages = [user(block("ab", True)), assistant(block("cd")), user(block("ef"))]
+    prompt, text = prompt_of(LATE, system=[block("S")], messages=messages)
+    assert text == "2ab.2cd.2S0ef."
+    assert lengths(prompt) == [1]  # alone it would be 2S0ab
+
+
+def test_a_template_that_cannot_show_a_beginning_keeps_nothing_of_it() -> None:
+    messages = [user(block("ab", True)), assistant(block("cd", True)), user(block("ef"))]
+    prompt, text = prompt_of(STRICT, messages=messages)
+    assert text == "2ab.3cd.2ef.3"
+    assert lengths(prompt) == [len("2ab.")]
+
+
+def test_an_answer_that_is_begun_can_be_marked() -> None:
+    prompt, text = prompt_of(PLAIN, messages=[user(block("ab")), assistant(block("cd", True))])
+    assert text == "2ab.3cd"
+    assert lengths(prompt) == [len(text)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"),
+    [("", "", 0), ("", "x", 0), ("abc", "abc", 3), ("abc", "abd", 2), ("xbc", "abc", 0)],
+)
+def test_common_length(a: str, b: str, length: int) -> None:
+    assert common_length(a, b) == common_length(b, a) == length
+    assert common_length(list(a), list(b)) == length
+
+
+def test_common_length_of_long_texts() -> None:
+    text = "abcdefgh" * 1000
+    for length in range(0, 8000, 777):
+        assert common_length(text, text[:length] + "X" + text[length + 1 :]) == length

@@ -1,0 +1,130 @@
+"""What the engine is asked for, of fields that show nowhere in an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import Pin
+from kvik.server.openai.answers import ChatCompletion, Completion
+from kvik.server.openai.asking import generation_request
+from kvik.server.openai.chat_request import ChatRequest
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.embedding_request import EmbeddingRequest
+from kvik.server.openai.sampling import chat_params, completion_params
+from kvik.server.openai.tokenize_request import TokenizeRequest
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return msgspec.convert({"messages": MESSAGES, **fields}, ChatRequest)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return msgspec.convert({"prompt": "Hi", **fields}, CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pins"),
+    [
+        ({}, ()),
+        ({"prompt_cache_retention": "in_memory"}, ()),
+        ({"prompt_cache_key": "k"}, (Pin(3, 300.0),)),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, (Pin(3, 300.0),)),
+        ({"prompt_cache_retention": "24h"}, (Pin(3, 3600.0),)),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "1h"}, (Pin(3, 3600.0),)),
+    ],
+)
+def test_prompts_that_shall_be_kept_are_pinned(
+    fields: dict[str, str], pins: tuple[Pin, ...]
+) -> None:
+    assert generation_request(completion(**fields), [1, 2, 3], SamplingParams()).pins == pins
+
+
+def test_how_it_is_queued() -> None:
+    body = chat(priority=-3, cache_salt="tea", deadline_ms=500)
+    wish = generation_request(body, [1, 2], SamplingParams())
+    assert (wish.priority, wish.cache_salt, wish.deadline_ms) == (-3, "tea", 500)
+
+
+def test_a_silent_request_takes_the_models_defaults() -> None:
+    defaults = SamplingParams(temperature=0.3, top_k=7, min_p=0.1, max_tokens=99)
+    assert chat_params(chat(), defaults) == defaults
+    assert chat_params(chat(), SamplingParams()).max_tokens is None
+    params = completion_params(completion(top_k=0), defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 0, 16)
+
+
+def test_null_is_silence() -> None:
+    names = [f.encode_name for f in msgspec.structs.fields(ChatRequest) if f.name != "messages"]
+    body = chat(**dict.fromkeys(names))
+    assert chat_params(body, SamplingParams()) == chat_params(chat(), SamplingParams())
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    given: dict[str, Any] = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.2,
+        "typical_p": 0.8,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.3,
+        "logit_bias": {5: 1.0},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["cat", [1, 2]],
+        "min_tokens": 3,
+        "max_tokens": 9,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "seed": 4,
+        "prompt_logprobs": 2,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "speculation": False,
+    }
+    expected = SamplingParams(**given)
+    assert completion_params(completion(**given), SamplingParams()) == expected
+    assert chat_params(chat(**given), SamplingParams()) == expected
+    logprobs = chat_params(chat(logprobs=True, top_logprobs=4), SamplingParams()).logprobs
+    assert logprobs == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "n": 2}, "max_tokens"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ParamError) as caught:
+        completion_params(completion(**fields), SamplingParams())
+    assert caught.value.field == field
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    completion_params(completion(n=3, best_of=3, suffix=""), SamplingParams())
+    completion_params(completion(best_of=1, use_beam_search=False), SamplingParams())
+    with pytest.raises(ParamError):  # true is not 1
+        completion_params(completion(beam_width=True), SamplingParams())
+
+
+def test_the_schema_knows_the_bounds() -> None:
+    kinds = [ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest]
+    _, parts = msgspec.json.schema_components([*kinds, ChatCompletion, Completion])
+    fields = parts["ChatRequest"]["properties"]
+    assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
+    assert parts["ChatRequest"]["required"] == ["messages"]
+    assert "Not supported" in str(fields["tools"])

@@ -1,0 +1,299 @@
+"""Bad input is a 400 that names its parameter, and costs nothing. One row for each kind."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import httpx2
+import pytest
+from helpers.story_site import Site
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+TEXT = {"prompt": "Hi", "max_tokens": 1}
+HUGE = "9" * 400  # no integer of 64 bits, nor a float
+VOCAB = 2048
+
+# What both routes refuse: the field, and its value as JSON text.
+BOTH = [
+    # numbers and shapes
+    ("n", "1000000000"),
+    ("n", "0"),
+    ("n", "129"),
+    ("n", "1.5"),
+    ("n", "true"),
+    ("beam_width", "1000000"),
+    ("use_beam_search", "true"),
+    ("max_tokens", "-1"),
+    ("max_tokens", str(2**63)),
+    ("max_tokens", str(2**31)),
+    ("max_tokens", "1.5"),
+    ("max_tokens", '"1"'),
+    ("max_tokens", "false"),
+    ("max_tokens", "0"),
+    ("max_tokens", "512"),  # the context, which holds the prompt too
+    ("min_tokens", "2"),  # more than max_tokens
+    ("min_tokens", "-1"),
+    ("temperature", "-1"),
+    ("temperature", "1e-45"),
+    ("temperature", "1e9"),
+    ("temperature", '"hot"'),
+    ("temperature", "true"),
+    ("top_p", "0"),
+    ("top_p", "2"),
+    ("top_k", "-5"),
+    ("top_k", "1.5"),
+    ("min_p", "2"),
+    ("typical_p", "0"),
+    ("presence_penalty", "2.5"),
+    ("frequency_penalty", "-3"),
+    ("repetition_penalty", "0"),
+    ("repetition_penalty", "-1"),
+    ("logprobs", "1000000"),
+    ("prompt_logprobs", "1000000"),
+    ("logit_bias", '{"99999": 1}'),
+    ("logit_bias", '{"-1": 1}'),
+    ("logit_bias", '{"dog": 1}'),
+    ("logit_bias", '{"1.5": 1}'),
+    ("logit_bias", '{"5": 101}'),
+    ("logit_bias", '{"5": null}'),
+    ("logit_bias", json.dumps({str(i): 1 for i in range(100_000)})),
+    ("logit_bias", "[1]"),
+    ("allowed_token_ids", f"[{VOCAB}]"),
+    ("allowed_token_ids", "[-1]"),
+    ("allowed_token_ids", "[]"),
+    ("allowed_token_ids", str([1] * 100_000)),
+    ("allowed_token_ids", "[1.5]"),
+    ("bad_words", f"[[{VOCAB}]]"),
+    ("bad_words", '[""]'),
+    ("bad_words", "[[]]"),
+    ("bad_words", json.dumps(["a"] * 100_000)),
+    ("bad_words", json.dumps(["word " * 200] * 100)),
+    ("stop_token_ids", f"[{VOCAB}]"),
+    ("stop_token_ids", "[-1]"),
+    ("stop_token_ids", '["a"]'),
+    ("stop", '""'),
+    ("stop", '["a", ""]'),
+    ("stop", json.dumps([str(i) for i in range(10_000)])),
+    ("stop", json.dumps("a" * (1 << 20))),
+    ("stop", json.dumps("ä" * 600)),  # bytes count, not characters
+    ("stop", "[1]"),
+    ("seed", str(2**63)),
+    ("seed", "1.5"),
+    ("priority", str(2**40)),
+    ("priority", "5000"),
+    ("deadline_ms", "0"),
+    ("deadline_ms", "-5"),
+    ("cache_salt", json.dumps("a" * 129)),
+    ("cache_salt", '"a b"'),
+    ("prompt_cache_retention", '"forever"'),
+    ("prompt_cache_key", json.dumps("k" * 1000)),
+    # what is known and would change the answer
+    ("response_format", '{"type": "json_object"}'),
+    ("response_format", '{"type": "json_schema", "json_schema": {}}'),
+    ("guided_json", "{}"),
+    ("guided_regex", '"a+"'),
+    ("guided_choice", '["a"]'),
+    ("structured_outputs", '{"regex": "a"}'),
+    ("logits_processors", '["os.system"]'),
+    ("truncate_prompt_tokens", "5"),
+    # streams
+    ("stream_options", '{"include_usage": true}'),
+    ("stream", '"yes"'),
+    ("model", "5"),
+]
+CHAT_ONLY = [
+    ("messages", "[]"),
+    ("messages", "null"),
+    ("messages", '"Hi"'),
+    ("messages", '[{"role": "robot", "content": "Hi"}]'),
+    ("messages", '[{"content": "Hi"}]'),
+    ("messages", '[{"role": "user"}]'),
+    ("messages", '[{"role": "user", "content": 5}]'),
+    (
+        "messages",
+        '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
+    ),
+    ("messages", '[{"role": "user", "content": [{"type": "text"}]}]'),
+    ("messages", '[{"role": "tool", "content": "5", "tool_call_id": "a"}]'),
+    ("messages", '[{"role": "assistant", "tool_calls": [{"id": "a"}]}]'),
+    ("messages", json.dumps([{"role": "user", "content": "word " * 2000}])),
+    ("messages", json.dumps([{"role": "user", "content": "word " * 2_000_000}])),
+    ("top_logprobs", "5"),  # without logprobs
+    ("top_logprobs", "1000000"),
+    ("max_completion_tokens", "0"),
+    ("max_completion_tokens", "-1"),
+    ("max_completion_tokens", "600"),
+    ("tools", json.dumps([{"type": "function", "function": {"name": f"f{i}"}} for i in range(9)])),
+    ("tools", '{"$ref": "#"}'),
+    ("tool_choice", '"required"'),
+    ("tool_choice", '{"type": "function", "function": {"name": "missing"}}'),
+    ("functions", '[{"name": "f"}]'),
+    ("function_call", '{"name": "f"}'),
+    ("chat_template", '"{{ 1 }}"'),
+    ("chat_template_kwargs", '{"chat_template": "{{ 1 }}"}'),
+    ("chat_template_kwargs", '{"messages": "x"}'),
+    ("chat_template_kwargs", '{"a": {"b": 1}}'),
+    ("continue_final_message", "5"),
+    ("modalities", '["audio"]'),
+    ("audio", '{"voice": "alloy"}'),
+    ("reasoning_effort", '"high"'),
+    ("verbosity", '"low"'),
+    ("web_search_options", "{}"),
+    ("documents", '[{"text": "a"}]'),
+    ("echo", "true"),
+]
+TEXT_ONLY = [
+    ("prompt", '""'),
+    ("prompt", "null"),
+    ("prompt", "[]"),
+    ("prompt", "[[]]"),
+    ("prompt", '["a", ""]'),
+    ("prompt", "[[[1]]]"),
+    ("prompt", "[-1]"),
+    ("prompt", f"[{VOCAB}]"),
+    ("prompt", f"[{2**31}]"),
+    ("prompt", "[1.5]"),
+    ("prompt", "[true]"),
+    ("prompt", '[1, "a"]'),
+    ("prompt", '["a", [1]]'),
+    ("prompt", '{"a": 1}'),
+    ("prompt", json.dumps(["a"] * 10_000)),
+    ("prompt", str([[1]] * 129)),
+    ("prompt", str([1] * 512)),
+    ("prompt", json.dumps("word " * 2000)),
+    ("prompt", json.dumps("word " * 5_000_000)),
+    ("prompt", json.dumps("\U0001f415" * 2_500_000, ensure_ascii=False)),
+    ("best_of", "1000000000"),
+    ("best_of", "2"),
+    ("best_of", "true"),
+    ("suffix", '" the end"'),
+    ("prompt_embeds", '"AAAA"'),
+    ("logprobs", "true"),
+    ("logprobs", "-1"),
+]
+ROWS = [
+    *(
+        (path, base, *row)
+        for row in BOTH
+        for path, base in (("chat/completions", CHAT), ("completions", TEXT))
+    ),
+    *(("chat/completions", CHAT, *row) for row in CHAT_ONLY),
+    *(("completions", TEXT, *row) for row in TEXT_ONLY),
+]
+
+
+def with_field(base: dict[str, Any], field: str, value: str) -> str:
+    rest = json.dumps({name: base[name] for name in base if name != field})
+    return f'{rest[:-1]}, "{field}": {value}}}'
+
+
+def ids(value: object) -> str:
+    return str(value)[:40] if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("path", "base", "field", "value"), ROWS, ids=ids)
+def test_it_is_refused_by_name(
+    http: httpx2.Client, path: str, base: dict[str, Any], field: str, value: str
+) -> None:
+    started = time.monotonic()
+    answer = post(http, path, with_field(base, field, value))
+    assert time.monotonic() - started < 10
+    assert answer.status_code == 400, answer.text[:500]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert re.split(r"[.\[]", error["param"] or "")[0] == field, error
+    assert error["type"] == "invalid_request_error"
+    assert field in error["message"] and len(error["message"]) < 1100
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", HUGE, f"-{HUGE}"])
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "seed", "logprobs", "n", "top_p"])
+def test_what_is_no_number(http: httpx2.Client, field: str, value: str) -> None:
+    answer = post(http, "completions", with_field(TEXT, field, value))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("chat/completions", "", 400),
+        ("chat/completions", "{", 400),
+        ("chat/completions", '{"messages": []} x', 400),
+        ("chat/completions", "[]", 400),
+        ("chat/completions", "[" * 100_000, 400),
+        ("chat/completions", '{"a": 1, "a": 2}', 400),
+        ("chat/completions", '{"a": ' + "9" * 10_000 + "}", 400),
+        ("chat/completions", "{}", 400),
+        ("chat/completions", json.dumps({"messages": [{"role": "user"}] * 100_000}), 400),
+        ("completions", '{"prompt": "\\ud800"}', 400),
+        ("completions", '{"model": "gpt-9", "prompt": "a"}', 404),
+        ("embeddings", '{"input": ""}', 400),
+        ("embeddings", '{"input": []}', 400),
+        ("embeddings", '{"input": ["a", [1]]}', 400),
+        ("embeddings", '{"input": "a", "dimensions": 7}', 400),
+        ("embeddings", '{"input": "a", "encoding_format": "int8"}', 400),
+        ("embeddings", '{"input": "a", "pooling": "cls"}', 400),
+        ("embeddings", '{"input": [2048]}', 400),
+        ("embeddings", '{"input": "a", "model": "gpt-9"}', 404),
+    ],
+    ids=ids,
+)
+def test_what_is_no_request(http: httpx2.Client, path: str, body: str, status: int) -> None:
+    answer = post(http, path, body)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_both_counts_of_a_prompt_that_is_too_long(http: httpx2.Client) -> None:
+    for path, body in (
+        ("completions", {"prompt": [1] * 600}),
+        ("completions", {"prompt": [1] * 500, "max_tokens": 13}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "word " * 600}]}),
+    ):
+        error = http.post(f"/v1/{path}", json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+    assert "500" in http.post("/v1/completions", json={"prompt": [1] * 500, "max_tokens": 13}).text
+
+
+def test_more_logprobs_than_can_be_held(http: httpx2.Client) -> None:
+    many = {"prompt": [[1] * 500] * 128, "max_tokens": 1}
+    for body, field in (
+        ({"prompt": [1], "n": 128, "max_tokens": 500, "logprobs": 100}, "logprobs"),
+        ({**many, "prompt_logprobs": 100}, "prompt_logprobs"),
+        ({**many, "echo": True, "logprobs": 100}, "logprobs"),
+    ):
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    chat = {**CHAT, "n": 128, "max_tokens": 500, "logprobs": True, "top_logprobs": 100}
+    error = http.post("/v1/chat/completions", json=chat).json()["error"]
+    assert error["param"] == "top_logprobs"
+
+
+def test_an_unknown_model_is_a_404_with_its_code(http: httpx2.Client) -> None:
+    for path, base in (("chat/completions", CHAT), ("completions", TEXT)):
+        answer = http.post(f"/v1/{path}", json={**base, "model": "gpt-9"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_texts_of_any_characters_are_read(http: httpx2.Client) -> None:
+    for text in ("a\x00b", "\u202e\ufeff", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\ufffd"):
+        answer = http.post("/v1/completions", json={"prompt": text, "max_tokens": 1, "echo": True})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"].startswith(text)
+
+
+def test_nothing_is_left_behind(site: Site) -> None:
+    site.at_rest()
+
+
+def post(http: httpx2.Client, path: str, body: str) -> httpx2.Response:
+    headers = {"content-type": "application/json"}
+    return http.post(f"/v1/{path}", content=body.encode("utf-8", "surrogatepass"), headers=headers)

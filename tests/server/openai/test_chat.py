@@ -1,0 +1,266 @@
+"""/v1/chat/completions through the client that users have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from helpers.story_site import Site
+
+from kvik.llm import LLM
+
+MODEL = "stories"
+TALK: Any = [
+    {"role": "system", "content": "You tell stories."},
+    {"role": "user", "content": "Tell me of a dog."},
+]
+
+
+def test_greedy_text_is_that_of_the_library(client: openai.OpenAI, llm: LLM) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=TALK, temperature=0, max_tokens=40
+    )
+    params = llm.default_params.with_changes(temperature=0.0, max_tokens=40)
+    (expected,) = llm.chat(TALK, params)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.refusal is None
+    assert answer.choices[0].finish_reason == expected.completions[0].finish_reason
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == expected.num_output_tokens
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + expected.num_output_tokens
+    assert answer.object == "chat.completion" and answer.model == MODEL
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": TALK, "temperature": 0, "max_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    first, last = chunks[0].choices[0], chunks[-1].choices[0]
+    assert first.delta.role == "assistant" and first.delta.content == ""
+    assert last.finish_reason == whole.choices[0].finish_reason and last.delta.content is None
+    assert all(c.choices[0].finish_reason is None for c in chunks[:-1])
+    assert all(c.usage is None for c in chunks)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == whole.choices[0].message.content
+
+
+def test_the_events_are_to_the_letter(http: httpx2.Client) -> None:
+    body = {"messages": TALK, "max_tokens": 2, "stream": True, "seed": 1, "ignore_eos": True}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: {") for event in events[:-2])
+    assert '"usage"' not in answer.text
+
+
+def test_usage_of_a_stream(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": TALK,
+        "max_tokens": 9,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    chunks = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert all(c.usage is None for c in chunks[:-1])
+    assert chunks[-1].usage.completion_tokens == 9
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(**asked, stream_options=options))
+    counts = [c.usage.completion_tokens for c in chunks if c.usage]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts) and counts[-1] == 9
+    assert chunks[0].usage is not None and chunks[0].usage.prompt_tokens > 0
+
+
+def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+    text = "A long tale of a cat that sat on a mat and ate a hat. " * 4
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    for _ in range(2):
+        answer = client.chat.completions.create(**asked)
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None and 0 < cached < answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_choices(client: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": TALK, "n": 3, "seed": 7, "max_tokens": 12}
+    whole = client.chat.completions.create(**asked)
+    texts = [choice.message.content or "" for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    if stream:
+        grown = ["", "", ""]
+        ended = []
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                grown[choice.index] += choice.delta.content or ""
+                if choice.finish_reason:
+                    ended.append(choice.index)
+        assert grown == texts and sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": TALK,
+        "temperature": 0,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "frequency_penalty": 0,
+        "extra_body": {"repetition_penalty": 1.0},
+    }
+    shown: list[Any] = []
+    if stream:
+        text = ""
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            shown += choice.logprobs.content or [] if choice.logprobs else []
+    else:
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert answer.logprobs is not None and answer.logprobs.content is not None
+        text, shown = answer.message.content or "", answer.logprobs.content
+    assert len(shown) == 6
+    assert b"".join(bytes(one.bytes) for one in shown).decode() == text
+    for one in shown:
+        assert len(one.top_logprobs) == 3
+        assert one.logprob <= 0
+        assert one.top_logprobs[0].token == one.token  # greedy
+        assert one.top_logprobs[0].logprob == one.logprob
+        values = [top.logprob for top in one.top_logprobs]
+        assert values == sorted(values, reverse=True)
+
+
+def test_logprobs_alone_show_no_others(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=TALK, max_tokens=2, logprobs=True)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    assert all(one.top_logprobs == [] for one in answer.choices[0].logprobs.content)
+
+
+def test_a_stop_string_ends_it(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": TALK, "temperature": 0, "max_tokens": 40}
+    text = client.chat.completions.create(**asked).choices[0].message.content or ""
+    stop = text[10:14]
+    cut = client.chat.completions.create(**asked, stop=stop).choices[0]
+    assert cut.message.content == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.model_extra == {"stop_reason": stop}
+    streamed = client.chat.completions.create(**asked, stop=[stop, "zzz"], stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == cut.message.content
+
+
+def test_without_a_limit_it_may_fill_the_context(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=TALK, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None and answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_newer_name_of_the_limit_goes_before(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=TALK,
+        max_tokens=9,
+        max_completion_tokens=3,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_content_in_parts_and_a_developer(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+    plain = client.chat.completions.create(messages=TALK, **asked)
+    parts: Any = [
+        {"role": "developer", "content": [{"type": "text", "text": "You tell stories."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Tell me of a dog."}]},
+    ]
+    same = client.chat.completions.create(messages=parts, **asked)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_the_final_message_is_continued(client: openai.OpenAI, llm: LLM) -> None:
+    talk: Any = [*TALK, {"role": "assistant", "content": "Once upon a time"}]
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=talk,
+        temperature=0,
+        max_tokens=12,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    prompt = llm.render_chat(TALK) + "Once upon a time"
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    params = llm.default_params.with_changes(temperature=0.0, max_tokens=12)
+    assert answer.choices[0].message.content == llm.generate(ids, params)[0].text
+
+
+def test_prompt_logprobs_stand_beside_the_choices(http: httpx2.Client) -> None:
+    body = {"messages": TALK, "max_tokens": 1, "prompt_logprobs": 1}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    shown = answer["prompt_logprobs"]
+    assert shown[0] is None
+    assert len(shown) == answer["usage"]["prompt_tokens"]
+    assert all(
+        {"logprob", "rank", "decoded_token"} == set(v) for e in shown[1:] for v in e.values()
+    )
+
+
+def test_many_at_once_through_the_async_client(site: Site) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{site.url}/v1", api_key="none", max_retries=0
+        ) as client:
+
+            async def one(seed: int) -> str:
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=TALK, seed=seed % 4, max_tokens=12, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*(one(seed) for seed in range(16)))
+
+    texts = asyncio.run(ask())
+    assert texts[:4] == texts[4:8] == texts[8:12] == texts[12:]
+    assert len(set(texts)) > 1
+
+
+def test_what_changes_nothing_is_taken(http: httpx2.Client) -> None:
+    body = {
+        "messages": TALK,
+        "max_tokens": 1,
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "safety_identifier": "s",
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "n": None,
+        "stop": None,
+        "logit_bias": {"5": -100},
+        "stream_options": None,
+        "deadline_ms": 60000,
+        "priority": 1,
+        "cache_salt": "s",
+        "prompt_cache_key": "k",
+        "no_such_field": 1,
+    }
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kvik-ignored-fields"] == "no_such_field"

@@ -1,0 +1,59 @@
+"""/v1/embeddings through the client that users have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from kvik.llm import LLM
+
+MODEL = "stories"
+TEXTS = ["A small dog ran in the park.", "The big dog played outside.", "I ate soup."]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_are_those_of_the_library(client: openai.OpenAI, llm: LLM, pooling: str) -> None:
+    answer = client.embeddings.create(model=MODEL, input=TEXTS, extra_body={"pooling": pooling})
+    expected = llm.embed(TEXTS, pooling=pooling)
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    for one, whole in zip(answer.data, expected, strict=True):
+        assert one.embedding == pytest.approx(whole.embedding, abs=1e-5)
+        assert sum(x * x for x in one.embedding) == pytest.approx(1, abs=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(one.prompt_token_ids) for one in expected)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens
+
+
+def test_the_shape_of_a_vector_changes_nothing(client: openai.OpenAI) -> None:
+    """The client asks for base64 unless it is told otherwise, and unpacks it."""
+    as_base64 = client.embeddings.create(model=MODEL, input=TEXTS[0], encoding_format="base64")
+    as_numbers = client.embeddings.create(model=MODEL, input=TEXTS[0], encoding_format="float")
+    silent = client.embeddings.create(model=MODEL, input=TEXTS[0])
+    assert isinstance(as_base64.data[0].embedding, str)
+    assert silent.data[0].embedding == pytest.approx(as_numbers.data[0].embedding, abs=1e-6)
+
+
+def test_token_ids(client: openai.OpenAI, llm: LLM) -> None:
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    one: Any = client.embeddings.create(model=MODEL, input=ids[0]).data
+    many = client.embeddings.create(model=MODEL, input=ids).data
+    assert len(one) == 1 and len(many) == 3
+    assert one[0].embedding == pytest.approx(many[0].embedding, abs=1e-5)
+
+
+def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
+    whole = client.embeddings.create(model=MODEL, input="a").data[0].embedding
+    same = client.embeddings.create(model=MODEL, input="a", dimensions=len(whole))
+    assert len(same.data[0].embedding) == len(whole)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="a", dimensions=8)
+
+
+def test_a_longer_input_than_the_context(http: httpx2.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"input": [[1], [1] * 513]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "input" and error["code"] == "context_length_exceeded"
+    assert http.post("/v1/embeddings", json={"input": [1] * 512}).status_code == 200

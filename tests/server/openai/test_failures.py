@@ -1,0 +1,106 @@
+"""What a client sees when the engine fails, before its answer has begun and after."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from helpers.story_site import Site
+
+LONG = {"max_tokens": 300, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], **LONG}
+TEXT = {"prompt": "Once upon a time", **LONG}
+ROUTES = [("chat/completions", CHAT), ("completions", TEXT)]
+
+
+@pytest.fixture(autouse=True)
+def healthy(http: httpx2.Client) -> None:
+    """An engine that fails several steps in a row is given up."""
+    answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+def fail_at(site: Site, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The engine's step of this number from now fails."""
+    executor, count = site.engine.executor, [0]
+    submit = executor.submit
+
+    def failing(plan: Any) -> object:
+        count[0] += 1
+        if count[0] == step:
+            raise RuntimeError("a secret of the machine")
+        return submit(plan)
+
+    monkeypatch.setattr(executor, "submit", failing)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_before_the_first_token_it_has_its_own_status(
+    site: Site,
+    http: httpx2.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+) -> None:
+    fail_at(site, monkeypatch, 1)
+    answer = http.post(f"/v1/{path}", json={**body, "stream": stream})
+    assert answer.status_code == 500, answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    site.at_rest()
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_in_a_stream_it_is_one_event_and_the_end(
+    site: Site,
+    http: httpx2.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    fail_at(site, monkeypatch, 60)
+    answer = http.post(f"/v1/{path}", json={**body, "stream": True, "n": 2})
+    assert answer.status_code == 200
+    events = [json.loads(e.removeprefix("data: ")) for e in answer.text.split("\n\n") if e]
+    assert "[DONE]" not in answer.text
+    assert set(events[-1]) == {"error"}
+    assert set(events[-1]["error"]) == {"message", "type", "param", "code"}
+    assert events[-1]["error"]["code"] == "engine_error"
+    assert all("choices" in event for event in events[:-1])
+    assert len(events) > 2
+    site.at_rest()
+
+
+def test_the_client_raises_what_the_stream_says(
+    site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(site, monkeypatch, 60)
+    asked: Any = {"model": "stories", "prompt": "Once", "max_tokens": 300, "stream": True}
+    with pytest.raises(openai.APIError):
+        for _ in client.completions.create(**asked, extra_body={"ignore_eos": True}):
+            pass
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_deadline_that_passes(
+    site: Site, http: httpx2.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = http.post(f"/v1/{path}", json={**body, "deadline_ms": 20})
+    assert answer.status_code in (503, 504)
+    if answer.status_code == 504:
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"
+    site.at_rest()
+
+
+def test_all_prompts_of_a_request_or_none(site: Site, http: httpx2.Client) -> None:
+    """The last one is too long: nothing of the others is left in the engine."""
+    prompts = [[5, 6, 7]] * 20 + [[5] * 600]
+    answer = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 5})
+    assert answer.status_code == 400
+    site.at_rest()

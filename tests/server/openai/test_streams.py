@@ -1,0 +1,147 @@
+"""Chunks of a stream, to the letter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvik.core.types import TokenLogprobs
+from kvik.engine.output import TextDelta
+from kvik.server.openai.chat_answer import ChatStream
+from kvik.server.openai.chat_request import ChatRequest
+from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.heading import Heading
+from kvik.server.openai.prompts import check_choices, split
+from kvik.server.openai.tokens import TokenNames
+
+HEADING = Heading("id-1", "m", 1)
+NAMES = TokenNames(None)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**fields: Any) -> ChatStream:
+    body = msgspec.convert({"messages": MESSAGES, "stream": True, **fields}, ChatRequest)
+    return ChatStream(HEADING, body, NAMES, 7)
+
+
+def completion(**fields: Any) -> CompletionStream:
+    body = msgspec.convert({"prompt": "Hi", "stream": True, **fields}, CompletionRequest)
+    echoes = ["A", "B"] if body.echo else ["", ""]
+    return CompletionStream(CompletionShape(HEADING, body, NAMES, [[1, 2], [3]], echoes), body)
+
+
+def delta(text: str, tokens: int = 1, index: int = 0, **fields: Any) -> TextDelta:
+    return TextDelta("r", index, text, list(range(tokens)), **fields)
+
+
+def read(events: bytes) -> list[Any]:
+    assert events == b"" or events.endswith(b"\n\n")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
+
+
+def test_a_chat_says_its_role_once() -> None:
+    stream = chat()
+    first = read(stream.grow(0, [delta("a")]))
+    assert [event["choices"][0]["delta"] for event in first] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+    ]
+    (second,) = read(stream.grow(0, [delta('"b"\n')]))
+    assert second == {
+        "id": "id-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [
+            {"index": 0, "delta": {"content": '"b"\n'}, "logprobs": None, "finish_reason": None}
+        ],
+        "system_fingerprint": second["system_fingerprint"],
+    }
+    last = read(stream.grow(0, [delta("c", finish_reason="stop")]))
+    assert [event["choices"][0]["finish_reason"] for event in last] == [None, "stop"]
+    assert last[1]["choices"][0]["delta"] == {}
+    assert stream.end([]) == b"data: [DONE]\n\n"
+
+
+def test_tokens_without_text_are_not_told() -> None:
+    stream = chat()
+    stream.grow(0, [delta("a")])
+    assert stream.grow(0, [delta("")]) == b""
+
+
+def test_usage_is_null_until_the_end_if_it_is_asked_for() -> None:
+    for stream in (chat, completion):
+        wanting = stream(stream_options={"include_usage": True})
+        for event in read(wanting.grow(0, [delta("a", finish_reason="stop")])):
+            assert event["usage"] is None
+        end = wanting.end([])
+        assert end.endswith(b"data: [DONE]\n\n")
+        (last,) = read(end.removesuffix(b"data: [DONE]\n\n"))
+        assert last["choices"] == [] and last["usage"]["total_tokens"] == 0
+        for event in read(stream().grow(0, [delta("a", finish_reason="stop")])):
+            assert "usage" not in event
+
+
+def test_counts_so_far() -> None:
+    options = {"continuous_usage_stats": True}
+    for stream, prompt in ((chat, 7), (completion, 3)):
+        counting = stream(stream_options=options)
+        counting.grow(0, [delta("a", 2), delta("b", 3, index=1)])
+        (event,) = read(counting.grow(0, [delta("c", 4)]))
+        assert event["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 9,
+            "total_tokens": prompt + 9,
+        }
+
+
+def test_choices_of_many_prompts_are_counted_through() -> None:
+    stream = completion(n=2, echo=True)
+    events = read(stream.grow(1, [delta("a", index=1), delta("b", index=0)]))
+    assert [(e["choices"][0]["index"], e["choices"][0]["text"]) for e in events] == [
+        (3, "B"),
+        (3, "a"),
+        (2, "B"),
+        (2, "b"),
+    ]
+
+
+def test_tokens_have_numbers_where_there_is_no_tokenizer() -> None:
+    stream = chat(logprobs=True, top_logprobs=1)
+    known = TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
+    never = TokenLogprobs(6, float("-inf"), 9, ((5, -0.1),))
+    events = read(stream.grow(0, [delta("", 2, logprobs=[known, never])]))
+    shown = events[-1]["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in shown] == ["token_id:5", "token_id:6"]
+    assert shown[0]["bytes"] is None
+    assert shown[1]["logprob"] == -9999.0  # JSON has no infinity
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", "b"], ["a", "b"]),
+    ],
+)
+def test_prompts_of_every_shape(given: Any, prompts: list[Any]) -> None:
+    assert split("prompt", given) == prompts
+
+
+@pytest.mark.parametrize("given", ["", [], [""], [[]], ["a", ""], [[1], []], [1, "a"], ["a", [1]]])
+def test_no_prompt_is_empty_or_of_another_kind(given: Any) -> None:
+    with pytest.raises(ValueError, match="input"):
+        split("input", given)
+
+
+def test_choices_are_bounded_in_all() -> None:
+    check_choices("n", 64, 2)
+    with pytest.raises(ValueError, match="130 choices"):
+        check_choices("n", 65, 2)

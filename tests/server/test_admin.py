@@ -1,0 +1,87 @@
+"""The admin routes: with an administrator's key, on a port of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.http_server import HttpServer, ask, http_server
+
+from kvik.config.server_config import ServerConfig
+from kvik.engine.async_client import EngineState
+from kvik.server.admin import make_admin_app
+from kvik.server.app import App
+from kvik.server.keys import read_keys
+from kvik.server.parts import Parts
+
+ADMIN = {"authorization": "Bearer boss"}
+
+
+@dataclass
+class Stubs:
+    """Of the engine and the generations at once."""
+
+    state: EngineState = EngineState.READY
+    live: set[str] = field(default_factory=set)
+    fill: float = 0.0
+
+    def abort(self, request_id: str) -> bool:
+        return request_id in self.live
+
+    async def reset_prefix_cache(self) -> int:
+        return 7
+
+    async def stats(self) -> dict[str, int]:
+        return {"steps": 3}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    file: Path = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("operator: boss admin\nuser: plain\n")
+    stubs: Any = Stubs(live={"gen-1"})
+    config = ServerConfig()
+    return Parts(
+        config, ("m",), stubs, stubs, stubs, stubs, stubs, stubs, keys=read_keys([], str(file))
+    )
+
+
+@pytest.fixture(scope="module")
+def server(parts: Parts) -> Iterator[HttpServer]:
+    async def make() -> App:
+        return make_admin_app(parts)
+
+    with http_server(make) as running:
+        yield running
+
+
+PATHS = ["/admin/abort", "/admin/reset_prefix_cache", "/admin/drain", "/admin/stats"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_an_administrator_may(server: HttpServer, path: str) -> None:
+    for method in ("GET", "POST"):
+        assert ask(server, method, path, {}).status == 401
+        reply = ask(server, method, path, {}, authorization="Bearer plain")
+        assert (reply.status, reply.error["code"]) == (403, "admin_key_needed")
+    assert ask(server, "GET", path, host="evil.example").status == 403
+
+
+def test_what_an_administrator_does(server: HttpServer, parts: Parts) -> None:
+    assert ask(server, "POST", "/admin/abort", {"request_id": "gen-1"}, **ADMIN).status == 200
+    reply = ask(server, "POST", "/admin/abort", {"request_id": "gen-2"}, **ADMIN)
+    assert (reply.status, reply.error["code"]) == (404, "request_not_found")
+    assert ask(server, "POST", "/admin/reset_prefix_cache", {}, **ADMIN).json == {"num_blocks": 7}
+    assert ask(server, "GET", "/admin/stats", **ADMIN).json == {"steps": 3}
+
+
+def test_draining_and_back(server: HttpServer, parts: Parts) -> None:
+    assert ask(server, "POST", "/admin/drain", {"drain": True}, **ADMIN).status == 200
+    assert parts.drain.started
+    assert ask(server, "GET", "/health").json["status"] == "draining"
+    assert ask(server, "POST", "/admin/drain", {"drain": False}, **ADMIN).status == 200
+    assert not parts.drain.started
+    assert ask(server, "GET", "/health").status == 200

@@ -1,0 +1,223 @@
+"""Bounds of the queue, between tenants, and what is told of the time that it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvik.config.errors import OverloadError
+from kvik.server.admission import SHARE, Admission, Pace, Ticket
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(requests=10, tokens=1000, *, shared=True) -> tuple[Admission, Clock]:
+    clock = Clock()
+    return Admission(requests, tokens, shared=shared, clock=clock), clock
+
+
+def test_each_unit_is_counted_until_it_starts_or_ends():
+    queue, _ = admission()
+    ticket = queue.admit("a", 3, 10)
+    assert (queue.num_waiting, queue.waiting_tokens) == (3, 30)
+    ticket.started()
+    assert (queue.num_waiting, queue.waiting_tokens) == (2, 20)
+    ticket.release()
+    ticket.release()
+    ticket.started()
+    assert (queue.num_waiting, queue.waiting_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_nobody_gets_past_the_bounds_of_all(tenant):
+    queue, _ = admission(shared=False)
+    queue.admit("a", 10, 10)
+    with pytest.raises(OverloadError) as caught:
+        queue.admit(tenant, 1, 1)
+    assert not caught.value.own
+    tokens, _ = admission(shared=False)
+    tokens.admit("a", 1, 999)
+    with pytest.raises(OverloadError):
+        tokens.admit(tenant, 1, 2)
+    tokens.admit(tenant, 1, 1)
+
+
+def test_a_request_that_nobody_is_ahead_of_may_have_any_length():
+    queue, _ = admission()
+    ticket = queue.admit("a", 1, 5000)
+    with pytest.raises(OverloadError):
+        queue.admit("a", 1, 1)
+    ticket.release()
+    queue.admit("a", 1, 1)
+
+
+def test_who_is_alone_without_other_tenants_may_use_everything():
+    queue, _ = admission(100, shared=False)
+    for _ in range(100):
+        queue.admit("", 1, 1)
+    assert queue.fill == 1.0
+
+
+def test_a_flood_leaves_room_for_newcomers():
+    queue, _ = admission(90, 1 << 30)
+    flooded = 0
+    with pytest.raises(OverloadError) as caught:
+        while True:
+            queue.admit("flood", 1, 1)
+            flooded += 1
+    assert caught.value.own
+    assert flooded == 90 * SHARE // (1 + SHARE)
+    for _ in range(8):  # someone else's requests are taken all the same
+        queue.admit("newcomer", 1, 1)
+    with pytest.raises(OverloadError) as caught:
+        queue.admit("flood", 1, 1)
+    assert caught.value.own
+
+
+def test_a_flood_of_tokens_too():
+    queue, _ = admission(1000, 9000)
+    with pytest.raises(OverloadError) as caught:
+        for _ in range(100):
+            queue.admit("flood", 1, 500)
+    assert caught.value.own
+    queue.admit("newcomer", 1, 500)
+
+
+def test_the_time_to_retry_is_measured():
+    queue, clock = admission(100, shared=False)
+    tickets = [queue.admit("", 1, 10) for _ in range(100)]
+    for ticket in tickets[:20]:  # 2 requests a second
+        clock.now += 0.5
+        ticket.started()
+    for _ in range(20):
+        queue.admit("", 1, 10)
+    for n, expected in [(1, 1), (10, 5), (50, 25), (128, 60)]:
+        with pytest.raises(OverloadError) as caught:
+            queue.check("", n, 10 * n)
+        assert abs(caught.value.retry_after - expected) <= 1
+
+
+def test_before_anything_is_measured_a_second_must_do():
+    queue, _ = admission(1)
+    queue.admit("", 1, 1)
+    with pytest.raises(OverloadError) as caught:
+        queue.admit("", 1, 1)
+    assert caught.value.retry_after == 1.0
+
+
+def test_a_deadline_that_the_queue_cannot_meet():
+    queue, clock = admission(100, 10**6, shared=False)
+    queue.check_deadline("", clock.now + 0.001)  # nothing is known, and nothing waits
+    tickets = [queue.admit("", 1, 10) for _ in range(40)]
+    queue.check_deadline("", clock.now + 0.001)
+    for ticket in tickets[:20]:
+        clock.now += 0.5
+        ticket.started()
+    queue.check_deadline("", clock.now + 12)  # 20 wait, 2 start each second
+    with pytest.raises(OverloadError) as caught:
+        queue.check_deadline("", clock.now + 8)
+    assert caught.value.field == "deadline_ms"
+    assert not caught.value.own
+    assert caught.value.retry_after >= 1
+
+
+def test_another_tenants_flood_says_little_of_ones_own_deadline():
+    queue, clock = admission(1000, 10**6)
+    tickets = [queue.admit("flood", 1, 10) for _ in range(100)]
+    for ticket in tickets[:20]:
+        clock.now += 0.5
+        ticket.started()
+    with pytest.raises(OverloadError):
+        queue.check_deadline("flood", clock.now + 8)
+    queue.check_deadline("newcomer", clock.now + 8)
+
+
+def test_idle_seconds_are_no_measure_of_pace():
+    pace = Pace(0.0)
+    for at in range(0, 1000, 10):  # one request each ten seconds, which waits 0.1 of them
+        pace.advance(at, busy=False)
+        pace.advance(at + 0.1, busy=True)
+        pace.note(1, 100)
+    assert pace.seconds_for(10, 0, cautious=True) == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_pace_follows_what_changes():
+    pace = Pace(0.0)
+    for step in range(2000):
+        pace.advance(step * 0.1, busy=True)
+        pace.note(1 if step < 1000 else 4, 1)
+    assert pace.seconds_for(40, 0, cautious=True) == pytest.approx(1.0, rel=0.05)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Any order of starts, ends and refusals gives back what was taken, once."""
+
+    @initialize(shared=st.booleans())
+    def begin(self, shared: bool) -> None:
+        self.queue, self.clock = admission(20, 400, shared=shared)
+        self.left: dict[Ticket, tuple[str, int, int]] = {}  # tenant, siblings, tokens each
+        self.ended: list[Ticket] = []
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        n=st.integers(1, 6),
+        tokens=st.integers(1, 120),
+        seconds=st.floats(0, 2),
+    )
+    def arrive(self, tenant: str, n: int, tokens: int, seconds: float) -> None:
+        self.clock.now += seconds
+        alone = not self.queue.num_waiting
+        try:
+            self.left[self.queue.admit(tenant, n, tokens)] = (tenant, n, tokens)
+        except OverloadError as error:
+            assert 1 <= error.retry_after <= 60
+            assert not (alone and n <= 20)
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), seconds=st.floats(0, 2))
+    def start(self, data: st.DataObject, seconds: float) -> None:
+        self.clock.now += seconds
+        ticket = data.draw(st.sampled_from(list(self.left)))
+        ticket.started()
+        tenant, n, tokens = self.left[ticket]
+        self.left[ticket] = (tenant, max(0, n - 1), tokens)
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(list(self.left)))
+        ticket.release()
+        del self.left[ticket]
+        self.ended.append(ticket)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), again=st.booleans())
+    def tell_twice(self, data: st.DataObject, again: bool) -> None:
+        ticket = data.draw(st.sampled_from(self.ended))
+        ticket.release() if again else ticket.started()
+
+    @invariant()
+    def counts(self) -> None:
+        requests = sum(n for _, n, _ in self.left.values())
+        tokens = sum(n * each for _, n, each in self.left.values())
+        assert (self.queue.num_waiting, self.queue.waiting_tokens) == (requests, tokens)
+        each = Counter()
+        for tenant, n, _ in self.left.values():
+            each[tenant] += n
+        held = {tenant: waiting.requests for tenant, waiting in self.queue._tenants.items()}
+        assert held == {tenant: n for tenant, n in each.items() if n}
+        assert requests <= 20
+
+
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine = QueueMachine.TestCase

@@ -1,0 +1,169 @@
+"""What every answer has: ids, errors told as clients know them, a line in the log; and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+from helpers.edge import KEY, edge_server
+from helpers.http_server import HttpServer, ask, raw
+
+from kvik.server.app import Edge
+from kvik.server.drain import Drain
+
+
+@pytest.fixture(scope="module")
+def drain() -> Drain:
+    return Drain()
+
+
+@pytest.fixture(scope="module")
+def server(drain: Drain) -> Iterator[HttpServer]:
+    with edge_server(["right"], Edge(loopback=True), drain=drain) as running:
+        yield running
+
+
+def test_the_own_id_is_random(server: HttpServer) -> None:
+    ids = {ask(server, "GET", "/health").headers["x-kvik-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+    assert {len(request_id) for request_id in ids} == {32}
+
+
+@pytest.mark.parametrize("theirs", ["abc-DEF_1", "x" * 128])
+def test_a_harmless_id_is_sent_back(server: HttpServer, theirs: str) -> None:
+    reply = ask(server, "GET", "/health", x_request_id=theirs)
+    assert reply.headers["x-request-id"] == theirs
+    assert reply.headers["x-kvik-request-id"] != theirs
+
+
+@pytest.mark.parametrize("theirs", ["", "a b", "x" * 129, "a\tb", "é", "a;b", "<script>"])
+def test_another_id_is_not(server: HttpServer, theirs: str) -> None:
+    reply = ask(server, "GET", "/health", x_request_id=theirs)
+    assert reply.status == 200
+    assert reply.headers["x-request-id"] == reply.headers["x-kvik-request-id"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("which", "status", "code", "param", "headers"),
+    [
+        ("param", 400, None, "top_p", {}),
+        ("context", 400, "context_length_exceeded", "prompt", {}),
+        ("capacity", 400, None, "n", {}),
+        ("own", 429, "rate_limit_exceeded", None, {"retry-after": "3", "x-should-retry": "true"}),
+        ("all", 503, "overloaded", None, {"retry-after": "1", "x-should-retry": "true"}),
+    ],
+)
+def test_errors_as_openai_tells_them(
+    server: HttpServer,
+    which: str,
+    status: int,
+    code: str | None,
+    param: str | None,
+    headers: dict[str, str],
+) -> None:
+    reply = ask(server, "GET", f"/v1/refuse/{which}", **KEY)
+    assert reply.status == status
+    assert (reply.error["code"], reply.error["param"]) == (code, param)
+    names = ("retry-after", "x-should-retry")
+    assert {name: reply.headers[name] for name in names if name in reply.headers} == headers
+
+
+def test_a_bug_tells_nothing_and_is_not_tried_again(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        reply = ask(server, "GET", "/v1/fail", **KEY)
+    assert reply.status == 500
+    assert reply.headers["x-should-retry"] == "false"
+    assert reply.error == {
+        "message": "internal error",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    (record,) = [r for r in caplog.records if r.name == "kvik.server.app"]
+    text = record.getMessage()
+    assert reply.headers["x-kvik-request-id"] in text
+    assert "RuntimeError: a secret" in text
+    assert all(line.startswith("    ") for line in text.splitlines()[1:])  # no line can be forged
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status", "kind"),
+    [
+        ("/v1/messages", {}, 401, "authentication_error"),
+        ("/v1/messages", KEY, 400, "invalid_request_error"),
+        ("/v1/messages/none", KEY, 404, "not_found_error"),
+        ("/v1/messages/fail", KEY, 500, "api_error"),
+    ],
+)
+def test_errors_as_anthropic_tells_them(
+    server: HttpServer, path: str, key: dict[str, str], status: int, kind: str
+) -> None:
+    reply = ask(server, "POST", path, {"number": "x"}, **key)
+    assert reply.status == status
+    assert reply.json["type"] == "error"
+    assert reply.json["error"]["type"] == kind
+    assert reply.json["error"]["message"]
+    assert reply.headers["request-id"] == reply.headers["x-kvik-request-id"]
+
+
+def test_an_answer_that_fails_underway_has_no_end(server: HttpServer) -> None:
+    head = b"GET /v1/late HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer right\r\n\r\n"
+    try:
+        answer = raw(server, head)
+    except ConnectionResetError:
+        return
+    assert not answer.endswith(b"0\r\n\r\n")  # the last chunk, which would say it was complete
+
+
+def test_the_log_has_no_text_of_others_unescaped(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kvik.access"):
+        body = {"number": 1, "new\nline": "a prompt", "ünknown": 2}
+        reply = ask(server, "POST", "/v1/echo", body, **KEY)
+        ask(server, "GET", "/v1/models/%0Aforged%1b[31m?prompt=secret", **KEY)
+        ask(server, "POST", "/v1/echo", {"new\nline": 1}, **KEY)
+    assert reply.headers["x-kvik-ignored-fields"] == "new\\nline, \\xfcnknown"
+    lines = [record.getMessage() for record in caplog.records]
+    assert all(line.isascii() and line.isprintable() for line in lines), lines
+    text = "\n".join(lines)
+    assert "a prompt" not in text
+    assert "secret" not in text
+    assert "right" not in text
+    assert text.count("the field new\\nline") == 1  # told once
+    assert " POST /v1/echo 200 " in text
+
+
+def test_a_server_that_stops_takes_no_new_work(server: HttpServer, drain: Drain) -> None:
+    drain.start()
+    try:
+        reply = ask(server, "POST", "/v1/echo", {}, **KEY)
+        assert reply.status == 503
+        assert reply.headers["retry-after"] == "1"
+        assert ask(server, "POST", "/v1/echo", {}).status == 401
+        assert ask(server, "GET", "/health").status == 200  # this one does not look
+    finally:
+        drain.stop()
+    assert ask(server, "POST", "/v1/echo", {}, **KEY).status == 200
+    assert drain.num_open == 0
+
+
+def test_waiting_for_the_last_answer() -> None:
+    async def check() -> None:
+        drain = Drain()
+        assert await drain.wait(0.0)
+        drain.enter()
+        assert not await drain.wait(0.01)
+        waiting = asyncio.ensure_future(drain.wait(10))
+        await asyncio.sleep(0)
+        drain.leave()
+        assert await waiting
+
+    asyncio.run(check())

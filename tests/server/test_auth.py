@@ -1,0 +1,176 @@
+"""One decision about keys, however a request is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.edge import KEY, Calls, edge_server
+from helpers.http_server import HttpServer, ask, raw
+
+from kvik.server.app import Edge
+
+
+@pytest.fixture(scope="module")
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture(scope="module")
+def server(calls: Calls) -> Iterator[HttpServer]:
+    with edge_server(["right", "other"], Edge(loopback=True), calls) as running:
+        yield running
+
+
+TARGETS = [
+    "/v1/models",
+    "//v1/models",
+    "/v1//models",
+    "/V1/models",
+    "/v1/models/",
+    "/v1/./models",
+    "/v1/x/../models",
+    "/v1%2Fmodels",
+    "/%76%31/models",
+    "/v1/models%00",
+    "/v1/models;a=b",
+    "/v1/models?key=right",
+    "/health/../v1/models",
+    "/health%2f..%2fv1/models",
+    "/v1/models/a/../../..",
+    "http://127.0.0.1/v1/models",
+    "http://elsewhere/v1/models",
+    "http://x@127.0.0.1/health/../v1/models",
+    "/nothing",
+    "/v1/echo",
+    "*",
+    "/v1/models#/health",
+    "/health/",
+    "/HEALTH",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "TRACE"])
+def test_without_a_key_nothing_is_answered_however_it_is_written(
+    server: HttpServer, calls: Calls, method: str, target: str
+) -> None:
+    del calls[:]
+    head = f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    answer = raw(server, head.encode())
+    assert answer.startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")), answer
+    assert calls == []
+    if b" 401 " in answer:
+        assert b'www-authenticate: Bearer realm="kvik"' in answer
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/v1/models", 200),
+        ("/v1/models/a/b", 200),
+        ("/v1/models/a%2Fb", 200),
+        ("http://elsewhere/v1/models", 200),
+        ("/V1/models", 404),
+        ("/V1/models/a", 404),
+        ("//v1/models", 404),
+        ("/nothing", 404),
+        ("/v1/echo", 405),
+    ],
+)
+def test_the_router_decides_the_same_with_a_key(
+    server: HttpServer, target: str, status: int
+) -> None:
+    head = (
+        f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer right\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    assert raw(server, head.encode()).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer right"},
+        {"authorization": "bearer   right "},
+        {"x_api_key": "right"},
+        {"x_api_key": "other"},
+        {"authorization": "Bearer wrong", "x_api_key": "right"},
+    ],
+)
+def test_a_key_in_either_header(server: HttpServer, headers: dict[str, str]) -> None:
+    assert ask(server, "GET", "/v1/models", **headers).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "right"},
+        {"authorization": "Basic right"},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer Right"},
+        {"authorization": "Bearer right right"},
+        {"x_api_key": ""},
+        {"x_api_key": "righ"},
+        {"cookie": "x-api-key=right"},
+    ],
+)
+def test_no_or_a_wrong_key(server: HttpServer, headers: dict[str, str]) -> None:
+    reply = ask(server, "POST", "/v1/echo", {}, **headers)
+    assert reply.status == 401
+    assert reply.error["code"] == "invalid_api_key"
+    assert "Bearer" in reply.headers["www-authenticate"]
+    assert "x-should-retry" not in reply.headers
+
+
+def test_the_key_is_checked_before_the_body_is_read(server: HttpServer) -> None:
+    head = (
+        b"POST /v1/echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 1000\r\nConnection: close\r\n\r\n"
+    )
+    assert raw(server, head).startswith(b"HTTP/1.1 401 ")  # nothing of the body was sent
+
+
+def test_each_key_is_a_caller_of_its_own(server: HttpServer) -> None:
+    names = [
+        ask(server, "POST", "/v1/echo", {}, authorization=f"Bearer {key}").json["caller"]
+        for key in ("right", "other", "right")
+    ]
+    assert names[0] == names[2] != names[1]
+    assert not {"right", "other"} & set(names)
+
+
+def test_open_routes_need_no_key(server: HttpServer) -> None:
+    assert ask(server, "GET", "/health").status == 200
+    assert ask(server, "HEAD", "/health").body == b""
+    assert ask(server, "POST", "/health").status == 401  # only what was said to be open
+
+
+def test_a_websocket_is_no_way_in(server: HttpServer, calls: Calls) -> None:
+    del calls[:]
+    head = (
+        "GET {} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    for target in ("/v1/echo", "/v1/models"):
+        assert b" 401 " in raw(server, head.format(target).encode())[:20]
+    assert calls == []
+
+
+def test_unknown_paths_and_methods(server: HttpServer) -> None:
+    reply = ask(server, "GET", "/v1/none", **KEY)
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    reply = ask(server, "PUT", "/v1/echo", **KEY)
+    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+    assert reply.headers["allow"] == "POST"
+    reply = ask(server, "OPTIONS", "/v1/models", **KEY)
+    assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
+
+
+def test_head_is_get_without_a_body(server: HttpServer) -> None:
+    got, headed = (ask(server, method, "/v1/models", **KEY) for method in ("GET", "HEAD"))
+    assert headed.status == 200
+    assert headed.body == b""
+    assert headed.headers["content-length"] == str(len(got.body))

@@ -1,0 +1,274 @@
+"""Bodies: read within bounds, and decoded strictly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from helpers.http_server import HttpServer, ask, http_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvik.config.errors import OverloadError
+from kvik.server.app import App, Edge
+from kvik.server.body import parse_json, read_body
+from kvik.server.body_budget import BodyBudget, BodyLimits
+from kvik.server.drain import Drain
+from kvik.server.errors import HttpError
+from kvik.server.keys import Keys
+from kvik.server.route import Route
+
+LIMITS = BodyLimits(max_bytes=1 << 20, max_values=10_000, max_keys=1000, max_depth=20)
+
+
+class Part(msgspec.Struct):
+    text: str
+
+
+class Body(msgspec.Struct):
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    flag: bool = False
+    parts: list[Part] = []
+    bias: dict[int, float] = {}
+    anything: Any = None
+
+
+class Needed(msgspec.Struct):
+    prompt: str
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    async def body(request: Request) -> Response:
+        body = await read_body(request, Body)
+        return JSONResponse(msgspec.to_builtins(body, str_keys=True))
+
+    async def needed(request: Request) -> Response:
+        await read_body(request, Needed)
+        return JSONResponse({})
+
+    async def make() -> App:
+        routes = [Route("/body", body), Route("/needed", needed)]
+        return App(routes, Keys(), Drain(), Edge(limits=LIMITS))
+
+    with http_server(make) as running:
+        yield running
+
+
+def test_what_is_right_comes_through(server: HttpServer) -> None:
+    body = {
+        "number": 3,
+        "share": 1,
+        "flag": True,
+        "parts": [{"text": "ä \U0001f600 \x00"}],
+        "bias": {"7": -1.5},
+        "anything": [None, {"a": [[]]}],
+    }
+    reply = ask(server, "POST", "/body", body)
+    assert reply.status == 200, reply.body
+    assert reply.json == body
+    assert "x-kvik-ignored-fields" not in reply.headers
+
+
+def test_a_surrogate_pair_is_one_character(server: HttpServer) -> None:
+    reply = ask(server, "POST", "/body", '{"parts": [{"text": "\\ud83d\\ude00"}]}')
+    assert reply.json["parts"] == [{"text": "\U0001f600"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('{"number": "3"}', "number"),
+        ('{"number": 3.5}', "number"),
+        ('{"number": true}', "number"),
+        ('{"number": -1}', "number"),
+        ('{"number": 2147483649}', "number"),
+        ('{"number": null}', "number"),
+        ('{"share": 0}', "share"),
+        ('{"share": 1.5}', "share"),
+        ('{"share": "NaN"}', "share"),
+        ('{"flag": 1}', "flag"),
+        ('{"parts": {"text": "x"}}', "parts"),
+        ('{"parts": [{"text": 1}]}', "parts[0].text"),
+        ('{"parts": [{}]}', "parts[0].text"),
+        ('{"bias": {"x": 1}}', "bias"),
+        ('{"number": 1, "number": 1}', "number"),
+        ('{"parts": [{"text": "a", "text": "b"}]}', "text"),
+        ('{"new\\nline": 1, "new\\nline": 1}', "new\\nline"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(server: HttpServer, text: str, param: str) -> None:
+    reply = ask(server, "POST", "/body", text)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert param in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_field_that_is_missing_is_named(server: HttpServer) -> None:
+    reply = ask(server, "POST", "/needed", "{}")
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert reply.error["message"] == "prompt: is required"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "x",
+        "{",
+        '{"number": 1',
+        '{"number": 1}x',
+        '{"number": 1}{}',
+        "[]",
+        "3",
+        "null",
+        '"text"',
+        "{'number': 1}",
+        '{"number": 01}',
+        '{"number": +1}',
+        '{"number": 0x1}',
+        '{"anything": NaN}',
+        '{"anything": -Infinity}',
+        '{"share": 1e400}',
+        '{"anything": -1e400}',
+        '{"anything": 123456789012345678901234567890}',
+        '{"anything": -9223372036854775809}',
+        '{"number": 1' + "0" * 10_000 + "}",
+        '{"anything": "\x01"}',
+        '{"anything": "\\ud800"}',
+        '{"anything": ["\\udc00\\ud800"]}',
+        '{"\\ud800": 1}',
+        '{"anything": "\\u00"}',
+        '\ufeff{"number": 1}',
+        '{"anything": ' + "[" * 100_000,
+        '{"anything": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"a":' * 50_000,
+        '{"anything": ' + "[" * 20 + "]" * 20 + "}",
+        '{"unknown": ' + "[" * 20 + "]" * 20 + "}",
+        '{"anything": [' + "0," * 10_000 + "0]}",
+        '{"anything": [' + "[]," * 6000 + "0]}",
+        "{" + ",".join(f'"{i}": 0' for i in range(1001)) + "}",
+    ],
+    ids=lambda text: repr(text[:24]),
+)
+def test_what_is_no_good_json(server: HttpServer, text: str) -> None:
+    reply = ask(server, "POST", "/body", text)
+    assert reply.status == 400
+    assert reply.error["message"]
+    assert len(reply.error["message"]) < 400
+
+
+def test_what_is_only_just_good_json(server: HttpServer) -> None:
+    for text in (
+        '{"anything": ' + "[" * 19 + "]" * 19 + "}",
+        "{" + ",".join(f'"{i}": 0' for i in range(1000)) + "}",
+        '{"anything": "' + "[{,:" * 30_000 + '"}',  # in a string they are text
+        '{"anything": "\\"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["}',
+        '{"anything": [9223372036854775807, -9223372036854775808]}',
+        '{"anything": [1e308, 1E-400, 12345678901234567890.5, -0.0]}',
+        '{"anything": "12345678901234567890123 1e999"}',
+        '{"anything": [' + ",".join(["0"] * 9000) + "]}",
+        '{"anything": "' + "x" * 200_000 + '"}',
+    ):
+        reply = ask(server, "POST", "/body", text)
+        assert reply.status == 200, (text[:40], reply.body[:200])
+
+
+@pytest.mark.parametrize("data", [b'{"anything": "\xff"}', b"\xff\xfe{\x00}\x00", b'{"\xc3": 1}'])
+def test_what_is_not_utf8(server: HttpServer, data: bytes) -> None:
+    reply = ask(server, "POST", "/body", data)
+    assert reply.status == 400
+    assert "UTF-8" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("Application/JSON", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/jsonp", 415),
+        ("text/plain; application/json", 415),
+        ("", 415),
+        (None, 415),
+    ],
+)
+def test_content_types(server: HttpServer, kind: str | None, status: int) -> None:
+    assert ask(server, "POST", "/body", "{}", content_type=kind).status == status
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "gzip, identity", "x"])
+def test_compressed_bodies_are_refused(server: HttpServer, coding: str) -> None:
+    data = gzip.compress(b"{" + b" " * 1_000_000 + b"}")
+    assert ask(server, "POST", "/body", data, content_encoding=coding).status == 415
+    assert ask(server, "POST", "/body", "{}", content_encoding="identity").status == 200
+
+
+def test_unknown_fields_are_told_of(server: HttpServer) -> None:
+    body = {"number": 1, "one": 1, "two, three": 2, "zwölf": 12, "x" * 100: 0, "\r\nset-cookie:": 1}
+    reply = ask(server, "POST", "/body", body)
+    assert reply.status == 200
+    told = reply.headers["x-kvik-ignored-fields"]
+    assert told.startswith("one, two, three, zw\\xf6lf, ")
+    assert "x" * 64 + "..." in told
+    assert told.endswith("\\r\\nset-cookie:")
+    many = {f"field{i}": i for i in range(900)}
+    assert len(ask(server, "POST", "/body", many).headers["x-kvik-ignored-fields"]) < 400
+
+
+def test_large_bodies_share_a_budget() -> None:
+    budget = BodyBudget(BodyLimits(small_bytes=10, total_bytes=100))
+    with budget.share() as one, budget.share() as two, budget.share() as small:
+        one.grow(40)
+        one.grow(60)
+        two.grow(40)
+        small.grow(10)  # not counted
+        assert budget.num_bytes == 100
+        with pytest.raises(OverloadError) as error:
+            two.grow(41)
+        assert not error.value.own
+    assert budget.num_bytes == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON, st.booleans())
+def test_any_json_is_read_as_the_library_reads_it_or_refused(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        data = json.dumps(value).encode()
+    try:
+        read = parse_json(data, BodyLimits())
+    except HttpError as error:
+        assert error.status == 400
+        return
+    assert read == json.loads(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64) | st.text(alphabet='[]{}",:\\u0d8e19 ').map(str.encode))
+def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+    try:
+        parse_json(data, BodyLimits(max_depth=4, max_values=8))
+    except HttpError as error:
+        assert error.status == 400

@@ -1,0 +1,137 @@
+"""Who goes away frees what the request held, within a step, in every phase."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+
+import pytest
+from helpers.raw_http import connect, post, read_until
+from helpers.served_engine import FakeExecutor
+from helpers.serving import Served, served
+
+from kvik.server.native import routes
+
+LONG = {"prompt": "ABCDEFGH", "max_tokens": 240, "ignore_eos": True}
+
+
+class Steps(FakeExecutor):
+    """Runs the steps it is allowed, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = 0.0
+        self.begun = 0
+
+    def submit(self, plan):
+        self.begun += 1
+        while self.begun > self.allowed:
+            time.sleep(0.0005)
+        return super().submit(plan)
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def hang_up(sock: socket.socket, how: str) -> None:
+    if how == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+
+
+def used_blocks(server: Served) -> int:
+    pool = server.inner.engine.core.scheduler.kv.pool
+    return pool.num_blocks - 1 - pool.num_free
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "last"])
+def test_running(phase, stream, how):
+    """One more step may run, which was under way; after that its blocks are free."""
+    steps = Steps()
+    # the prompt takes two steps: chunks of 4 tokens
+    with served(routes, steps, max_num_batched_tokens=8, max_num_seqs=8) as server:
+        prompt = "ABCDEFGH" * 2
+        sock = connect(server.http.port)
+        body = {**LONG, "prompt": prompt, "stream": stream}
+        if phase == "last":
+            body["max_tokens"] = 6
+        post(sock, "/v1/generate", body)
+        steps.allowed = {"prefill": 1, "decode": 4, "last": 6}[phase]
+        until(lambda: steps.begun == steps.allowed + 1)  # the next one is under way
+        assert used_blocks(server) > 0
+        hang_up(sock, how)
+        until(lambda: not server.inner.generations.live)
+        steps.allowed += 1
+        until(lambda: used_blocks(server) == 0)
+        assert steps.begun == steps.allowed, "another step was begun"
+        server.at_rest()
+        steps.allowed = math.inf
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_queued(stream, how):
+    """It never gets a slot, and the others never notice."""
+    steps = Steps()
+    with served(routes, steps, max_num_seqs=1) as server:
+        first, second = connect(server.http.port), connect(server.http.port)
+        post(first, "/v1/generate", {**LONG, "max_tokens": 10})
+        until(lambda: len(server.inner.generations.live) == 1)
+        post(second, "/v1/generate", {**LONG, "stream": stream, "stop": ["x"]})
+        until(lambda: len(server.inner.generations.live) == 2)
+        hang_up(second, how)
+        until(lambda: len(server.inner.generations.live) == 1)
+        assert server.inner.admission.num_waiting == 1  # the first, which has no token yet
+        steps.allowed = math.inf
+        assert b'"tokens_generated":10' in read_until(first, b"request_id")
+        first.close()
+        server.at_rest()
+        assert steps.begun <= 12
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_storm_of_disconnects_and_reconnects(stream):
+    """The bounds of the queue hold, and nothing is left."""
+    with served(routes, FakeExecutor(seconds=0.001), max_requests=16) as server:
+        for round_ in range(20):
+            socks = [connect(server.http.port) for _ in range(12)]
+            for sock in socks:
+                post(sock, "/v1/generate", {**LONG, "stream": stream})
+            if round_ % 3 == 0:
+                socks[0].recv(100) if stream else time.sleep(0.002)
+            for i, sock in enumerate(socks):
+                hang_up(sock, "reset" if i % 2 else "close")
+        server.at_rest()
+        assert server.inner.admission.num_waiting == 0
+
+
+def test_before_the_body_is_complete():
+    with served(routes) as server:
+        sock = connect(server.http.port)
+        sock.sendall(
+            b"POST /v1/generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        sock.close()
+        server.at_rest()
+        assert not server.inner.watcher.arrived_ids
+
+
+def test_the_others_text_goes_on():
+    with served(routes, FakeExecutor(seconds=0.001)) as server:
+        stays, goes = connect(server.http.port), connect(server.http.port)
+        post(stays, "/v1/generate", {**LONG, "stream": True})
+        post(goes, "/v1/generate", {**LONG, "stream": True})
+        read_until(goes, b'"text"')
+        goes.close()
+        assert b'"tokens_generated":240' in read_until(stays, b"request_id")
+        stays.close()
+        server.at_rest()
+        assert sorted(server.inner.watcher.ended.values()) == ["abort", "length"]

@@ -1,0 +1,453 @@
+"""Generations over a real engine loop behind a socket, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from helpers.generating import LETTERS, generating, wish
+from helpers.served_engine import EOS, FakeExecutor
+
+from kvik.config.errors import CapacityError, OverloadError, ParamError, UnavailableError
+from kvik.server import generation as module
+from kvik.server import held
+from kvik.server.errors import HttpError
+from kvik.server.failures import ABORTED, DEADLINE, FAILED
+from kvik.server.generation import Generations
+from kvik.server.intake import Limits
+from kvik.server.pressure import Degradation
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def counting() -> FakeExecutor:
+    """Step after step the letters in their order."""
+    return FakeExecutor(token=lambda step, row: step % 26)
+
+
+async def text_of(generation) -> str:
+    return "".join([delta.text for deltas in [d async for d in generation] for delta in deltas])
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_text_and_result(streaming):
+    async def test():
+        async with generating(counting()) as serving:
+            generation = await serving.generations.start(wish("AB"), "", streaming=streaming)
+            shown = await text_of(generation) if streaming else None
+            output = await generation.output()
+            assert len(output.text) == 8
+            assert output.text in LETTERS * 2
+            assert shown in (None, output.text)
+            assert output.prompt == "AB"
+            assert list(output.prompt_token_ids) == [0, 1] == list(generation.prompt_token_ids)
+            assert output.completions[0].finish_reason == "length"
+            assert serving.watcher.tokens[generation.request_id] == 8
+            assert serving.watcher.ended == {generation.request_id: "length"}
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_many_streams_get_their_own_text_and_few_pieces():
+    """Pieces merge while a reader is away, so that none costs more for being slow."""
+
+    async def test():
+        async with generating(counting(), max_num_seqs=32, max_num_batched_tokens=256) as serving:
+            started = [
+                await serving.generations.start(
+                    wish([i], max_tokens=100, n=1 + i % 3), "", streaming=True
+                )
+                for i in range(10)
+            ]
+            for generation in started:
+                await generation.output()
+            for i, generation in enumerate(started):
+                pieces = [deltas async for deltas in generation]
+                assert len(pieces) == 1
+                assert [delta.index for delta in pieces[0]] == list(range(1 + i % 3))
+                for delta, completion in zip(pieces[0], generation.result.completions, strict=True):
+                    assert delta.text == completion.text
+                    assert delta.token_ids == completion.token_ids
+                    assert len(delta.token_ids) == 100
+                    assert delta.finish_reason == "length"
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_logprobs_of_merged_pieces_are_in_order():
+    from kvik.core.types import TokenLogprobs
+    from kvik.engine.output import TextDelta, merged
+
+    one, two, three = (TokenLogprobs(t, -1.0, 1) for t in (1, 2, 3))
+    deltas = [
+        TextDelta("a", 0, "x", [1], logprobs=[one]),
+        TextDelta("a", 1, "y", [3], logprobs=[three]),
+        TextDelta("a", 0, "z", [2], "stop", logprobs=[two], stop_reason=7),
+    ]
+    assert merged(deltas) == [
+        TextDelta("a", 0, "xz", [1, 2], "stop", logprobs=[one, two], stop_reason=7),
+        TextDelta("a", 1, "y", [3], logprobs=[three]),
+    ]
+
+
+def test_a_stop_string_ends_one_sibling_early():
+    async def test():
+        executor = FakeExecutor(token=lambda step, row: (step % 5) if row else 30)
+        async with generating(executor) as serving:
+            generation = await serving.generations.start(
+                wish("A", n=2, max_tokens=200, stop="DE"), "", streaming=True
+            )
+            shown = {0: "", 1: ""}
+            reasons = {}
+            async for deltas in generation:
+                for delta in deltas:
+                    shown[delta.index] += delta.text
+                    if delta.finish_reason:
+                        reasons[delta.index] = (delta.finish_reason, delta.stop_reason)
+            stopped = [i for i in (0, 1) if reasons[i] == ("stop", "DE")]
+            assert len(stopped) == 1
+            assert "D" not in shown[stopped[0]]
+            assert shown == {c.index: c.text for c in generation.result.completions}
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch):
+    """Ten thousand steps a second must not be ten thousand events."""
+
+    async def test():
+        async with generating(counting()) as serving:
+            rings = 0
+            generation = await serving.generations.start(
+                wish("A", max_tokens=250), "", streaming=True
+            )
+            async for _ in generation:
+                rings += 1
+            assert rings <= 3  # the first, the last, and what a scheduler of threads may add
+
+    monkeypatch.setattr(held, "MAX_HOLD", 5.0)
+    monkeypatch.setattr(held, "PIECES_PER_SECOND", 0.1)
+    run(test())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("request_of", "field"),
+    [
+        (lambda: wish(""), "prompt"),
+        (lambda: wish([]), "prompt"),
+        (lambda: wish([64]), "prompt"),
+        (lambda: wish([-1]), "prompt"),
+        (lambda: wish("A" * 300), "prompt"),
+        (lambda: wish("A", cache_salt="a b"), "cache_salt"),
+        (lambda: wish("A", cache_salt="a" * 129), "cache_salt"),
+        (lambda: wish("A", priority=1001), "priority"),
+        (lambda: wish("A", deadline_ms=0), "deadline_ms"),
+        (lambda: wish("A", bad_words=("x" * 70_000,)), "bad_words"),
+        (lambda: wish("A", logit_bias={64: 1.0}), "logit_bias"),
+        (lambda: wish("A", n=128), "n"),
+    ],
+)
+def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
+    async def test():
+        async with generating(max_queued_requests=16, max_requests=1000) as serving:
+            with pytest.raises((ParamError, CapacityError)) as caught:
+                await serving.generations.start(request_of(), "", streaming=True)
+            assert caught.value.field == field
+            assert serving.watcher.refusals == [("", "invalid")]
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_all_of_a_batch_or_none():
+    async def test():
+        gate = FakeExecutor()
+        gate.gate.clear()
+        async with generating(gate, max_requests=3) as serving:
+            for bad in ([wish("A"), wish([99])], [wish("A"), wish("B", n=2), wish("C")]):
+                with pytest.raises((ParamError, OverloadError)):
+                    await serving.generations.start_all(bad, "", streaming=False)
+            gate.gate.set()
+            await serving.at_rest()
+            both = await serving.generations.start_all([wish("A"), wish("BC")], "", streaming=False)
+            assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_a_full_queue_refuses_and_drains():
+    async def test():
+        gate = FakeExecutor()
+        gate.gate.clear()
+        async with generating(gate, max_requests=4) as serving:
+            first = await serving.generations.start(wish("A", n=4), "", streaming=False)
+            with pytest.raises(OverloadError) as caught:
+                await serving.generations.start(wish("A"), "", streaming=False)
+            assert not caught.value.own
+            assert 1 <= caught.value.retry_after <= 60
+            gate.gate.set()
+            await first.output()
+            await (await serving.generations.start(wish("A"), "", streaming=False)).output()
+            assert serving.watcher.refusals == [("", "queue")]
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_an_engine_that_is_not_ready():
+    async def test():
+        async with generating() as serving:
+            await serving.engine.client.close()
+            with pytest.raises(UnavailableError):
+                await serving.generations.start(wish("A"), "", streaming=False)
+            assert serving.watcher.refusals == [("", "unavailable")]
+
+    run(test())
+
+
+# Ends
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_abort_while_queued_and_while_running(streaming):
+    async def test():
+        async with generating(FakeExecutor(seconds=0.002), max_num_seqs=1) as serving:
+            start = serving.generations.start
+            running = await start(wish("A", max_tokens=250), "", streaming=streaming)
+            while running.life.first_token is None:
+                await asyncio.sleep(0.001)
+            queued = await start(wish("B", n=3, max_tokens=250), "", streaming=streaming)
+            assert serving.admission.num_waiting == 3
+            for generation in (queued, running):
+                generation.abort()
+                generation.abort()  # twice is once
+                with pytest.raises(HttpError) as caught:
+                    await generation.output()
+                assert caught.value.code == ABORTED
+            assert set(serving.watcher.ended.values()) == {"abort"}
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_abort_by_id_needs_the_same_tenant():
+    async def test():
+        async with generating(FakeExecutor(seconds=0.002)) as serving:
+            generation = await serving.generations.start(
+                wish("A", max_tokens=250), "me", streaming=True
+            )
+            assert not serving.generations.abort(generation.request_id, "you")
+            assert not serving.generations.abort("unknown")
+            assert not generation.ended
+            assert serving.generations.abort(generation.request_id, "me")
+            assert not serving.generations.abort(generation.request_id, "me")
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_a_deadline_before_and_after_the_first_token():
+    async def test():
+        async with generating(FakeExecutor(seconds=0.005), max_num_seqs=1) as serving:
+            late = await serving.generations.start(
+                wish("A", max_tokens=250, deadline_ms=200), "", streaming=True
+            )
+            shown = ""
+            with pytest.raises(HttpError) as caught:
+                async for deltas in late:
+                    shown += "".join(delta.text for delta in deltas)
+            assert len(shown) > 1  # what came in time was delivered
+            assert (caught.value.status, caught.value.code) == (504, DEADLINE)
+            assert list(serving.watcher.ended.values()) == ["deadline"]
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_the_servers_own_time_limit():
+    async def test():
+        limits = Limits(request_timeout=0.1)
+        async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
+            generation = await serving.generations.start(
+                wish("A", max_tokens=250, deadline_ms=60_000), "", streaming=False
+            )
+            with pytest.raises(HttpError) as caught:
+                await generation.output()
+            assert caught.value.code == DEADLINE
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_a_failing_step_fails_its_requests_and_no_others():
+    async def test():
+        executor = FakeExecutor()
+        async with generating(executor) as serving:
+            executor.raises = RuntimeError("the step failed")
+            generation = await serving.generations.start(wish("A", n=2), "", streaming=True)
+            with pytest.raises(HttpError, match="the step failed"):
+                await generation.output()
+            other = await serving.generations.start(wish("A"), "", streaming=True)
+            assert len((await other.output()).text) == 8
+            await serving.at_rest()
+
+    run(test())
+
+
+def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
+    async def test():
+        async with generating(counting()) as serving:
+            bad = await serving.generations.start(wish("A", max_tokens=50), "", streaming=True)
+            good = await serving.generations.start(wish("B", max_tokens=50), "", streaming=True)
+            entry = serving.generations._processor._entries[bad.request_id]
+
+            def fail(ids):
+                raise ValueError("no such text")
+
+            monkeypatch.setattr(entry.completions[0], "detokenizer", FailingDetokenizer(fail))
+            with pytest.raises(HttpError, match="no such text"):
+                await bad.output()
+            assert len((await good.output()).text) == 50
+            assert serving.watcher.ended[bad.request_id] == "error"
+            await serving.at_rest()
+
+    run(test())
+
+
+class FailingDetokenizer:
+    def __init__(self, push):
+        self.push = push
+
+
+def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
+    async def test():
+        async with generating(counting()) as serving:
+            start = serving.generations.start
+            slow = await start(wish("A", max_tokens=200), "", streaming=True)
+            whole = await start(wish("B", max_tokens=200), "", streaming=False)
+            with pytest.raises(HttpError, match="too slow"):
+                await slow.output()
+            assert len((await whole.output()).text) == 200
+            await serving.at_rest()
+
+    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
+    run(test())
+
+
+def test_the_engines_end_fails_what_lives():
+    async def test():
+        executor = FakeExecutor(seconds=0.005)
+        async with generating(executor) as serving:
+            generation = await serving.generations.start(
+                wish("A", max_tokens=250), "", streaming=True
+            )
+            await anext(generation)
+            await serving.engine.client.close()
+            with pytest.raises(HttpError) as caught:
+                await generation.output()
+            assert caught.value.code == FAILED
+            assert not serving.generations.live
+
+    run(test())
+
+
+# What the engine is told
+
+
+def sent(serving) -> list:
+    """Requests as they go to the engine."""
+    requests = []
+    add = serving.engine.client.add
+    serving.engine.client.add = lambda request: (requests.append(request), add(request))[1]
+    return requests
+
+
+def test_ids_are_random_and_tenants_share_no_prefix():
+    async def test():
+        async with generating() as serving:
+            requests = sent(serving)
+            for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
+                one = await serving.generations.start(
+                    wish("A", cache_salt=salt), tenant, streaming=False
+                )
+                await one.output()
+            assert len({r.cache_salt for r in requests}) == 4
+            assert len({r.request_id for r in requests}) == 4
+            assert [r.tenant for r in requests] == ["a", "b", "a", "as"]
+
+    run(test())
+
+
+def test_the_operator_may_let_tenants_share_prefixes():
+    async def test():
+        async with generating(limits=Limits(share_prefix_cache=True)) as serving:
+            requests = sent(serving)
+            for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
+                await serving.generations.start(wish("A", cache_salt=salt), tenant, streaming=False)
+            assert [r.cache_salt for r in requests] == ["", "", "s"]
+
+    run(test())
+
+
+def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
+    async def test():
+        gate = FakeExecutor()
+        gate.gate.clear()
+        limits = Limits(degradation=Degradation(max_tokens=5, threshold=0.5))
+        async with generating(gate, limits=limits, max_requests=4) as serving:
+            start = serving.generations.start
+            free = [await start(wish("A", max_tokens=20), "", streaming=False) for _ in range(2)]
+            capped = await start(wish("A", max_tokens=20), "", streaming=False)
+            small = await start(wish("A", max_tokens=3), "", streaming=False)
+            gate.gate.set()
+            lengths = [(await g.output()).num_output_tokens for g in [*free, capped, small]]
+            assert lengths == [20, 20, 5, 3]
+            assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
+
+    run(test())
+
+
+def test_bad_words_become_ids_beside_the_event_loop():
+    async def test():
+        async with generating() as serving:
+            requests = sent(serving)
+            await serving.generations.start(wish("A", bad_words=("Cat",)), "", streaming=False)
+            cat = tuple(LETTERS.index(c) for c in "Cat")
+            assert cat in requests[0].params.bad_words
+
+    run(test())
+
+
+def test_stop_needs_a_tokenizer():
+    async def test():
+        async with generating() as serving:
+            serving.texts.tokenizer = None
+            bare = Generations(
+                serving.engine.client, serving.texts, serving.admission, serving.watcher, Limits()
+            )
+            with pytest.raises(ParamError, match="stop"):
+                await bare.start(wish([1], stop="x"), "", streaming=False)
+
+    run(test())
+
+
+def test_end_of_text_is_not_shown():
+    async def test():
+        executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
+        async with generating(executor) as serving:
+            generation = await serving.generations.start(wish("A"), "", streaming=True)
+            assert set(await text_of(generation)) <= {"B"}
+            assert generation.result.completions[0].finish_reason == "stop"
+            assert threading.active_count() < 20
+
+    run(test())

@@ -1,0 +1,407 @@
+"""Bounds of a connection, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from helpers.http_server import HttpServer, ask, http_server, raw, until_head
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvik.server.app import App, Edge
+from kvik.server.body import read_body
+from kvik.server.body_budget import BodyLimits
+from kvik.server.drain import Drain
+from kvik.server.http_protocol import ConnectionLimits
+from kvik.server.keys import Keys
+from kvik.server.listener import bind
+from kvik.server.route import Route
+
+LIMITS = ConnectionLimits(
+    max_connections=8,
+    head_seconds=0.3,
+    idle_seconds=0.3,
+    linger_seconds=0.2,
+    unread_seconds=0.3,
+)
+GET = b"GET /ok HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CLOSE = b"Connection: close\r\n"
+
+
+class Body(msgspec.Struct):
+    text: str = ""
+
+
+class State:
+    """What the handlers did."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()  # the reader of /endless is known to be
+        self.sent = 0
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    return State()
+
+
+@pytest.fixture(scope="module")
+def server(state: State) -> Iterator[HttpServer]:
+    async def ok(request: Request) -> Response:
+        return JSONResponse({})
+
+    async def echo(request: Request) -> Response:
+        body = await read_body(request, Body)
+        return JSONResponse({"length": len(body.text)})
+
+    async def endless(request: Request) -> Response:
+        async def pieces() -> object:
+            try:
+                while True:
+                    yield b"x" * 65536
+                    state.sent += 65536
+                    await asyncio.sleep(0)
+            finally:
+                state.gone.set()
+
+        return StreamingResponse(pieces())  # type: ignore[arg-type]
+
+    async def make() -> App:
+        routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
+        limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
+        return App(routes, Keys(), Drain(), Edge(loopback=True, limits=limits))
+
+    with http_server(make, LIMITS) as running:
+        yield running
+
+
+def error(answer: bytes) -> tuple[int, dict[str, str]]:
+    """Status and error of an answer after which the connection was closed."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head.lower()
+    assert head.lower().count(b"content-length: ") == 1
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+# Heads
+
+
+def test_a_usual_head_with_many_headers(server: HttpServer) -> None:
+    fields = b"".join(b"X-%d: %s\r\n" % (i, b"v" * 300) for i in range(98))
+    assert raw(server, GET + fields + CLOSE + b"\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"".join(b"X-%d: v\r\n" % i for i in range(101)) + b"\r\n",
+        GET + b"X: " + b"v" * 70_000 + b"\r\n\r\n",
+        GET + b"X: " + b"v" * 70_000,  # and no end
+        GET + b"".join(b"X-%d: %s\r\n" % (i, b"v" * 3000) for i in range(30)) + b"\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /" + b"a" * 70_000,
+        GET + b"X" * 70_000,
+    ],
+)
+def test_a_head_that_is_too_large(server: HttpServer, head: bytes) -> None:
+    status, told = error(raw(server, head))
+    assert status == 431
+    assert told["type"] == "invalid_request_error"
+
+
+def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(GET)
+        received = b""
+        connection.setblocking(False)
+        for _ in range(2000):
+            try:
+                connection.sendall(b"X-Y: " + b"v" * 100 + b"\r\n")
+                time.sleep(0)
+                received += connection.recv(65536)
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+            if received:
+                break
+        connection.settimeout(10)
+        while not received.endswith(b"}"):
+            received += connection.recv(65536)
+    assert error(received)[0] == 431
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"HELLO\r\n\r\n",
+        b"GET /ok HTTP/9.9\r\n\r\n",
+        b"GET\r\n\r\n",
+        GET + b"Bad Header: x\r\n\r\n",
+        GET + b"X: a\x00b\r\n\r\n",
+        GET + b" folded: x\r\n\r\n",
+        POST + b"Content-Length: x\r\n\r\n",
+        POST + b"Content-Length: -1\r\n\r\n",
+        POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
+        POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+        POST + b"Transfer-Encoding: xchunked\r\n\r\n{}",
+        POST + b"Transfer-Encoding: chunked, identity\r\n\r\n{}",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_or_may_be_read_in_two_ways(server: HttpServer, data: bytes) -> None:
+    status, told = error(raw(server, data))
+    assert status == 400
+    assert told["message"]
+
+
+def test_bad_chunks(server: HttpServer) -> None:
+    head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    for chunks in (b"zz\r\n{}\r\n0\r\n\r\n", b"2\r\n{}xx0\r\n\r\n", b"-2\r\n{}\r\n0\r\n\r\n"):
+        answer = raw(server, head + chunks)
+        assert b" 200 " not in answer
+
+
+def test_a_bad_body_that_nobody_reads_is_answered_once(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = raw(server, GET + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
+    assert error(answer)[0] == 400
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
+def test_a_late_head(server: HttpServer) -> None:
+    start = time.monotonic()
+    status, told = error(raw(server, GET))
+    assert status == 408
+    assert "headers" in told["message"]
+    assert time.monotonic() - start < 5
+
+
+def test_a_head_that_comes_in_drops(server: HttpServer) -> None:
+    """Each drop does not give it new time."""
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        received = b""
+        connection.settimeout(0.05)
+        for drop in GET * 20:
+            try:
+                connection.sendall(bytes([drop]))
+                received += connection.recv(4096)
+                break
+            except TimeoutError:
+                continue
+    assert b" 408 " in received
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("data", [b"GET", b"\r\n", GET])
+def test_a_late_head_after_a_request(server: HttpServer, data: bytes) -> None:
+    connection, _ = until_head(server, GET + b"\r\n")
+    with connection:
+        connection.sendall(data)
+        connection.settimeout(3)
+        assert connection.recv(65536)[:13] == (b"" if data == b"\r\n" else b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n"])
+def test_nothing_comes(server: HttpServer, data: bytes) -> None:
+    assert raw(server, data, 5) in (b"", b"HTTP/1.1 408")
+
+
+def test_blank_lines_for_ever(server: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 3:
+                connection.sendall(b"\r\n")
+                time.sleep(0.05)
+        except OSError:
+            pass
+        assert time.monotonic() - start < 2
+
+
+# Bodies
+
+
+def test_a_body_that_says_it_is_too_large(server: HttpServer) -> None:
+    """The answer comes before the body does."""
+    connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
+    with connection:
+        assert head.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_grows_too_large(server: HttpServer) -> None:
+    head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    connection, answer = until_head(server, head + chunk * 17)
+    with connection:
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_large_body_of_which_the_client_sends_all(server: HttpServer) -> None:
+    """It sees the answer, as the rest is thrown away for a while before the connection breaks."""
+    assert ask(server, "POST", "/echo", b" " * (8 << 20)).status == 413
+
+
+def test_the_rest_of_a_body_cannot_trickle_for_ever(server: HttpServer) -> None:
+    connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
+    with connection:
+        assert head.startswith(b"HTTP/1.1 413 ")
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 3:
+                connection.sendall(b" ")
+                time.sleep(0.02)
+        except OSError:
+            pass
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("start", [b"", b'{"text": "'])
+def test_a_late_body(server: HttpServer, start: bytes) -> None:
+    status, told = error(raw(server, POST + b"Content-Length: 100\r\n\r\n" + start))
+    assert status == 408
+    assert "body" in told["message"]
+
+
+def test_large_bodies_that_come_together_are_refused(server: HttpServer) -> None:
+    """They are in memory until they are complete."""
+    large = b'{"text": "' + b"x" * 700_000 + b'"}'
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(large)
+    with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        slow.sendall(head + large[:-1])
+        time.sleep(0.1)
+        reply = ask(server, "POST", "/echo", large)
+        assert (reply.status, reply.error["code"]) == (503, "overloaded")
+        assert ask(server, "POST", "/echo", {"text": "small"}).status == 200
+        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
+    assert ask(server, "POST", "/echo", large).json == {"length": 700_000}
+
+
+def test_the_client_is_asked_to_go_on(server: HttpServer) -> None:
+    connection, head = until_head(
+        server, POST + CLOSE + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+    )
+    with connection:
+        assert head.startswith(b"HTTP/1.1 100 ")
+        connection.sendall(b"{}")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+# Connections
+
+
+def test_many_requests_on_one_connection(server: HttpServer) -> None:
+    body = POST + b"Content-Length: 2\r\n\r\n{}"
+    answer = raw(server, (GET + b"\r\n" + body) * 10 + GET + CLOSE + b"\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 21
+
+
+def test_an_idle_connection_is_closed_and_a_used_one_is_not(server: HttpServer) -> None:
+    connection, _ = until_head(server, GET + b"\r\n")
+    with connection:
+        for _ in range(4):
+            time.sleep(0.15)
+            connection.sendall(GET + b"\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        start = time.monotonic()
+        assert connection.recv(65536) == b""
+        assert time.monotonic() - start < 5
+
+
+def test_who_is_idle_makes_room(server: HttpServer) -> None:
+    """Connections that say nothing starve nobody."""
+    idle = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
+    try:
+        assert ask(server, "GET", "/ok").status == 200
+        assert server.listener.num_connections <= LIMITS.max_connections
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_when_all_are_busy_another_is_refused(server: HttpServer) -> None:
+    held = [
+        until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] for _ in "12"
+    ]
+    busy = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(6)]
+    for connection in busy:
+        connection.sendall(POST + b"Content-Length: 2\r\n\r\n{")
+    try:
+        deadline = time.monotonic() + 5
+        while server.listener.num_connections < LIMITS.max_connections:
+            assert time.monotonic() < deadline
+        time.sleep(0.05)
+        status, told = error(raw(server, b""))
+        assert status == 503
+        assert told["type"] == "server_error"
+    finally:
+        for connection in (*held, *busy):
+            connection.close()
+    deadline = time.monotonic() + 5
+    while server.listener.num_connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_does_not_read_is_left(server: HttpServer, state: State) -> None:
+    state.gone.clear()
+    connection, _ = until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with connection:
+        deadline = time.monotonic() + 5
+        while not state.gone.is_set():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        before = state.sent
+        time.sleep(0.1)
+        assert state.sent == before
+    assert ask(server, "GET", "/ok").status == 200
+
+
+def test_a_port_that_is_taken_is_named(server: HttpServer) -> None:
+    from kvik.config.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="port") as caught:
+        bind("127.0.0.1", server.port)
+    assert str(server.port) in caught.value.message
+    with pytest.raises(ConfigError) as caught:
+        bind("no.such.host.invalid", 0)
+    assert caught.value.field == "host"
+
+
+@pytest.mark.parametrize("close", [b"", b", close"])
+def test_who_asks_for_http_2_is_answered_in_http_1(server: HttpServer, close: bytes) -> None:
+    """Some clients send this with every first request, and their body behind it."""
+    head = (
+        POST
+        + b"Connection: Upgrade, HTTP2-Settings%b\r\nUpgrade: h2c\r\n" % close
+        + b"HTTP2-Settings: AAMAAABkAAQBAAAAAAIAAAAA\r\nContent-Length: 15\r\n\r\n"
+    )
+    connection, answer = until_head(server, head + b'{"text": "abc"}')
+    with connection:
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b'{"length":3}')
+        assert (b"\r\nconnection: close" in answer) == bool(close)
+        if not close:
+            connection.sendall(GET + CLOSE + b"\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_body_behind_it_may_come_later(server: HttpServer) -> None:
+    head = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 15\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        for piece in (head[:150], head[150:], b'{"text"', b': "abc"}'):
+            connection.sendall(piece)
+            time.sleep(0.02)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

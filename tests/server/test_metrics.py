@@ -1,0 +1,259 @@
+"""`/metrics` as scrapers read it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvik.config.config import EngineConfig
+from kvik.config.server_config import ServerConfig
+from kvik.core.counters import DraftCounts
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.work import Work
+from kvik.engine.async_client import EngineState
+from kvik.engine.output import CompletionOutput, RequestOutput
+from kvik.engine.output import RequestMetrics as Times
+from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
+from kvik.launch import resolve_config
+from kvik.server.drain import Drain
+from kvik.server.metrics import Metrics
+from kvik.server.observer import Life
+from kvik.server.parts import Parts
+from kvik.server.request_metrics import RequestMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# What dashboards, load generators and routers read of vLLM, and we have.
+NAMES = """
+num_requests_running num_requests_waiting num_requests_waiting_by_reason
+kv_cache_usage_perc engine_sleep_state cache_config_info prompt_tokens_total
+prompt_tokens_by_source_total prompt_tokens_cached_total
+prompt_tokens_cached_by_source_total generation_tokens_total num_preemptions_total
+request_success_total admission_rejections_total prefix_cache_queries_total
+prefix_cache_hits_total spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total
+estimated_flops_per_gpu_total estimated_read_bytes_per_gpu_total
+estimated_write_bytes_per_gpu_total time_to_first_token_seconds
+inter_token_latency_seconds request_time_per_output_token_seconds
+e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds
+request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens
+request_generation_tokens request_max_num_generation_tokens request_params_n
+request_params_max_tokens request_num_preemptions request_prefill_kv_computed_tokens
+iteration_tokens_total
+"""
+OTHERS = frozenset(NAMES.split())
+
+STATS = EngineStats(
+    num_running=3,
+    num_waiting=2,
+    queued_tokens=70,
+    kv_usage=0.25,
+    num_blocks=64,
+    cached_blocks=5,
+    steps=4,
+    scheduled_tokens=103,
+    delivered_tokens=9,
+    preemptions=1,
+    prefix_queries=200,
+    prefix_hits=50,
+    step_sizes=(2, 0, 0, 0, 0, 1, 1),
+    work=Work(
+        mixed_steps=2, decode_steps=2, decode_step_tokens=2, prefill_tokens=101, decode_tokens=2
+    ),
+    time=LoopTime(0.5, 0.25, 1.0),
+    speculation=SpeculationStats(DraftCounts(4, 10, 6, [4, 3, 3], [3, 2, 1]), 0.1, 0.2, 0.4),
+)
+
+
+def made(compat: str = "vllm") -> tuple[Metrics, RequestMetrics]:
+    engine = SimpleNamespace(
+        config=resolve_config(EngineConfig(device="cpu")), state=EngineState.READY
+    )
+    parts = SimpleNamespace(
+        engine=engine,
+        config=ServerConfig(metrics_compat=compat),
+        model_name="story",
+        drain=Drain(),
+    )
+    requests = RequestMetrics()
+    return Metrics(cast(Parts, parts), requests), requests
+
+
+def life(**changes: Any) -> Life:
+    found = Life("r", "", SamplingParams(max_tokens=20), 30, True, 10.0)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def output(tokens: int, cached: int = 16) -> RequestOutput:
+    return RequestOutput(
+        "r",
+        None,
+        range(30),
+        [CompletionOutput(0, "", list(range(tokens)), "stop")],
+        cached,
+        1,
+        None,
+        Times(arrival=1.0, first_scheduled=1.5, first_token=1.75, finished=2.75),
+    )
+
+
+def read(text: bytes) -> dict[str, float]:
+    """'name{label="x"}' without the constant labels -> value."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            key = sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(labels.items()))
+            assert key not in found or sample.name.startswith("process")
+            found[key] = sample.value
+    return found
+
+
+def test_a_request_is_counted_once_in_each_histogram() -> None:
+    metrics, requests = made()
+    one = life()
+    requests.arrived(one)
+    requests.delivered(one, 1, 11.0)
+    one.last_token = 11.0
+    requests.delivered(one, 4, 11.03)
+    requests.finished(one, output(5), "stop")
+    requests.finished(life(), None, "abort")
+    requests.refused("", "queue")
+    found = read(metrics.text(STATS, 1.0))
+    for prefix in ("kvik:", "vllm:"):
+        assert found[f"{prefix}generation_tokens_total"] == 5
+        assert found[f"{prefix}prompt_tokens_total"] == 30
+        assert found[f"{prefix}prompt_tokens_cached_total"] == 16
+        assert found[f"{prefix}prompt_tokens_by_source_total{{source=local_compute}}"] == 14
+        assert found[f"{prefix}request_success_total{{finished_reason=stop}}"] == 1
+        assert found[f"{prefix}request_success_total{{finished_reason=abort}}"] == 1
+        assert found[f"{prefix}admission_rejections_total{{reason=queue}}"] == 1
+        assert found[f"{prefix}time_to_first_token_seconds_sum"] == pytest.approx(0.75)
+        assert found[f"{prefix}time_to_first_token_seconds_count"] == 1
+        assert found[f"{prefix}time_to_first_token_seconds_bucket{{le=0.5}}"] == 0
+        assert found[f"{prefix}time_to_first_token_seconds_bucket{{le=0.75}}"] == 1
+        assert found[f"{prefix}inter_token_latency_seconds_sum"] == pytest.approx(0.03)
+        assert found[f"{prefix}inter_token_latency_seconds_count"] == 1
+        assert found[f"{prefix}request_time_per_output_token_seconds_sum"] == pytest.approx(0.25)
+        assert found[f"{prefix}e2e_request_latency_seconds_sum"] == pytest.approx(1.75)
+        assert found[f"{prefix}request_queue_time_seconds_sum"] == pytest.approx(0.5)
+        assert found[f"{prefix}request_prefill_time_seconds_sum"] == pytest.approx(0.25)
+        assert found[f"{prefix}request_decode_time_seconds_sum"] == pytest.approx(1.0)
+        assert found[f"{prefix}request_inference_time_seconds_sum"] == pytest.approx(1.25)
+        assert found[f"{prefix}request_prefill_kv_computed_tokens_sum"] == 14
+        assert found[f"{prefix}request_params_max_tokens_sum"] == 20
+
+
+def test_the_engine_is_read() -> None:
+    metrics, _ = made()
+    found = read(metrics.text(STATS, 1.0))
+    for prefix in ("kvik:", "vllm:"):
+        assert found[f"{prefix}num_requests_running"] == 3
+        assert found[f"{prefix}num_requests_waiting"] == 2
+        assert found[f"{prefix}num_requests_waiting_by_reason{{reason=capacity}}"] == 2
+        assert found[f"{prefix}kv_cache_usage_perc"] == 0.25
+        assert found[f"{prefix}prefix_cache_queries_total"] == 200
+        assert found[f"{prefix}prefix_cache_hits_total"] == 50
+        assert found[f"{prefix}num_preemptions_total"] == 1
+        assert found[f"{prefix}iteration_tokens_total_bucket{{le=1.0}}"] == 2
+        assert found[f"{prefix}iteration_tokens_total_bucket{{le=32.0}}"] == 3
+        assert found[f"{prefix}iteration_tokens_total_count"] == 4
+        assert found[f"{prefix}iteration_tokens_total_sum"] == 103
+        assert found[f"{prefix}spec_decode_num_drafts_total"] == 4
+        assert found[f"{prefix}spec_decode_num_draft_tokens_total"] == 10
+        assert found[f"{prefix}spec_decode_num_accepted_tokens_total"] == 6
+        assert found[f"{prefix}spec_decode_num_accepted_tokens_per_pos_total{{position=2}}"] == 1
+    assert found["kvik:engine_state{state=ready}"] == 1
+    assert found["kvik:engine_state{state=restarting}"] == 0
+    assert found["kvik:engine_seconds_total{doing=host}"] == 0.25
+    assert found["kvik:speculation_speedup"] == 2.0
+    assert "process_resident_memory_bytes" in found
+
+
+def test_those_who_wait_while_nothing_runs_wait_for_company() -> None:
+    metrics, _ = made()
+    found = read(metrics.text(replace(STATS, num_running=0), 1.0))
+    assert found["kvik:num_requests_waiting_by_reason{reason=deferred}"] == 2
+    assert found["kvik:num_requests_waiting_by_reason{reason=capacity}"] == 0
+
+
+def names(text: bytes, prefix: str) -> set[str]:
+    return {
+        line.split()[2].removeprefix(prefix)
+        for line in text.decode().splitlines()
+        if line.startswith("# TYPE ") and line.split()[2].startswith(prefix)
+    }
+
+
+def with_model(metrics: Metrics) -> Metrics:
+    from kvik.planner.running import RunningModel
+
+    metrics._model = RunningModel.of(metrics._parts.engine.config)
+    return metrics
+
+
+def test_the_names_that_dashboards_read_are_there_if_asked_for() -> None:
+    assert names(with_model(made()[0]).text(STATS, 1.0), "vllm:") == OTHERS
+    assert not names(with_model(made("none")[0]).text(STATS, 1.0), "vllm:")
+
+
+def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
+    metrics = with_model(made()[0])
+    metrics.text(STATS, 1.0)
+    later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
+    ours = names(metrics.text(later, 9.0), "kvik:")
+    assert ours > OTHERS
+    assert "bottleneck" in ours
+    told = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
+    assert {name.removesuffix("_total") for name in told} >= {
+        name.removesuffix("_total") for name in ours
+    }
+
+
+def test_what_was_reached_is_of_the_last_minute() -> None:
+    metrics = with_model(made()[0])
+    assert "kvik:flops_per_second" not in read(metrics.text(STATS, 100.0))
+    work = replace(STATS.work, decode_steps=1002, decode_step_tokens=1002, decode_tokens=1002)
+    later = replace(STATS, steps=1004, work=work, time=LoopTime(10.5, 0.25, 1.0))
+    found = read(metrics.text(later, 110.0))
+    model = metrics._model
+    assert model is not None
+    weights = model.shape.read_bytes(model.setting.weight_format, 1)
+    assert found["kvik:memory_bytes_per_second"] >= 1000 * weights / 10.0
+    total = found["kvik:estimated_read_bytes_per_gpu_total"]
+    assert total == pytest.approx(1004 * weights, rel=0.2)
+    # a minute later nothing was computed since
+    for at in (130.0, 160.0, 190.0):
+        idle = replace(later, time=LoopTime(10.5, 0.25, at - 109.0))
+        found = read(metrics.text(idle, at))
+    assert found["kvik:memory_bytes_per_second"] == 0.0
+    assert found["kvik:bottleneck{limit=load}"] == 1.0
+
+
+def test_an_engine_that_was_started_again_counts_anew() -> None:
+    metrics = with_model(made()[0])
+    metrics.text(replace(STATS, steps=1000), 100.0)
+    metrics.text(STATS, 110.0)
+    found = read(metrics.text(replace(STATS, time=LoopTime(0.5, 0.25, 9.0)), 118.0))
+    assert found["kvik:flops_per_second"] == 0.0
+
+
+def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
+    tool = runpy.run_path(str(DOCS.parent / "tools" / "grafana_dashboard.py"))
+    text = (DOCS / "grafana-dashboard.json").read_text()
+    assert text == tool["text"]()
+    metrics = with_model(made()[0])
+    metrics.text(STATS, 1.0)
+    later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
+    ours = names(metrics.text(later, 9.0), "kvik:") | {"memory_bandwidth_share", "compute_share"}
+    read_there = {name.removesuffix("_bucket") for name in re.findall(r"kvik:(\w+)", text)}
+    assert read_there <= ours

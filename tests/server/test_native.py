@@ -1,0 +1,109 @@
+"""/v1/generate over a real socket."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from helpers.served_engine import FakeExecutor
+from helpers.serving import Served, served
+
+from kvik.server.native import routes
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(routes, FakeExecutor(token=lambda step, row: step % 26)) as serving:
+        yield serving
+        serving.at_rest()
+
+
+def post(server: Served, body, **extra) -> httpx.Response:
+    return httpx.post(f"{server.http.url}/v1/generate", json=body, timeout=30, **extra)
+
+
+def events(response: httpx.Response) -> list[dict]:
+    return [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+
+
+@pytest.mark.parametrize("prompt", ["AB", [0, 1]])
+def test_in_one_piece(server, prompt):
+    answer = post(server, {"prompt": prompt, "max_tokens": 5, "temperature": 0})
+    assert answer.status_code == 200
+    body = answer.json()
+    assert len(body["text"]) == body["tokens_generated"] == 5
+    assert (body["prompt_tokens"], body["finish_reason"]) == (2, "length")
+    assert body["latency_ms"] > 0
+    expected = 5 / body["latency_ms"] * 1e3
+    assert body["tokens_per_second"] == pytest.approx(expected, rel=0.05, abs=0.1)
+    assert body["request_id"].startswith("gen-")
+
+
+def test_as_a_stream(server):
+    answer = post(server, {"prompt": "AB", "max_tokens": 50, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *pieces, last = events(answer)
+    assert all(piece.keys() == {"text"} for piece in pieces)
+    assert len("".join(piece["text"] for piece in pieces)) == 50
+    assert last["tokens_generated"] == 50
+    assert last["finish_reason"] == "length"
+    assert "text" not in last
+
+
+def test_stop(server):
+    body = {"prompt": "A", "max_tokens": 100, "stop": ["D"]}
+    answer = post(server, body).json()
+    assert answer["finish_reason"] == "stop"
+    assert "D" not in answer["text"]
+    streamed = events(post(server, {**body, "stream": True}))
+    assert streamed[-1]["finish_reason"] == "stop"
+    assert not any("D" in piece["text"] for piece in streamed[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "A" * 1000}, "prompt"),
+        ({"prompt": "A", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "A", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "A", "max_tokens": 2**31}, "max_tokens"),
+        ({"prompt": "A", "max_tokens": 2**63}, "max_tokens"),
+        ({"prompt": "A", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "A", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"prompt": "A", "temperature": -1}, "temperature"),
+        ({"prompt": "A", "temperature": 1e-45}, "temperature"),
+        ({"prompt": "A", "top_p": 0}, "top_p"),
+        ({"prompt": "A", "top_k": -5}, "top_k"),
+        ({"prompt": "A", "min_p": 2}, "min_p"),
+        ({"prompt": "A", "stop": ""}, "stop"),
+        ({"prompt": "A", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "A", "stop": "x" * 2000}, "stop"),
+        ({"prompt": "A", "stop_token_ids": [64]}, "stop_token_ids"),
+        ({"prompt": "A", "seed": 2**63}, "seed"),
+        ({"prompt": "A", "priority": 10**9}, "priority"),
+        ({"prompt": "A", "cache_salt": "\n"}, "cache_salt"),
+        ({"prompt": "A", "deadline_ms": 0}, "deadline_ms"),
+        ({"prompt": "A", "deadline_ms": 10**15}, "deadline_ms"),
+    ],
+)
+def test_what_is_wrong_is_named(server, body, param, stream):
+    answer = post(server, {**body, "stream": stream})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_told(server):
+    answer = post(server, {"prompt": "A", "max_tokens": 1, "colour": "red"})
+    assert answer.status_code == 200
+    assert answer.headers["x-kvik-ignored-fields"] == "colour"

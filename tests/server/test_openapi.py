@@ -1,0 +1,107 @@
+"""The description of the API, for programs and for people."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from helpers.http_server import HttpServer, ask, http_server
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server import openapi
+from kvik.server.app import App, Edge
+from kvik.server.drain import Drain
+from kvik.server.keys import read_keys
+from kvik.server.openai.routes import routes as openai
+from kvik.server.route import Route
+
+
+class Wish(msgspec.Struct):
+    """What is <wished> for."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=8, description="how <many> `of` them")]
+    words: list[str] = []
+
+
+async def nothing(request: Request) -> Response:
+    return Response()
+
+
+TABLE = [
+    Route("/v1/wish", nothing, body=Wish, answer=Wish, note="Wish <for> it."),
+    Route("/v1/things/{thing:path}", nothing, "GET", note="One thing."),
+    Route("/open", nothing, "GET", open=True, note="For all."),
+    Route("/ui/style.css", nothing, "GET", open=True),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    async def make() -> App:
+        return App([*TABLE, *openapi.routes(TABLE)], read_keys(["k"]), Drain(), Edge())
+
+    with http_server(make) as running:
+        yield running
+
+
+def test_it_says_what_the_decoder_enforces(server: HttpServer) -> None:
+    reply = ask(server, "GET", "/openapi.json")
+    assert reply.status == 200
+    described = reply.json
+    assert described["openapi"].startswith("3.1")
+    assert set(described["paths"]) == {
+        "/v1/wish",
+        "/v1/things/{thing}",
+        "/open",
+        "/openapi.json",
+        "/docs",
+    }
+    wish = described["components"]["schemas"]["Wish"]
+    assert wish["required"] == ["n"]
+    assert (wish["properties"]["n"]["minimum"], wish["properties"]["n"]["maximum"]) == (1, 8)
+    post = described["paths"]["/v1/wish"]["post"]
+    assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Wish")
+    assert {"200", "400", "401", "429", "503"} == set(post["responses"])
+    assert "security" in post
+    assert "security" not in described["paths"]["/open"]["get"]
+    (parameter,) = described["paths"]["/v1/things/{thing}"]["get"]["parameters"]
+    assert parameter["name"] == "thing"
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: HttpServer) -> None:
+    reply = ask(server, "GET", "/docs")
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    page = reply.body.decode()
+    assert "Wish &lt;for&gt; it." in page
+    assert "how &lt;many&gt; <code>of</code> them" in page
+    assert "<!-- " not in page
+    assert not re.search(r"<script|https?://|<for>|<many>|<wished>", page)
+    assert '<a href="#Wish">Wish</a>' in page
+    assert 'id="Wish"' in page
+
+
+def test_errors_have_the_shape_of_their_api() -> None:
+    table = [Route(path, nothing, body=Wish, note="x") for path in ("/v1/messages", "/v1/wish")]
+    paths = openapi.document(table)["paths"]
+    for path, name in (("/v1/messages", "MessagesError"), ("/v1/wish", "Error")):
+        content = paths[path]["post"]["responses"]["400"]["content"]
+        assert content["application/json"]["schema"] == {"$ref": openapi.REFERENCE + name}
+
+
+def test_every_reference_leads_somewhere() -> None:
+    parts: Any = None
+    described = openapi.document(openai(parts))
+    names = set(described["components"]["schemas"])
+    references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(described))
+    assert references
+    assert {reference.removeprefix(openapi.REFERENCE) for reference in references} <= names
+    assert openapi.render(described).count("<h3") == len(names) + sum(
+        len(methods) for methods in described["paths"].values()
+    )

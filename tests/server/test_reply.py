@@ -1,0 +1,227 @@
+"""Streams and whole answers over a real socket: statuses, failures, signs of life."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from functools import partial
+
+import httpx
+import pytest
+from helpers.raw_http import connect, post, read_until
+from helpers.served_engine import FakeExecutor
+from helpers.serving import served
+from starlette.requests import Request
+
+from kvik.server.body import read_body
+from kvik.server.exchange import caller_of
+from kvik.server.intake import GenerationRequest, Limits
+from kvik.server.native import GenerateEvents, GenerateRequest, generate
+from kvik.server.openai.sampling import SamplingParams
+from kvik.server.pressure import Degradation
+from kvik.server.reply import Patience, StreamReply
+from kvik.server.route import Route
+
+LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
+
+
+def routes(parts, *, patience=Patience(), events=GenerateEvents, **reply):  # noqa: B008
+    async def stream(request: Request):
+        body = await read_body(request, GenerateRequest)
+        wish = GenerationRequest(
+            body.prompt,
+            SamplingParams(max_tokens=body.max_tokens or 8),
+            deadline_ms=body.deadline_ms,
+        )
+        tenant = caller_of(request).tenant
+        wishes = [wish, wish] if body.seed == 2 else [wish]
+        started = await parts.generations.start_all(wishes, tenant, streaming=True)
+        return StreamReply(started, events(started[0]), patience=patience, **reply)
+
+    return [Route("/v1/generate", partial(generate, parts)), Route("/stream", stream)]
+
+
+def slow(seconds: float = 0.003) -> FakeExecutor:
+    return FakeExecutor(seconds=seconds)
+
+
+def closed() -> FakeExecutor:
+    """Steps wait for `gate`."""
+    executor = FakeExecutor()
+    executor.gate.clear()
+    return executor
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_fails_before_the_first_token_has_its_own_status(stream):
+    executor = closed()
+    with served(routes, executor) as server:
+        executor.raises = RuntimeError("the step failed")
+        threading.Timer(0.05, executor.gate.set).start()
+        answer = httpx.post(f"{server.http.url}/v1/generate", json={**LONG, "stream": stream})
+        assert answer.status_code == 500
+        assert answer.headers["x-should-retry"] == "false"
+        assert "the step failed" in answer.json()["error"]["message"]
+        server.at_rest()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_in_the_queue(stream):
+    executor = closed()
+    with served(routes, executor, max_num_seqs=1) as server:
+        first = connect(server.http.port)
+        post(first, "/v1/generate", LONG)
+        until(lambda: server.inner.generations.live)
+        threading.Timer(0.2, executor.gate.set).start()
+        body = {**LONG, "stream": stream, "deadline_ms": 50}
+        answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"
+        first.close()
+        server.at_rest()
+
+
+@pytest.mark.parametrize("anthropic", [True, False])
+def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
+    with served(partial(routes, anthropic=anthropic), slow()) as server:
+        body = {**LONG, "deadline_ms": 200}
+        answer = httpx.post(f"{server.http.url}/stream", json=body)
+        assert answer.status_code == 200
+        *pieces, last, end = answer.text.split("\n\n")
+        assert end == ""
+        assert all('"text"' in piece for piece in pieces)
+        assert len(pieces) > 1
+        assert "[DONE]" not in answer.text
+        if anthropic:
+            name, data = last.split("\n")
+            assert name == "event: error"
+            assert json.loads(data[6:])["error"]["type"] == "timeout_error"
+        else:
+            assert json.loads(last[6:])["error"]["code"] == "deadline_exceeded"
+        server.at_rest()
+
+
+def test_an_operators_abort_is_told_in_the_stream():
+    with served(routes, slow()) as server:
+        sock = connect(server.http.port)
+        post(sock, "/stream", LONG)
+        seen = read_until(sock, b'"text"')
+        for request_id in list(server.inner.generations.live):
+            server.http.call(abort(server, request_id))
+        seen += read_until(sock, b"0\r\n\r\n") if b"0\r\n\r\n" not in seen else b""
+        assert b'"code":"aborted"' in seen
+        sock.close()
+        server.at_rest()
+
+
+async def abort(server, request_id: str) -> None:
+    assert server.inner.generations.abort(request_id)
+
+
+def test_an_error_in_what_shows_a_stream_is_told_without_its_words():
+    class Broken(GenerateEvents):
+        def grow(self, position, deltas):
+            if self._generation.life.num_output_tokens > 5:
+                raise RuntimeError("secret")
+            return super().grow(position, deltas)
+
+    with served(partial(routes, events=Broken), slow()) as server:
+        answer = httpx.post(f"{server.http.url}/stream", json=LONG)
+        assert answer.status_code == 200
+        assert "internal error" in answer.text.split("\n\n")[-2]
+        assert "secret" not in answer.text
+        server.at_rest()
+
+
+def test_signs_of_life_come_before_the_first_token_too():
+    executor = closed()
+    with served(partial(routes, patience=Patience(heartbeat=0.1)), executor) as server:
+        sock = connect(server.http.port)
+        post(sock, "/stream", {"prompt": "A", "max_tokens": 3})
+        seen = read_until(sock, b": alive\n\n")
+        assert seen.startswith(b"HTTP/1.1 200")
+        executor.gate.set()
+        seen = read_until(sock, b"0\r\n\r\n")
+        assert b"tokens_generated" in seen
+        sock.close()
+        server.at_rest()
+
+
+def test_what_the_server_gave_up_is_in_a_header():
+    limits = Limits(degradation=Degradation(max_tokens=2, threshold=0.0))
+    with served(routes, limits=limits) as server:
+        for stream in (True, False):
+            body = {"prompt": "A", "max_tokens": 50, "stream": stream}
+            answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+            assert answer.headers["x-kvik-degraded"] == "max_tokens=2"
+            assert '"tokens_generated":2' in answer.text
+            answer = httpx.post(f"{server.http.url}/v1/generate", json={**body, "max_tokens": 1})
+            assert "x-kvik-degraded" not in answer.headers
+
+
+def test_generations_that_were_started_together_are_one_stream():
+    class Both(GenerateEvents):
+        def grow(self, position, deltas):
+            return b"data: %d %d\n\n" % (position, sum(len(d.token_ids) for d in deltas))
+
+        def end(self, outputs):
+            return b"data: %d outputs\n\n" % len(outputs)
+
+    with served(partial(routes, events=Both)) as server:
+        answer = httpx.post(f"{server.http.url}/stream", json={**LONG, "seed": 2})
+        *pieces, last, _ = answer.text.split("\n\n")
+        assert last == "data: 2 outputs"
+        tokens = {"0": 0, "1": 0}
+        for piece in pieces:
+            _, position, count = piece.split()
+            tokens[position] += int(count)
+        assert tokens == {"0": 250, "1": 250}
+        server.at_rest()
+
+
+def test_the_connection_serves_the_next_request_after_a_stream():
+    with served(routes) as server, httpx.Client(base_url=server.http.url) as client:
+        for _ in range(3):
+            answer = client.post("/stream", json={"prompt": "A", "max_tokens": 5})
+            assert "tokens_generated" in answer.text
+            assert client.post("/v1/generate", json={"prompt": "A"}).status_code == 200
+        server.at_rest()
+
+
+def test_an_overload_is_503_with_the_time_to_come_back():
+    executor = closed()
+    with served(routes, executor, max_requests=1) as server:
+        first = connect(server.http.port)
+        post(first, "/v1/generate", LONG)
+        until(lambda: server.inner.generations.live)
+        for stream in (True, False):
+            body = {**LONG, "stream": stream}
+            answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+            assert answer.status_code == 503
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+        executor.gate.set()
+        assert b"tokens_generated" in read_until(first, b"}")
+        first.close()
+        server.at_rest()
+
+
+def test_a_request_that_is_not_over_keeps_its_connection():
+    """Waiting for a disconnect must not swallow the next request on the same connection."""
+    with served(routes, slow()) as server:
+        sock = connect(server.http.port)
+        post(sock, "/v1/generate", {"prompt": "A", "max_tokens": 20})
+        post(sock, "/v1/generate", {"prompt": "B", "max_tokens": 3})  # before the first answer
+        seen = b""
+        while seen.count(b"tokens_generated") < 2:
+            seen += read_until(sock, b"tokens_generated")
+        sock.close()
+        server.at_rest()

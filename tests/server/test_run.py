@@ -1,0 +1,221 @@
+"""How a server begins and ends: signals, draining, and an engine that cannot be started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvik.config.server_config import ServerConfig
+from kvik.engine.async_client import EngineState
+from kvik.server import health
+from kvik.server.app import make_app
+from kvik.server.failures import aborted
+from kvik.server.listener import bind
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+from kvik.server.run import Port, serve
+
+
+class Engine:
+    state = EngineState.STARTING
+    reason = "is being loaded"
+    closed = False
+
+    def start(self, sink: object) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Running:
+    """Handlers, and what stands for the generations they wait for."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+        self.aborted = ""
+
+    def take(self, deltas: list[Any]) -> None: ...
+
+    def abort_all(self, reason: str) -> None:
+        self.aborted = reason
+        self.done.set()
+
+    async def wait(self, request: Request) -> Response:
+        await self.done.wait()
+        if self.aborted:
+            raise aborted(self.aborted)
+        return JSONResponse({"answer": 1})
+
+
+class Full:
+    fill = 0.0
+
+
+class Texts:
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Server:
+    """`serve` in this event loop, which signals reach."""
+
+    def __init__(self, shutdown_timeout: float = 30.0) -> None:
+        self.engine, self.running, self.texts, self.room = Engine(), Running(), Texts(), Full()
+        self.told: list[str] = []
+        config = ServerConfig(shutdown_timeout=shutdown_timeout)
+        stubs: Any = (self.engine, self.texts, self.running, self.room, None, None)
+        self.parts = Parts(config, ("m",), *stubs)
+        routes = [Route("/wait", self.running.wait, "GET"), *health.routes(self.parts)]
+        listening = bind("127.0.0.1", 0)
+        self.port = listening.getsockname()[1]
+        ports = [Port(make_app(self.parts, routes), listening)]
+        self.ended = asyncio.ensure_future(serve(self.parts, ports, self.told.append))
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not what():
+                await asyncio.sleep(0.005)
+
+    async def ready(self) -> None:
+        self.engine.state = EngineState.READY
+        await self.until(lambda: "ready" in self.told)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+    async def wait(self) -> asyncio.Task[tuple[int, bytes]]:
+        """A request that is under way."""
+        before = self.parts.drain.num_open
+        task = asyncio.ensure_future(self.get("/wait"))
+        await self.until(lambda: self.parts.drain.num_open > before)
+        return task
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await work()
+
+    asyncio.run(limited())
+
+
+def kill(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_health_and_readiness_follow_the_engine() -> None:
+    async def work() -> None:
+        server = Server()
+        await asyncio.sleep(0.05)
+        for path in ("/health", "/ready", "/ping"):  # the port answers from the start
+            status, body = await server.get(path)
+            assert status == 503
+            assert b'"starting"' in body
+            assert b"is being loaded" in body
+        await server.ready()
+        for path in ("/health", "/ready", "/ping", "/version"):
+            assert (await server.get(path))[0] == 200
+        server.room.fill = 1.0
+        assert (await server.get("/health"))[0] == 200
+        assert (await server.get("/ready"))[0] == 503
+        server.room.fill = 0.0
+        for state in (EngineState.STALLED, EngineState.RESTARTING, EngineState.FAILED):
+            server.engine.state = state
+            status, body = await server.get("/health")
+            assert status == 503
+            assert str(state).encode() in body
+        kill()
+        assert await server.ended == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_end(number: int) -> None:
+    async def work() -> None:
+        server = Server()
+        await server.ready()
+        waiting = await server.wait()
+        kill(number)
+        await server.until(lambda: server.parts.drain.started)
+        status, body = await server.get("/health")
+        assert (status, b"draining" in body) == (503, True)
+        assert (await server.get("/wait"))[0] == 503
+        assert not server.ended.done()
+        server.running.done.set()
+        assert await waiting == (200, b'{"answer":1}')
+        assert await server.ended == 0
+        assert server.engine.closed
+        assert server.texts.closed
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", server.port)
+
+    run(work)
+
+
+def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
+    async def work() -> None:
+        server = Server(shutdown_timeout=0.1)
+        await server.ready()
+        waiting = await server.wait()
+        kill()
+        assert await server.ended == 0
+        status, body = await waiting
+        assert status == 503
+        assert b"the server is being stopped" in body
+
+    run(work)
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    async def work() -> None:
+        server = Server(shutdown_timeout=1000)
+        await server.ready()
+        waiting = await server.wait()
+        kill()
+        await server.until(lambda: server.parts.drain.started)
+        start = time.monotonic()
+        kill(signal.SIGINT)
+        assert await server.ended == 0
+        assert time.monotonic() - start < 2
+        assert (await waiting)[0] == 503
+
+    run(work)
+
+
+def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
+    async def work() -> None:
+        server = Server()
+        server.engine.reason = "the checkpoint is broken"
+        server.engine.state = EngineState.FAILED
+        assert await server.ended == 1
+        assert server.engine.closed
+
+    run(work)
+
+
+def test_a_signal_while_the_model_is_loaded() -> None:
+    async def work() -> None:
+        server = Server()
+        await asyncio.sleep(0.02)
+        kill()
+        assert await server.ended == 0
+        assert server.told == []
+
+    run(work)

@@ -1,0 +1,99 @@
+"""A reader who does not read costs nobody anything but himself."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+from helpers.raw_http import connect, post, read_all, read_until
+from helpers.served_engine import FakeExecutor
+from helpers.serving import served
+from starlette.requests import Request
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.server import generation as generation_module
+from kvik.server import held
+from kvik.server.body import read_body
+from kvik.server.intake import GenerationRequest
+from kvik.server.native import GenerateEvents, GenerateRequest
+from kvik.server.reply import Patience, StreamReply
+from kvik.server.route import Route
+
+PADDING = b"x" * 200_000
+
+
+class Wordy(GenerateEvents):
+    """Much is said of each token, so that no buffer of a kernel holds a stream."""
+
+    def grow(self, position, deltas):
+        return b"data: " + PADDING + b"\n\n" + super().grow(position, deltas)
+
+
+def routes(parts, patience):
+    async def stream(request: Request):
+        body = await read_body(request, GenerateRequest)
+        wish = GenerationRequest(body.prompt, SamplingParams(max_tokens=body.max_tokens))
+        (generation,) = await parts.generations.start_all([wish], "", streaming=True)
+        return StreamReply([generation], Wordy(generation), patience=patience)
+
+    return [Route("/stream", stream)]
+
+
+@pytest.fixture(autouse=True)
+def _every_step_is_a_piece(monkeypatch):
+    monkeypatch.setattr(held, "MAX_HOLD", 0.0)
+
+
+def test_a_reader_who_stops_loses_the_request_after_a_while():
+    patience = Patience(send=0.4)
+    executor = FakeExecutor(seconds=0.004)
+    with served(partial(routes, patience=patience), executor, max_num_seqs=4) as server:
+        stuck = connect(server.http.port, receive_buffer=4096)
+        post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
+        good = connect(server.http.port)
+        post(good, "/stream", {"prompt": "B", "max_tokens": 250})
+        assert b'"tokens_generated":250' in read_until(good, b"request_id")[-500:]
+        end = time.monotonic() + 10
+        while server.inner.generations.live:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert sorted(server.inner.watcher.ended.values()) in (
+            ["abort", "length"],  # it was too slow while it ran
+            ["length", "length"],  # it had ended, and nobody took it
+        )
+        assert b"tokens_generated" not in read_all(stuck)[-500:]  # the connection was broken
+        server.at_rest()
+        stuck.close()
+        good.close()
+
+
+def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
+    patience = Patience(send=5.0)
+    with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
+        slow = connect(server.http.port, receive_buffer=4096)
+        post(slow, "/stream", {"prompt": "A", "max_tokens": 200})
+        time.sleep(0.5)
+        seen = read_until(slow, b"request_id")
+        assert b'"tokens_generated":200' in seen[-500:]
+        assert seen.count(PADDING) < 100  # each of 200 tokens would have been one
+        slow.close()
+        server.at_rest()
+
+
+def test_what_waits_for_a_reader_is_bounded(monkeypatch):
+    monkeypatch.setattr(generation_module, "MAX_PENDING_TOKENS", 20)
+    patience = Patience(send=60.0)
+    with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
+        stuck = connect(server.http.port, receive_buffer=4096)
+        post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
+        end = time.monotonic() + 10
+        while not server.inner.watcher.ended:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert list(server.inner.watcher.ended.values()) == ["abort"]
+        assert (
+            b"too slow" in read_until(stuck, b"0\r\n\r\n")[-500:]
+        )  # if he reads at last, he is told
+        stuck.close()
+        server.at_rest()

@@ -1,0 +1,246 @@
+"""Thousands of requests as the world sends them, and then nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from helpers.server_process import ServerProcess, server_process
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+WARM_UP, REQUESTS, AT_ONCE = 400, 2000, 40
+MIB = 1 << 20
+# Answers to what was well asked, to what was not, and to what came too late.
+FINE, WRONG, LATE = {200}, {400, 404, 405, 413, 415, 422}, {200, 429, 503, 504}
+
+Behaviour = Callable[["Client"], Awaitable[None]]
+
+
+class Client:
+    """One connection of one user."""
+
+    def __init__(self, port: int, dice: random.Random) -> None:
+        self.port, self.dice = port, dice
+        self.statuses: Counter[int] = Counter()
+
+    async def send(
+        self, path: str, body: Any, length: int | None = None, method: str = "POST"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Args:
+        length: to claim; as it is if None.
+        """
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            "Content-Type: application/json\r\n"
+            f"Content-Length: {len(data) if length is None else length}\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        return reader, writer
+
+    async def ask(self, path: str, body: Any, allowed: set[int], method: str = "POST") -> bytes:
+        """The whole answer, whose status must be one of these."""
+        reader, writer = await self.send(path, body, method=method)
+        try:
+            answer = await asyncio.wait_for(reader.read(), 120)
+        finally:
+            writer.close()
+        status = int(answer.split(b" ", 2)[1])
+        self.statuses[status] += 1
+        assert status in allowed, answer[:600]
+        return answer
+
+    async def leave(self, path: str, body: Any, after: float | None, events: int = 0) -> None:
+        """Go away after some seconds, or some events."""
+        reader, writer = await self.send(path, body)
+        try:
+            if after is not None:
+                await asyncio.sleep(after)
+            for _ in range(events):
+                await asyncio.wait_for(reader.readuntil(b"\n\n"), 120)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.transport.abort() if self.dice.random() < 0.5 else writer.close()
+
+
+def prompt(dice: random.Random) -> str:
+    start = "Once upon a time there was a fox who lived by the river. " * dice.randint(0, 4)
+    return f"{start}Story {dice.randint(0, 30)}: the"
+
+
+def wish(dice: random.Random, **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"prompt": prompt(dice), "max_tokens": dice.randint(1, 40), **fields}
+    if dice.random() < 0.3:
+        body["temperature"] = 0
+    if dice.random() < 0.2:
+        body["n"] = dice.randint(1, 3)
+    if dice.random() < 0.2:
+        body["stop"] = ["the", "."]
+    if dice.random() < 0.2:
+        body["logprobs"] = 2
+    return body
+
+
+def said(dice: random.Random) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(dice)}]
+
+
+async def answered(client: Client) -> None:
+    await client.ask("/v1/completions", wish(client.dice), FINE)
+
+
+async def streamed(client: Client) -> None:
+    answer = await client.ask("/v1/completions", wish(client.dice, stream=True), FINE)
+    assert b"[DONE]" in answer
+
+
+async def chatted(client: Client) -> None:
+    body = {"messages": said(client.dice), "max_tokens": 12, "stream": client.dice.random() < 0.5}
+    await client.ask("/v1/chat/completions", body, FINE)
+
+
+async def messaged(client: Client) -> None:
+    blocks = [{"type": "text", "text": prompt(client.dice) * 4}]
+    if client.dice.random() < 0.5:
+        blocks[0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+    body = {
+        "model": "stories",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": blocks}],
+        "stream": client.dice.random() < 0.5,
+    }
+    await client.ask("/v1/messages", body, FINE)
+
+
+async def embedded(client: Client) -> None:
+    await client.ask("/v1/embeddings", {"input": prompt(client.dice)}, FINE)
+
+
+async def generated(client: Client) -> None:
+    await client.ask("/v1/generate", {"prompt": prompt(client.dice), "max_tokens": 5}, FINE)
+
+
+async def left_at_once(client: Client) -> None:
+    await client.leave("/v1/completions", wish(client.dice, max_tokens=200), 0.0)
+
+
+async def left_soon(client: Client) -> None:
+    stream = client.dice.random() < 0.5
+    body = wish(client.dice, max_tokens=200, stream=stream)
+    await client.leave("/v1/completions", body, client.dice.random() * 0.05)
+
+
+async def left_in_the_middle(client: Client) -> None:
+    body = wish(client.dice, max_tokens=200, stream=True, ignore_eos=True)
+    await client.leave("/v1/completions", body, None, client.dice.randint(1, 9))
+
+
+async def half_a_body(client: Client) -> None:
+    data = json.dumps(wish(client.dice)).encode()
+    _, writer = await client.send("/v1/completions", data[:-5], len(data))
+    await asyncio.sleep(client.dice.random() * 0.02)
+    writer.close()
+
+
+async def hurried(client: Client) -> None:
+    body = wish(client.dice, deadline_ms=client.dice.randint(1, 60), max_tokens=150)
+    await client.ask("/v1/completions", body, LATE)
+
+
+async def wrong(client: Client) -> None:
+    bad: list[Any] = [
+        b"{",
+        b"[1]",
+        b"\xff\xfe",
+        {},
+        {"prompt": ""},
+        {"prompt": [[1, "x"]]},
+        {"prompt": "x", "n": 10**9},
+        {"prompt": "x", "temperature": -1},
+        {"prompt": "x", "max_tokens": -1},
+        {"prompt": "x", "logit_bias": {"999999": 1}},
+        {"prompt": "x", "stop": [""]},
+        {"prompt": "the " * 4000},
+        {"prompt": "x", "model": "../etc"},
+        {"prompt": "x", "suffix": "y"},
+    ]
+    await client.ask("/v1/completions", client.dice.choice(bad), WRONG)
+
+
+async def astray(client: Client) -> None:
+    await client.ask(client.dice.choice(["/v1/nothing", "/V1/models", "//v1/models"]), {}, WRONG)
+
+
+BEHAVIOURS: list[tuple[Behaviour, int]] = [
+    (answered, 5),
+    (streamed, 5),
+    (chatted, 3),
+    (messaged, 3),
+    (embedded, 1),
+    (generated, 1),
+    (left_at_once, 2),
+    (left_soon, 4),
+    (left_in_the_middle, 4),
+    (half_a_body, 1),
+    (hurried, 2),
+    (wrong, 3),
+    (astray, 1),
+]
+
+
+async def crowd(port: int, count: int, seed: int) -> Counter[int]:
+    client = Client(port, random.Random(seed))
+    places = asyncio.Semaphore(AT_ONCE)
+    kinds, weights = zip(*BEHAVIOURS, strict=True)
+
+    async def one() -> None:
+        async with places:
+            (behave,) = client.dice.choices(kinds, weights)
+            await behave(client)
+
+    await asyncio.gather(*(one() for _ in range(count)))
+    return client.statuses
+
+
+def at_rest(server: ServerProcess) -> dict[str, float]:
+    deadline = time.monotonic() + 30
+    while True:
+        found = server.metrics()
+        busy = found["num_requests_running"] + found["num_requests_waiting"]
+        # the scrape itself is one of them
+        if not busy and found["open_responses"] <= 1:
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+@linux
+@pytest.mark.slow
+def test_two_thousand_requests_leave_nothing_behind() -> None:
+    with server_process("--max-num-seqs", "16", "--max-model-len", "512") as server:
+        asyncio.run(crowd(server.port, WARM_UP, 1))
+        before = at_rest(server)
+        base = server.held()
+        statuses = asyncio.run(crowd(server.port, REQUESTS, 2))
+        after = at_rest(server)
+        assert after["kv_cache_usage_perc"] == 0.0
+        assert after["queued_tokens"] == 0
+        assert after["generation_tokens_total"] > before["generation_tokens_total"] + 5000
+        assert statuses[200] > 0.45 * REQUESTS and statuses[400] > 50
+        assert server.get("/health")[0] == 200
+        for then, now in zip(base, server.held(), strict=True):
+            assert now.threads <= then.threads + 1
+            assert now.files <= then.files + 2
+            assert now.memory <= then.memory + 16 * MIB
+        ended = server.post("/v1/completions", {"prompt": "The", "max_tokens": 3})
+        assert ended[0] == 200

@@ -1,0 +1,113 @@
+"""Spans of requests, as a collector gets them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from kvik.config.errors import ConfigError
+from kvik.core.sampling_params import SamplingParams
+from kvik.engine.output import CompletionOutput, RequestOutput
+from kvik.engine.output import RequestMetrics as Times
+from kvik.server.observer import Life, Observer
+from kvik.server.tracing import Tracing, otlp_exporter
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def traced(
+    reason: str = "stop", output: RequestOutput | None = None, trace_parent: str | None = None
+) -> Sequence[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter, "story")
+    observer: Observer = tracing
+    params = SamplingParams(n=2, temperature=0.5, max_tokens=7)
+    life = Life("r-1", "", params, 11, True, time.monotonic() - 3.0, trace_parent=trace_parent)
+    observer.arrived(life)
+    life.num_output_tokens = 9
+    observer.delivered(life, 9, time.monotonic())
+    observer.finished(life, output, reason)
+    observer.refused("", "queue")
+    tracing.close()
+    return exporter.get_finished_spans()
+
+
+def finished(first_scheduled: float | None = 0.5, first_token: float | None = 1.0) -> RequestOutput:
+    start = time.monotonic() - 3.0
+    times = Times(
+        arrival=start,
+        first_scheduled=None if first_scheduled is None else start + first_scheduled,
+        first_token=None if first_token is None else start + first_token,
+        finished=start + 2.5,
+    )
+    done = CompletionOutput(0, "secret", [1], "stop")
+    return RequestOutput("r-1", "secret", [1, 2], [done], 4, 1, None, times)
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None and span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_request_has_a_span_for_each_phase() -> None:
+    spans = {span.name: span for span in traced(output=finished())}
+    assert set(spans) == {"kvik.request", "queue", "prefill", "decode"}
+    whole = spans["kvik.request"]
+    assert seconds(whole) == pytest.approx(3.0, abs=0.5)
+    for name, length in (("queue", 0.5), ("prefill", 0.5), ("decode", 1.5)):
+        assert seconds(spans[name]) == pytest.approx(length, abs=1e-6)
+        parent = spans[name].parent
+        assert parent is not None and whole.context is not None
+        assert parent.span_id == whole.context.span_id
+    found = dict(whole.attributes or {})
+    assert found["gen_ai.usage.input_tokens"] == 11
+    assert found["gen_ai.usage.output_tokens"] == 9
+    assert found["gen_ai.request.max_tokens"] == 7
+    assert found["gen_ai.response.finish_reasons"] == ("stop",)
+    assert found["kvik.cached_tokens"] == 4
+    assert "secret" not in str(found)
+    assert whole.start_time is not None
+    assert abs(whole.start_time / 1e9 + 3.0 - time.time()) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (None, ["kvik.request"]),
+        (finished(None, None), ["queue", "kvik.request"]),
+        (finished(0.5, None), ["queue", "prefill", "kvik.request"]),
+    ],
+)
+def test_one_that_was_cut_short_has_what_it_went_through(
+    output: RequestOutput | None, names: list[str]
+) -> None:
+    spans = traced("error", output)
+    assert [span.name for span in spans] == names
+    assert spans[-1].status.status_code is StatusCode.ERROR
+
+
+def test_it_joins_the_callers_trace() -> None:
+    (span,) = traced(trace_parent=f"00-{TRACE}-{PARENT}-01")
+    assert span.context is not None and span.parent is not None
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert f"{span.parent.span_id:016x}" == PARENT
+
+
+@pytest.mark.parametrize("header", ["", "nonsense", f"00-{TRACE}-{PARENT}", "\n" * 5000])
+def test_a_header_that_is_none_starts_a_trace(header: str) -> None:
+    (span,) = traced(trace_parent=header)
+    assert span.parent is None
+
+
+def test_without_the_library_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"otlp_endpoint: needs OpenTelemetry: pip install"):
+        otlp_exporter("http://127.0.0.1:4318/v1/traces")
