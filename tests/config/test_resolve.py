@@ -338,7 +338,7 @@ def test_a_small_cache_bounds_the_context() -> None:
     assert resolved.scheduler.max_model_len == 64
     assert resolved.scheduler.max_num_seqs == 4
     one_layer_block = 2 * 16 * 8 * 64 * 2
-    resolved = plan(kv_cache_memory=9 * 16 * (one_layer_block + 10))
+    resolved = plan(kv_cache_memory=9 * 16 * (one_layer_block + 19))
     assert resolved.scheduler.max_model_len == 128
 
 

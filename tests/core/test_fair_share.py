@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from helpers.simulation import Setup, Simulation
 
+from kvik.core.plan import SchedulerOutput
 from kvik.core.policy import POLICIES
+from kvik.core.room import Holdings
 from kvik.core.types import Request, RequestStatus
 
 NO_STOP: frozenset[int] = frozenset()
@@ -357,3 +360,35 @@ def test_accounts_are_forgotten_when_they_say_nothing_any_more() -> None:
     assert len(sim.scheduler.shares.accounts) <= 3
     sim.drain()
     assert not sim.scheduler.shares.accounts
+
+
+@pytest.mark.parametrize("policy", CONTINUOUS)
+def test_who_could_get_nothing_need_not_be_asked(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick look at what tenants hold changes no plan."""
+    genuine = Holdings.uneven
+    looks: list[bool] = []
+
+    def noted(self: Holdings, takers: Iterable[str], num_tenants: int) -> bool:
+        looks.append(genuine(self, takers, num_tenants))
+        return looks[-1]
+
+    def plans(seed: int) -> list[SchedulerOutput | None]:
+        rng = random.Random(seed)
+        sim = Simulation(replace(WIDE, policy=policy, max_num_seqs=rng.choice([3, 6])))
+        found = []
+        for _ in range(150):
+            if rng.random() < 0.4:
+                tenant = rng.choice(["a", "a", "b", "c"])
+                ask(sim, tenant, rng.choice([3, 40, 120]), rng.choice([3, 30, 150]))
+            found.append(sim.step())
+            sim.now += 1.0
+        return found
+
+    for seed in range(6):
+        monkeypatch.setattr(Holdings, "uneven", noted)
+        quick = plans(seed)
+        monkeypatch.setattr(Holdings, "uneven", lambda *_: True)
+        assert quick == plans(seed)
+    assert {True, False} == set(looks)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.fake_worker import EOS
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.errors import CapacityError
+from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.policy import POLICIES
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, RequestDelta, RequestStatus, TokenLogprobs
+from kvik.core.types import (
+    FinishReason,
+    Pin,
+    Request,
+    RequestDelta,
+    RequestStatus,
+    TokenLogprobs,
+)
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -313,6 +323,44 @@ def test_code_that_raises_ends_its_request_alone() -> None:
     assert [d.finish_reason for d in deltas] == [FinishReason.ERROR, None]
     assert deltas[0].error is not None and deltas[0].error.startswith("TypeError")
     assert (bad.finished, good.finished) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["commit", "pin"])
+def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(Setup())
+    bad, good = (sim.add([i] * 4, 1, tenant=t, pins=(Pin(4, 9.0),))[0] for i, t in enumerate("ab"))
+    genuine = getattr(KVCacheManager, name)
+
+    def broken(self: KVCacheManager, request: Request, *rest: float) -> None:
+        if request is bad:
+            raise ZeroDivisionError(name)
+        genuine(self, request, *rest)
+
+    plan_of(sim)
+    monkeypatch.setattr(KVCacheManager, name, broken)
+    deltas = sim.deliver()  # and the books are audited
+    assert [d.finish_reason for d in deltas if d.request_id == bad.request_id] == [
+        FinishReason.ERROR
+    ]
+    assert good.finish_reason is FinishReason.LENGTH
+    assert not sim.scheduler.shares.accounts
+
+
+@pytest.mark.parametrize(("window", "budget", "length"), [(4, 2, 6), (4, 4, 24), (5, 2, 12)])
+def test_one_alone_waits_for_what_its_steps_in_flight_give_back(
+    window: int, budget: int, length: int
+) -> None:
+    """With a window and just enough blocks. It must not preempt itself, perhaps again and again."""
+    setup = Setup(
+        block_size=1, num_blocks=2, windows=(window,), budget=budget, max_num_seqs=1, depth=3
+    )
+    needed = Simulation(setup).scheduler.kv.max_blocks(length + 20, budget)
+    sim = Simulation(replace(setup, num_blocks=needed + 1))
+    sim.add([i % 3 for i in range(length)], 20, stop_ids=NO_STOP)
+    sim.drain(max_steps=200)
+    assert sim.scheduler.counters.preemptions == 0
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:

@@ -29,6 +29,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         depth=st.integers(1, 3),
         caching=st.booleans(),
+        pinned=st.sampled_from([(0.75, 0.5), (1.0, 1.0), (0.4, 0.2)]),
+        lookahead=st.sampled_from([0, 0, 3]),
     )
     def build(
         self,
@@ -40,6 +42,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         depth: int,
         caching: bool,
+        pinned: tuple[float, float],
+        lookahead: int,
     ) -> None:
         setup = Setup(
             policy=policy,
@@ -52,6 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             max_wait=0.3,
             ageing=0.5,
+            lookahead=lookahead,
+            pinned_share=pinned[0],
+            tenant_pinned_share=pinned[1],
         )
         # just enough for the longest request, so that two of them fight for blocks
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
@@ -69,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "", "a", "b"]),
         pinned=st.sampled_from([(), (), (12,), (3, 7), (4, 8, 12)]),
         seconds=st.sampled_from([0.1, 1.0]),
+        pooling=st.sampled_from([None, None, None, "mean", "last"]),
     )
     def add(
         self,
@@ -83,17 +91,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
         pinned: tuple[int, ...],
         seconds: float,
+        pooling: str | None,
     ) -> None:
         deadline = None if patience is None else self.sim.now + patience
         self.sim.add(
             [head] * head_length + tail,
             max_tokens,
-            n=n,
+            n=1 if pooling else n,
             priority=priority,
             salt=salt,
             deadline=deadline,
             tenant=tenant,
             pins=tuple(Pin(length, seconds) for length in pinned),
+            pooling=pooling,
         )
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
@@ -113,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver_early(self) -> None:
         self.sim.deliver()
 
-    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0, -0.4]))  # clocks may even go back
     def wait(self, seconds: float) -> None:
         self.sim.now += seconds
 
@@ -136,9 +146,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.step_fails = True
         self.sim.step()
 
+    @rule()
+    def reset_the_cache(self) -> None:
+        self.sim.scheduler.kv.reset()
+        self.sim.check()
+        assert self.sim.scheduler.kv.pool.num_cached == 0
+
     def teardown(self) -> None:
-        self.sim.failing_row, self.sim.step_fails = None, False
-        self.sim.drain(max_steps=1000)
+        """All that is left is served in a number of steps that its tokens bound."""
+        sim = self.sim
+        sim.failing_row, sim.step_fails = None, False
+        left = [r for r in sim.requests.values() if not r.finished]
+        sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))
+        sim.outlive_pins()
+        counted = sim.scheduler.counters.delivered_tokens
+        assert counted == sum(map(len, sim.outputs.values()))
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -146,6 +168,6 @@ TestScheduler.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=300,
+    max_examples=400,
     stateful_step_count=25,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvik import LLM, RequestOutput, SamplingParams
-from kvik.core import scheduler
+from kvik.core import steps
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings
 from kvik.worker import model_runner
@@ -88,14 +88,14 @@ def _throw_in_prompt_logprobs(monkeypatch) -> None:
 
 
 def _throw_in_stop_check(monkeypatch) -> None:
-    genuine = scheduler.finish_reason
+    genuine = steps.finish_reason
 
     def broken(request, token):
         if request.seed == VICTIM_SEED:
             raise KeyError("stop check")
         return genuine(request, token)
 
-    monkeypatch.setattr(scheduler, "finish_reason", broken)
+    monkeypatch.setattr(steps, "finish_reason", broken)
 
 
 def _throw_in_detokenising(monkeypatch) -> None:

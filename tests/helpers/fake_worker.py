@@ -53,6 +53,19 @@ def expected_output(
     return output
 
 
+def expected_embedding(prompt: list[int], salt: str, pooling: str) -> list[float]:
+    """The vector that a prompt must get: what was summed up, and of how many tokens."""
+    state, states = start_state(salt), []
+    for token in prompt:
+        state = extend_state(state, token)
+        states.append(state)
+    return _pool(states if pooling == "mean" else states[-1:])
+
+
+def _pool(states: list[int]) -> list[float]:
+    return [float(sum(state % 1009 for state in states)), float(len(states))]
+
+
 @dataclass
 class Row:
     """What the worker keeps of a slot."""
@@ -64,6 +77,9 @@ class Row:
     drafts: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)  # after each token
     broken: bool = False  # a step of it failed: what it writes is garbage, nobody may read it
+    pooling: str | None = None
+    num_prompt: int = 0
+    pooled: list[int] = field(default_factory=list)  # states of the tokens computed in this slot
 
     def state(self, count: int) -> int:
         """Identity of the first `count` tokens."""
@@ -106,7 +122,8 @@ class FakeWorker:
             self.rows[plan.slots[row]].broken = True
         tokens = [self._sample(plan, i) for i in range(len(plan.slots))]
         drafts = [len(self.rows[slot].drafts) for slot in plan.slots]
-        return ModelRunnerOutput(plan.step, tokens, drafts, errors=errors)
+        embeddings = self._embed(plan, states)
+        return ModelRunnerOutput(plan.step, tokens, drafts, errors=errors, embeddings=embeddings)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for slot in plan.freed_slots:
@@ -119,9 +136,23 @@ class FakeWorker:
                 new.num_computed_tokens,
                 [ids[:] for ids in new.block_ids],
                 self.salt_of(new),
+                pooling=new.pooling,
+                num_prompt=new.num_prompt_tokens,
             )
         for slot, group, ids in plan.new_blocks:
             self.rows[slot].tables[group] += ids
+
+    def _embed(self, plan: SchedulerOutput, states: list[list[int]]) -> dict[int, list[float]]:
+        """By row, the vectors of prompts that are through."""
+        done: dict[int, list[float]] = {}
+        for i, slot in enumerate(plan.slots):
+            row = self.rows[slot]
+            if row.pooling is None or row.broken:
+                continue
+            row.pooled += states[i][row.num_computed - plan.num_scheduled_tokens[i] :]
+            if row.num_computed == row.num_prompt:
+                done[i] = _pool(row.pooled if row.pooling == "mean" else row.pooled[-1:])
+        return done
 
     def _span(self, plan: SchedulerOutput, i: int) -> tuple[Row, int, int, list[int]]:
         """Row i, its first and last + 1 position in this step, and its drafts."""
@@ -136,7 +167,8 @@ class FakeWorker:
             known = len(row.tokens)
             if len(drafts) != plan.num_draft_tokens[i]:
                 raise ContentError("more drafts are planned than were proposed")
-            if (end - len(drafts) == known) != plan.samples[i] or end - len(drafts) > known:
+            samples = end - len(drafts) == known and row.pooling is None
+            if samples != plan.samples[i] or end - len(drafts) > known:
                 raise ContentError(f"tokens {start}..{end} of {known} with {plan.samples[i]=}")
         states = [] if row.broken else [row.state(p + 1) for p in range(end - len(drafts))]
         for draft in drafts:

@@ -24,12 +24,12 @@ from kvik.text.tokenizer import Tokenizer
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789."  # token id -> letter
 
 
-def letters() -> Tokenizer:
-    """One token for each of `LETTERS`."""
+def letters(template: str | None = None) -> Tokenizer:
+    """One token for each of `LETTERS`; a chat template, if one is given."""
     library = Library(models.BPE(vocab={c: i for i, c in enumerate(LETTERS)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    return Tokenizer(library)
+    return Tokenizer(library, chat_template=template)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 from starlette.types import ASGIApp
@@ -83,6 +83,12 @@ def http_server(
         listening.close()
 
 
+class Listening(Protocol):
+    """A server in this process, or in one of its own."""
+
+    port: int
+
+
 @dataclass
 class Reply:
     status: int
@@ -107,7 +113,7 @@ class Reply:
 
 
 def ask(
-    server: HttpServer,
+    server: Listening,
     method: str,
     target: str,
     body: bytes | str | dict[str, Any] | None = None,

@@ -6,10 +6,21 @@ import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from helpers.served_columns import (
+    make_requests,
+    serve_here,
+    serve_over_the_wire,
+    serve_recorded,
+)
 
 from kvik import LLM, SamplingParams
+from kvik.config.config import EngineConfig
 from kvik.config.kernels import LANES
 from kvik.engine.output import RequestOutput
+from kvik.engine.stats import EngineStats
+from kvik.launch import resolve_config
 
 NUM_TOKENS = 20
 CONTEXT = 160
@@ -23,6 +34,8 @@ class Column:
     order: "given", "reversed" or "shuffled" arrival.
     alone: one request at a time.
     siblings: n > 1; every sibling of a greedy request must agree.
+    way: by `LLM`, or as servers do: "requests" in this thread, over the "wire", or "recorded".
+    tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
     must: what the last round must have shown, so that no column passes without its feature.
     """
 
@@ -32,6 +45,9 @@ class Column:
     order: str = "given"
     alone: bool = False
     siblings: int = 1
+    way: str = "LLM"
+    tenants: int = 1
+    pinned: bool = False
     must: str = ""
 
     @property
@@ -75,6 +91,24 @@ COLUMNS = [
     Column("static", {"policy": "static", "batch_size": 3}),
     Column("dynamic", {"policy": "dynamic", "batch_size": 3, "max_wait": 0.01}),
 ]
+
+SERVED = [
+    Column("wire", way="wire"),
+    Column("wire, preemption", SQUEEZED, way="wire", must="preemptions"),
+    Column("tenants", {"max_num_seqs": 3}, way="requests", tenants=3),
+    Column("tenants, preemption", SQUEEZED, way="requests", tenants=4, must="preemptions"),
+    Column("pins", rounds=2, way="requests", tenants=2, pinned=True, must="pins"),
+    Column("recorded", {"max_num_seqs": 4}, siblings=2, way="recorded"),
+]
+ALL_OF_IT = Column(  # what a server may ask of an engine at once
+    "wire, tenants, pins, preemption",
+    {**SQUEEZED, "max_num_batched_tokens": 33},
+    rounds=2,
+    way="wire",
+    tenants=3,
+    pinned=True,
+    must="preemptions",
+)
 
 BUNDLED = ""
 WINDOWED = {  # two full layers, two that see 24 keys: two KV groups
@@ -161,9 +195,16 @@ def run_column(
     config = {"threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 16, **column.config}
     if "num_blocks" in config and model["model"] != BUNDLED:
         config["num_blocks"] *= 2
-    with LLM(**model, device="cpu", **config, **options) as llm:
-        found = run(llm, column, sampling)
-        stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
+    config = {**model, "device": "cpu", **config, **options}
+    if column.way == "LLM":
+        with LLM(**config) as llm:
+            found = run(llm, column, sampling)
+            stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
+    else:
+        found, stats = _serve(column, sampling, EngineConfig(**config))
+        budget = config.get("max_num_batched_tokens", 0)
+    if column.must == "pins":
+        assert stats.pinned_blocks and any(output.num_cached_tokens for output in found)
     if column.must == "hits":
         assert any(output.num_cached_tokens for output in found)
     if column.must == "preemptions":
@@ -174,6 +215,28 @@ def run_column(
         assert stats.steps < stats.delivered_tokens  # several requests shared them
     assert stats.kv_usage == 0
     return found
+
+
+def _serve(
+    column: Column, sampling: list[SamplingParams], config: EngineConfig
+) -> tuple[list[RequestOutput], EngineStats]:
+    vocab = resolve_config(config).model.vocab_size
+    rounds = make_requests(
+        prompts(vocab),
+        sampling,
+        rounds=column.rounds,
+        tenants=column.tenants,
+        pinned=column.pinned,
+    )
+    if column.way == "wire":
+        found, stats = serve_over_the_wire(config, rounds)
+    elif column.way == "recorded":
+        with TemporaryDirectory() as folder:
+            found, stats = serve_recorded(config, rounds, Path(folder) / "flight")
+    else:
+        found, stats = serve_here(config, rounds)
+    assert all(c.error is None for output in found for c in output.completions)
+    return found, stats
 
 
 def reference_tokens(model: dict[str, object]) -> list[list[int]]:
@@ -208,7 +271,8 @@ FORMATS = {
     },
     "KV in int4": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int4"},
 }
-BITS = [c for c in COLUMNS if c.native and "policy" not in c.config]  # policies only reorder
+# Policies only reorder.
+BITS = [c for c in [*COLUMNS, ALL_OF_IT] if c.native and "policy" not in c.config]
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:

@@ -42,16 +42,18 @@ def served(
     limits: Limits | None = None,
     max_requests: int = 64,
     keys: Keys | None = None,
+    template: str | None = None,
     **scheduler: object,
 ) -> Iterator[Served]:
     """A server on a real socket whose text is letters.
 
     Args:
         routes: of the API under test.
+        template: for conversations.
         scheduler: fields of `SchedulerConfig`.
     """
     engine = make_engine(None, executor or FakeExecutor(), **scheduler)
-    texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
+    texts = Texts(letters(template), engine.client.config.scheduler.max_model_len)
     keys = keys or Keys()
     admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)
     watcher = Watcher()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from helpers.fake_worker import EOS, FakeWorker, expected_output
+from helpers.fake_worker import EOS, FakeWorker, expected_embedding, expected_output
 
 from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
@@ -85,6 +85,7 @@ class Simulation:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self.failing_row: int | None = None  # in the next step
         self.step_fails = False  # the next step
+        self._virtual_time = 0
 
     def fits(self, num_tokens: int) -> bool:
         """What the engine core asks before it takes a request in."""
@@ -104,7 +105,9 @@ class Simulation:
         stop_ids: frozenset[int] = frozenset([EOS]),
         tenant: str = "",
         pins: tuple[Pin, ...] = (),
+        pooling: str | None = None,
     ) -> list[Request]:
+        """A request, with nothing but a vector to come of it if `pooling` says so."""
         name = f"r{len(self.requests)}"
         siblings: list[Request] = []
         for index in range(n):
@@ -114,7 +117,9 @@ class Simulation:
                 params=params or SamplingParams(),
                 token_ids=prompt[:],
                 num_prompt_tokens=len(prompt),
-                max_length=min(len(prompt) + max_tokens, self.setup.max_model_len),
+                max_length=min(
+                    len(prompt) + (0 if pooling else max_tokens), self.setup.max_model_len
+                ),
                 stop_ids=stop_ids,
                 seed=0,
                 arrival=self.now,
@@ -123,6 +128,7 @@ class Simulation:
                 deadline=deadline,
                 tenant=tenant,
                 pins=pins,
+                pooling=pooling,
                 leader=siblings[0] if siblings else None,
             )
             siblings.append(request)
@@ -187,8 +193,20 @@ class Simulation:
         assert self.ended.keys() == self.requests.keys()
         return steps
 
+    def outlive_pins(self) -> None:
+        """Until the time of every pin is over; then each block is there for anything."""
+        ends = [held.until for held in self.scheduler.kv.pins.by_use]
+        self.now = max([self.now, *ends])
+        assert self.scheduler.schedule(self.now) is None
+        self.check()
+        pool = self.scheduler.kv.pool
+        assert pool.num_pinned == pool.num_kept == 0
+        assert len(pool.free_blocks()) == pool.num_blocks - 1
+
     def check(self) -> None:
         invariants.check(self.scheduler)
+        before, self._virtual_time = self._virtual_time, self.scheduler.shares.virtual_time
+        assert before <= self._virtual_time, "virtual time went back"
 
     def _salt_of(self, new: NewRequest) -> str:
         return next(r.cache_salt for r in self.scheduler.running if r.slot == new.slot)
@@ -210,7 +228,12 @@ class Simulation:
                 request.max_length - request.num_prompt_tokens,
                 stop_id=EOS if EOS in request.stop_ids else None,
             )
-            if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if request.pooling is not None:
+                done = delta.finish_reason is FinishReason.LENGTH
+                vector = expected_embedding(prompt, request.cache_salt, request.pooling)
+                assert delta.embedding == (vector if done else None)
+                assert not self.outputs[key]
+            elif delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert self.outputs[key] == right
                 stopped = right[-1] in request.stop_ids
                 assert (delta.finish_reason is FinishReason.STOP) == stopped

@@ -15,6 +15,7 @@ from kvik.model_files import model_files
 from kvik.server.app import App, make_app
 from kvik.server.assemble import assemble
 from kvik.server.keys import Keys
+from kvik.server.observer import Observer
 from kvik.server.parts import Parts
 from kvik.server.route import Route
 from kvik.server.texts import Texts
@@ -51,12 +52,14 @@ def story_site(
     routes: Callable[[Parts], Sequence[Route]],
     keys: Keys = NO_KEYS,
     engine: ServedEngine | None = None,
+    observers: Sequence[Observer] = (),
     **scheduler: object,
 ) -> Iterator[Site]:
     """Serve until the block ends; one at a time.
 
     Args:
         engine: of the story model, if its configuration is to differ.
+        observers: are told of the requests.
         scheduler: fields of `SchedulerConfig` to change.
     """
     engine = engine or make_engine(*bundled(), **scheduler)
@@ -66,7 +69,8 @@ def story_site(
         config = engine.client.config
         files = model_files(Path(config.runner.model_path))
         texts = Texts(files.tokenizer(), config.scheduler.max_model_len)
-        parts = assemble(ServerConfig(), engine.client, texts, files.default_params(), keys, NAMES)
+        params = files.default_params()
+        parts = assemble(ServerConfig(), engine.client, texts, params, keys, NAMES, observers)
         made.append(parts)
         engine.client.start(parts.generations.take)
         await engine.ready()

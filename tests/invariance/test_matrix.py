@@ -14,12 +14,14 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.matrix import (
+    ALL_OF_IT,
     BITS,
     COLUMNS,
     CONTEXT,
     FORMATS,
     MODELS,
     NUM_TOKENS,
+    SERVED,
     Column,
     make_model,
     params,
@@ -44,7 +46,7 @@ def expected(model) -> list[list[int]]:
     return reference_tokens(model)
 
 
-@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+@pytest.mark.parametrize("column", [*COLUMNS, *SERVED, ALL_OF_IT], ids=lambda column: column.name)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     outputs = run_column(column, params(column.siblings), model, dtype="float32")
     found = [[c.token_ids for c in output.completions] for output in outputs]

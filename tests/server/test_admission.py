@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvik.config.errors import OverloadError
+from kvik.config.errors import CapacityError, OverloadError
 from kvik.server.admission import SHARE, Admission, Pace, Ticket
 
 
@@ -94,8 +94,8 @@ def test_a_flood_of_tokens_too():
 
 
 def test_the_time_to_retry_is_measured():
-    queue, clock = admission(100, shared=False)
-    tickets = [queue.admit("", 1, 10) for _ in range(100)]
+    queue, clock = admission(200, 4000, shared=False)
+    tickets = [queue.admit("", 1, 10) for _ in range(200)]
     for ticket in tickets[:20]:  # 2 requests a second
         clock.now += 0.5
         ticket.started()
@@ -221,3 +221,11 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestQueueMachine = QueueMachine.TestCase
+
+
+def test_what_the_whole_queue_does_not_hold_is_the_callers_to_change() -> None:
+    """To come back later would bring nothing."""
+    queue, _ = admission(8, shared=False)
+    with pytest.raises(CapacityError, match="n: the queue holds 8 completions, not 9"):
+        queue.check("", 9)
+    queue.check("", 8)

@@ -254,6 +254,34 @@ def test_a_large_body_of_which_the_client_sends_all(server: HttpServer) -> None:
     assert ask(server, "POST", "/echo", b" " * (8 << 20)).status == 413
 
 
+@pytest.mark.parametrize("size", [2 << 20, 24 << 20])
+def test_who_wants_the_connection_closed_sees_the_answer_too(server: HttpServer, size: int) -> None:
+    """It sends all of its body before it reads. Closed on it at once, the answer would be lost."""
+    head = POST + CLOSE + b"Content-Length: %d\r\n\r\n" % size
+    status, told = error(raw(server, head + b" " * size))
+    assert status == 413
+    assert "large" in told["message"] or "bytes" in told["message"]
+
+
+def test_after_the_last_answer_nothing_is_waited_for_long(server: HttpServer) -> None:
+    head = POST + CLOSE + b"Content-Length: 999999999\r\n\r\n"
+    connection, answer = until_head(server, head)
+    with connection:
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 3:
+                connection.sendall(b" ")
+                time.sleep(0.02)
+        except OSError:
+            pass
+        assert time.monotonic() - start < 2
+    deadline = time.monotonic() + 5
+    while server.listener.num_connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_the_rest_of_a_body_cannot_trickle_for_ever(server: HttpServer) -> None:
     connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
     with connection:

@@ -74,7 +74,7 @@ STATS = EngineStats(
 
 def made(compat: str = "vllm") -> tuple[Metrics, RequestMetrics]:
     engine = SimpleNamespace(
-        config=resolve_config(EngineConfig(device="cpu")), state=EngineState.READY
+        config=resolve_config(EngineConfig(device="cpu")), state=EngineState.READY, num_starts=2
     )
     parts = SimpleNamespace(
         engine=engine,
@@ -174,6 +174,7 @@ def test_the_engine_is_read() -> None:
         assert found[f"{prefix}spec_decode_num_accepted_tokens_per_pos_total{{position=2}}"] == 1
     assert found["kvik:engine_state{state=ready}"] == 1
     assert found["kvik:engine_state{state=restarting}"] == 0
+    assert found["kvik:engine_starts_total"] == 2
     assert found["kvik:engine_seconds_total{doing=host}"] == 0.25
     assert found["kvik:speculation_speedup"] == 2.0
     assert "process_resident_memory_bytes" in found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvik.text.stop_strings import StopStrings
+from kvik.text.stop_strings import StopStrings, StopTable
 
 seeded = settings(
     max_examples=500,
@@ -40,7 +40,7 @@ def possible_start(stop: list[str], text: str) -> str:
 def test_agrees_with_a_scan_of_the_whole_text(
     stop: list[str], text: str, include: bool, steps: list[int]
 ) -> None:
-    watcher = StopStrings(stop, include)
+    watcher = StopStrings(StopTable(stop), include)
     expected = naive(stop, text)
     shown, done, found = "", 0, None
     for step in [*steps, len(text)]:
@@ -69,7 +69,7 @@ def test_agrees_with_a_scan_of_the_whole_text(
 @example(stop=["b", "ab"], text="ab")
 @example(stop=["abc", "b"], text="ab")
 def test_character_by_character(stop: list[str], text: str) -> None:
-    watcher = StopStrings(stop, include=True)
+    watcher = StopStrings(StopTable(stop), include=True)
     found = [watcher.push(char)[1] for char in text]
     expected = naive(stop, text)
     if expected is None:
@@ -80,7 +80,7 @@ def test_character_by_character(stop: list[str], text: str) -> None:
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "so "), (True, "so END")])
 def test_across_pushes(include: bool, shown: str) -> None:
-    watcher = StopStrings(("END",), include)
+    watcher = StopStrings(StopTable(("END",)), include)
     assert watcher.push("so E") == ("so ", None)
     assert watcher.push("N") == ("", None)
     released, found = watcher.push("D and more")
@@ -88,7 +88,7 @@ def test_across_pushes(include: bool, shown: str) -> None:
 
 
 def test_failed_match_is_released() -> None:
-    watcher = StopStrings(("\n\nUser:",), include=False)
+    watcher = StopStrings(StopTable(("\n\nUser:",)), include=False)
     assert watcher.push("a\n") == ("a", None)
     assert watcher.push("\nUse") == ("", None)
     assert watcher.push("d\n") == ("\n\nUsed", None)
@@ -97,7 +97,7 @@ def test_failed_match_is_released() -> None:
 
 
 def test_memory_does_not_grow_with_the_text() -> None:
-    watcher = StopStrings(("a" * 50 + "b",), include=False)
+    watcher = StopStrings(StopTable(("a" * 50 + "b",)), include=False)
     held = 0
     for _ in range(2000):
         released, _ = watcher.push("a")
@@ -107,6 +107,15 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_without_stop_strings_everything_passes() -> None:
-    watcher = StopStrings((), include=False)
+    watcher = StopStrings(StopTable(()), include=False)
     assert watcher.push("anything") == ("anything", None)
     assert watcher.flush() == ""
+
+
+def test_outputs_that_share_a_table_do_not_meet() -> None:
+    table = StopTable(("END",))
+    one, other = StopStrings(table, include=False), StopStrings(table, include=False)
+    assert one.push("so EN") == ("so ", None)
+    assert other.push("D") == ("D", None)
+    assert one.push("D") == ("", "END")
+    assert other.push("E") == ("", None)

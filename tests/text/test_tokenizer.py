@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,3 +206,27 @@ def test_bytes_of_tokens_join_to_the_text(folder: Path) -> None:
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
     assert tokenizer.token_bytes(tokenizer.encode("")[0]) == b"<s>"
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b"" == tokenizer.token_bytes(-1)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "Once upon a time there was a fox. " * 30_000
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        begin = time.monotonic()
+        ids = tokenizer.encode(text)
+        end = time.monotonic()
+    finally:
+        done.set()
+        thread.join()
+    inside = [t for t in ticks if begin + (end - begin) / 4 < t < end - (end - begin) / 4]
+    assert len(inside) > 3
+    assert ids == tokenizer.library.encode(text).ids

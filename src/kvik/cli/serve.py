@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import socket
 from contextlib import ExitStack
@@ -151,6 +152,9 @@ async def _serve(
         _tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")
     url = _url(WILDCARDS.get(server.host, server.host), sockets[0])
     _tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
+    # What is loaded now stays: the collector need not stop all streams to look at it ever again.
+    gc.collect()
+    gc.freeze()
     return await serve(parts, ports, _tell)
 
 

@@ -43,8 +43,8 @@ CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more
 # calls where they run.
 THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
 TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
-# Reference count, links and hash of a block in the Python block pool.
-POOL_BYTES_PER_BLOCK = 160
+# Reference count, links and hash of a block in the Python block pool, and its place among pins.
+POOL_BYTES_PER_BLOCK = 300
 # While weights are loaded: two runs of rows that are read, and one that is made ready to be packed.
 LOADING_BYTES = 12 * MIB
 # What quantising takes beside the matrices themselves.

@@ -32,10 +32,11 @@ class Holdings:
     def __init__(self, running: Iterable[Request], kv: KVCacheManager, max_num_seqs: int) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
-        self.slots = Counter[str]()
-        self.blocks = Counter[str]()
+        by_tenant: dict[str, list[Request]] = {}
         for request in running:
-            self.add(request, 1)
+            by_tenant.setdefault(request.tenant, []).append(request)
+        self.slots = Counter({tenant: len(held) for tenant, held in by_tenant.items()})
+        self.blocks = Counter({t: sum(map(kv.num_held, held)) for t, held in by_tenant.items()})
 
     def add(self, request: Request, count: int) -> None:
         self.slots[request.tenant] += count
@@ -46,6 +47,12 @@ class Holdings:
         slots += self.slots[tenant]
         blocks += self.blocks[tenant]
         return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))
+
+    def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
+        """Whether somebody holds so much that one of the takers, none of them a newcomer, could get
+        a slot of it. Without looking at requests: most of the time it is clear that nobody does."""
+        most = max(map(self.share, self.slots), default=0.0)
+        return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
 
 
 def decode_demand(running: Iterable[Request], kv: KVCacheManager) -> tuple[int, int]:

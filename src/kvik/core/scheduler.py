@@ -97,9 +97,8 @@ class Scheduler:
         self._expire(now)
         rows = Rows()
         contended = self.shares.contended
-        if contended:
-            self._make_room(rows, now)
-        budget, prefilling = self._schedule_decodes(rows, fairly=contended)
+        kept = self._make_room(rows, now) if contended else 0
+        budget, prefilling = self._schedule_decodes(rows, kept, fairly=contended)
         if contended:
             budget = self._schedule_in_turn(rows, prefilling, budget, now)
         else:
@@ -134,13 +133,18 @@ class Scheduler:
         self.meter.step(num_tokens, rows.chunks, rows.samples)
         return plan
 
-    def _schedule_decodes(self, rows: Rows, *, fairly: bool) -> tuple[int, list[Request]]:
+    def _schedule_decodes(
+        self, rows: Rows, kept: int, *, fairly: bool
+    ) -> tuple[int, list[Request]]:
         """Decoding requests first, since each costs little and someone is reading; what is left of
-        the budget goes to prefills. Returns that rest, and who wants it of those that run."""
-        budget = self.config.max_num_batched_tokens
+        the budget, of which `kept` tokens are not for them, goes to prefills. Returns that rest,
+        and who wants it of those that run."""
+        budget = self.config.max_num_batched_tokens - kept
         step = self.counters.steps
         block_size = self.kv.block_size
         running = self._by_holding() if fairly else self.running
+        if kept:  # there are not tokens for all
+            running = sorted(running, key=lambda request: request not in self.shares.newcomers)
         prefilling: list[Request] = []
         drafting: list[tuple[Request, int]] = []
         i = 0
@@ -193,7 +197,7 @@ class Scheduler:
         for request, wanted in drafting:
             if request.last_step == step:  # and not preempted, or postponed for want of blocks
                 self.meter.drafts(request, wanted)
-        return budget, prefilling
+        return budget + kept, prefilling
 
     def _by_holding(self) -> list[Request]:
         """Running requests, those of tenants that hold most last if blocks may not do for all."""
@@ -282,36 +286,47 @@ class Scheduler:
         """Whether a waiting request may still get a row in this step."""
         return bool(self._free_slots) and not (rows.preempted or rows.short)
 
-    def _make_room(self, rows: Rows, now: float) -> None:
+    def _make_room(self, rows: Rows, now: float) -> int:
         """Before a step for which tenants compete: requests of those that are below their share
-        get slots and blocks of others, as far as the step has tokens for them."""
+        get slots and blocks of others, as far as the step has tokens for them. Returns how many
+        tokens decodes must leave to newcomers, if they would leave less than a fair part."""
         newcomers, kv = self.shares.newcomers, self.kv
         if self.policy.batches or not (newcomers or len(self.waiting)):
-            return
+            return 0
+        if not (newcomers or self._free_slots):  # as a rule: all slots are taken, evenly
+            holdings = Holdings(self.running, kv, self.config.max_num_seqs)
+            if not holdings.uneven(self.waiting.by_tenant, self.shares.num_active):
+                return 0
         self.shares.settle(self.running)
         budget = self.config.max_num_batched_tokens
         decoding, growth = decode_demand(self.running, kv)  # these come first
         tokens, blocks = budget - decoding, kv.pool.num_free - growth
         free_slots = len(self._free_slots)
         room = Room(self.running, free_slots, blocks, kv, self.config, self.shares, self.policy)
+        wanted = 0  # by newcomers
         for request in newcomers:
             if request.status is RequestStatus.RUNNING:
-                tokens -= request.num_unscheduled_tokens
+                wanted += request.num_unscheduled_tokens
                 self._give_way(room.take(request, 0, prompt_demand(request, kv, budget)), rows)
+        tokens -= wanted
         for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
-            if tokens <= 0:
-                return
+            if tokens <= 0 and request not in newcomers:
+                break
             if self._is_held_up(request):
                 continue
             if not room.may_have(request):
-                return
+                break
             match = kv.match(request)
             known = len(request.token_ids)
             victims = room.take(request, 1, kv.demand(match, known, budget), match)
             if victims is None:
-                return
+                break
             self._give_way(victims, rows)
             tokens -= known - match.num_tokens
+            if request in newcomers:
+                wanted += known - match.num_tokens
+        kept = min(wanted, max(1, budget // self.shares.num_active), budget - 1)
+        return kept if decoding + kept > budget else 0
 
     def _give_way(self, victims: list[Request] | None, rows: Rows) -> None:
         for victim in victims or ():
@@ -461,11 +476,13 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> RequestDelta:
+        running = request.status is RequestStatus.RUNNING
+        if running and error is None:
+            self.kv.commit(request)
+            self.kv.pin(request, now)
+        # Had one of these raised, nothing would have changed: it could still end with an error.
         self.shares.leave(request)
-        if request.status is RequestStatus.RUNNING:
-            if error is None:
-                self.kv.commit(request)
-                self.kv.pin(request, now)
+        if running:
             self._leave(request, forget=error is not None)
         else:
             self.waiting.remove(request)

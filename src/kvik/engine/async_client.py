@@ -42,6 +42,11 @@ class AsyncEngineClient(Protocol):
         """Why the engine is not ready, for a person to read; "" if it is."""
         ...
 
+    @property
+    def num_starts(self) -> int:
+        """How often an engine became ready: after the first time, it was started again."""
+        ...
+
     def start(self, sink: Sink) -> None:
         """Begin to bring the engine up. To be called once, in the event loop."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvik.core.types import (
     EngineRequest,
@@ -18,7 +19,7 @@ from kvik.core.types import (
     TokenLogprobs,
 )
 from kvik.text.detokenizer import Detokenizer
-from kvik.text.stop_strings import StopStrings
+from kvik.text.stop_strings import StopStrings, StopTable
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -141,10 +142,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._entries: dict[str, _Entry] = {}
+        # Making one takes milliseconds, so outputs with the same stop strings share it.
+        self._stop_tables: WeakValueDictionary[tuple[str, ...], StopTable] = WeakValueDictionary()
 
     def add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
         """Expect deltas of `request`. Text is made at the end if nobody needs it earlier."""
         params = request.params
+        table = self._stop_table(params.stop) if params.stop else None
         completions = []
         for _ in range(params.n):
             detokenizer = None
@@ -152,9 +156,17 @@ class OutputProcessor:
                 detokenizer = self.tokenizer.new_stream(
                     request.prompt_token_ids, params.skip_special_tokens
                 )
-            stops = StopStrings(params.stop, params.include_stop_str_in_output)
-            completions.append(_Completion(detokenizer, stops if params.stop else None))
+            stops = None
+            if table is not None:
+                stops = StopStrings(table, params.include_stop_str_in_output)
+            completions.append(_Completion(detokenizer, stops))
         self._entries[request.request_id] = _Entry(request, prompt, streaming, completions)
+
+    def _stop_table(self, stop: tuple[str, ...]) -> StopTable:
+        table = self._stop_tables.get(stop)
+        if table is None:
+            table = self._stop_tables[stop] = StopTable(stop)
+        return table
 
     def discard(self, request_id: str) -> None:
         """Forget a request that the engine refused, or whose reader went away."""

@@ -84,6 +84,7 @@ class RemoteClient:
         self._line: ClientLine | None = None
         self._steps = 0
         self._signs = 0
+        self._num_starts = 0
 
     # -- what the server sees --------------------------------------------------------------------
 
@@ -98,6 +99,10 @@ class RemoteClient:
     @property
     def reason(self) -> str:
         return self._reason
+
+    @property
+    def num_starts(self) -> int:
+        return self._num_starts
 
     def start(self, sink: Sink) -> None:
         """Have an engine brought up; to be called once, in the event loop."""
@@ -220,6 +225,7 @@ class RemoteClient:
             elif isinstance(message, Ready):
                 self.set_state(EngineState.READY, "")
                 self._signs += 1
+                self._num_starts += 1
             else:
                 self._lost(str(KvikError(message.field, message.message)), for_good=True)
                 return

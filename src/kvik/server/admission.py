@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvik.config.errors import OverloadError
+from kvik.config.errors import CapacityError, OverloadError
 
 SHARE = 8  # a tenant's part of the queue is at most this many times what is free of it
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
@@ -48,8 +48,12 @@ class Admission:
         """Whether there is room now.
 
         Raises:
+            CapacityError: there never will be.
             OverloadError: there is not; `own` tells whose work is too much.
         """
+        if requests > self._max_requests:
+            most = self._max_requests
+            raise CapacityError("n", f"the queue holds {most} completions, not {requests}")
         free = _Waiting(
             self._max_requests - self._all.requests, self._max_tokens - self._all.tokens
         )

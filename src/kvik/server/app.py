@@ -125,11 +125,21 @@ class App:
             self._origins.check(headers)
             exchange.caller = self._authenticate(request)
         if route is None:
-            raise _no_route(methods)
+            raise self._no_route(request.scope["path"], methods)
         if self._drain.started and not route.open and not self._edge.admin:
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
+
+    def _no_route(self, path: str, methods: Sequence[str]) -> HttpError:
+        if methods:
+            allowed = ", ".join(methods)
+            message = f"this path takes {allowed}"
+            return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        message = "there is nothing at this path"
+        if self._table.find("", f"/v1{path}")[2]:
+            message += "; there is below /v1, which belongs to the base URL that a client is given"
+        return HttpError(404, message, code="not_found")
 
     def _authenticate(self, request: Request) -> Caller:
         caller = self._keys.caller(request.headers)
@@ -145,14 +155,6 @@ class App:
         if in_messages(request.scope["path"]):
             headers["request-id"] = exchange.request_id
         return headers
-
-
-def _no_route(methods: Sequence[str]) -> HttpError:
-    if not methods:
-        return HttpError(404, "there is nothing at this path", code="not_found")
-    allowed = ", ".join(methods)
-    message = f"this path takes {allowed}"
-    return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
 
 
 def _log_failure(exchange: Exchange, error: Exception) -> None:

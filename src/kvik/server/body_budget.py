@@ -15,7 +15,7 @@ class BodyLimits:
     max_bytes: of one body.
     seconds: until it is there completely.
     max_values: of JSON in it; each takes many times its text in memory.
-    max_keys: of its objects.
+    max_keys: of its objects; there are at most as many arrays and objects.
     max_depth: of nested arrays and objects.
     small_bytes: up to here a body is not counted, and decoded at once.
     total_bytes: of all larger bodies that are being read at the same time.
@@ -23,7 +23,7 @@ class BodyLimits:
 
     max_bytes: int = 32 << 20
     seconds: float = 30.0
-    max_values: int = 1 << 21
+    max_values: int = 1 << 20
     max_keys: int = 1 << 17
     max_depth: int = 64
     small_bytes: int = 64 << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -63,6 +64,7 @@ class Generation:
         self._pending: list[TextDelta] = []
         self._weight = 1 + (request.params.logprobs or 0)
         self._pending_weight = 0
+        self._delivered = 0.0  # when its last piece came
 
     @property
     def ended(self) -> bool:
@@ -193,11 +195,13 @@ class Generations:
         self._check_ready()
         for draft in drafts:
             self._engine.check(draft.request)
+            await asyncio.sleep(0)  # prompts may be long, and many
         generations: list[Generation] = []
         bell = Bell()
         try:
             for draft in drafts:
                 generations.append(self._add(draft, arrived, streaming, bell))
+                await asyncio.sleep(0)
         except BaseException:
             for generation in generations:
                 generation.abort()
@@ -260,7 +264,7 @@ class Generations:
         for piece in processed.deltas:
             generation = self._live.get(piece.request_id)
             if generation is not None:
-                self._deliver(generation, piece)
+                self._deliver(generation, piece, now)
         for delta in deltas:
             generation = self._live.get(delta.request_id)
             if generation is not None and delta.finish_reason in _FAILED:
@@ -283,15 +287,17 @@ class Generations:
         life.last_token = now
         life.num_output_tokens += count
 
-    def _deliver(self, generation: Generation, piece: TextDelta) -> None:
+    def _deliver(self, generation: Generation, piece: TextDelta, now: float) -> None:
+        # What comes at once may be any number: the reader had its turn only before and after.
+        if generation._pending_weight > MAX_PENDING_TOKENS and generation._delivered < now:
+            generation.abort("its reader is too slow")
+            return
         if piece.finish_reason in _FAILED:
             piece.finish_reason = None  # the generation will say so
         generation._pending.append(piece)
         generation._pending_weight += generation._weight * len(piece.token_ids)
-        if generation._pending_weight > MAX_PENDING_TOKENS:
-            generation.abort("its reader is too slow")
-        else:
-            generation.bell.ring()
+        generation._delivered = now
+        generation.bell.ring()
 
     def _finish(self, generation: Generation, output: RequestOutput) -> None:
         error = next((c.error for c in output.completions if c.error is not None), None)

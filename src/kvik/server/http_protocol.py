@@ -51,6 +51,15 @@ class Connections:
     idle: dict[Connection, None] = field(default_factory=dict)
 
 
+class _Line:
+    """The transport, as an answer sees it: how it is closed is for the connection to say."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class Connection(HttpToolsProtocol):
     """Refuses what breaks the bounds, and closes what only waits."""
 
@@ -66,6 +75,7 @@ class Connection(HttpToolsProtocol):
         self._fed_bytes = 0  # while in the head: what came of it, as far as that can be told
         self._head_bytes = 0  # of what the parser has told of
         self._refusal: HttpError | None = None
+        self._leaving = False  # all is answered; what still comes is thrown away
 
     # the connection
 
@@ -91,7 +101,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None or self.transport.is_closing():
+        if self._leaving or self.transport.is_closing():
             return  # thrown away
         began, between = self._num_begun, not (self._in_head or self._in_body)
         if self._in_head:
@@ -144,13 +154,18 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._after(None)
         self._shared.idle.pop(self, None)
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = _Line(self.transport, self._answered)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._leaving:
+            return
         super().on_response_complete()
         if self.transport.is_closing():
             self._after(self._limits.unread_seconds, self.abort)
@@ -220,6 +235,20 @@ class Connection(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(b"%b%b\r\n%b" % (head, lines, bytes(response.body)))
+        self._leave()
+
+    def _answered(self) -> None:
+        """After an answer that is the last one of this connection."""
+        if self._in_body and not self.transport.is_closing():
+            self._leave()
+        else:
+            self.transport.close()
+
+    def _leave(self) -> None:
+        """Close when the client had the time to read what was written: bytes of its own that nobody
+        took would break the connection at once, and the answer be lost."""
+        self._leaving = True
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._after(self._limits.linger_seconds, self.abort)

@@ -121,6 +121,8 @@ def _state(families: Families, parts: Parts) -> None:
     now = parts.engine.state
     rows: list[Row] = [({"state": state.value}, float(state is now)) for state in EngineState]
     families.gauge("engine_state", "1 for the state the engine is in.", rows, ours=True)
+    note = "Times an engine became ready; all but the first are restarts."
+    families.counter("engine_starts", note, parts.engine.num_starts, ours=True)
     rows = [
         ({"sleep_state": state}, float(state == "awake"))
         for state in ("awake", "weights_offloaded")

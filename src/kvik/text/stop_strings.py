@@ -11,6 +11,48 @@ from collections import deque
 from collections.abc import Iterable
 
 
+class StopTable:
+    """The automaton. It does not change, so any number of outputs may share it."""
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]  # trie of the stop strings, node 0 is the root
+        self.depth = [0]  # characters from the root
+        self.match = [""]  # the longest stop string that ends at this node
+        for text in stop:
+            self._add(text)
+        self._fail = self._link()  # the longest proper end of a node that is a node too
+        self.starts = frozenset(self._next[0])  # characters that a stop string begins with
+
+    def step(self, node: int, char: str) -> int:
+        """The node after one more character."""
+        while node and char not in self._next[node]:
+            node = self._fail[node]
+        return self._next[node].get(char, 0)
+
+    def _add(self, text: str) -> None:
+        node = 0
+        for char in text:
+            if char not in self._next[node]:
+                self._next[node][char] = len(self._next)
+                self._next.append({})
+                self.depth.append(self.depth[node] + 1)
+                self.match.append("")
+            node = self._next[node][char]
+        self.match[node] = text
+
+    def _link(self) -> list[int]:
+        """Failure links in order of depth, handing down the matches they lead to."""
+        self._fail = [0] * len(self._next)
+        queue = deque(self._next[0].values())
+        while queue:
+            node = queue.popleft()
+            for char, child in self._next[node].items():
+                self._fail[child] = self.step(self._fail[node], char)
+                self.match[child] = self.match[child] or self.match[self._fail[child]]
+                queue.append(child)
+        return self._fail
+
+
 class StopStrings:
     """Watches one output for its stop strings.
 
@@ -18,15 +60,9 @@ class StopStrings:
     released text ends with the match, otherwise just before it.
     """
 
-    def __init__(self, stop: Iterable[str], include: bool) -> None:
+    def __init__(self, table: StopTable, include: bool) -> None:
+        self._table = table
         self._include = include
-        self._next: list[dict[str, int]] = [{}]  # trie of the stop strings, node 0 is the root
-        self._depth = [0]  # characters from the root
-        self._match = [""]  # the longest stop string that ends at this node
-        for text in stop:
-            self._add(text)
-        self._fail = self._link()  # the longest proper end of a node that is a node too
-        self._starts = frozenset(self._next[0])  # characters that a stop string begins with
         self._node = 0
         self._held = ""
         self._found: str | None = None
@@ -38,19 +74,20 @@ class StopStrings:
         """
         if self._found is not None:
             return "", self._found
-        if self._node == 0 and self._starts.isdisjoint(text):
+        table = self._table
+        if self._node == 0 and table.starts.isdisjoint(text):
             return text, None
         seen = len(self._held)
         known = self._held + text
         for end, char in enumerate(text, start=seen + 1):
-            node = self._step(self._node, char)
+            node = table.step(self._node, char)
             self._node = node
-            if self._match[node]:
-                self._found = self._match[node]
+            if table.match[node]:
+                self._found = table.match[node]
                 self._held = ""
                 cut = end if self._include else end - len(self._found)
                 return known[:cut], self._found
-        free = len(known) - self._depth[self._node]
+        free = len(known) - table.depth[self._node]
         self._held = known[free:]
         return known[:free], None
 
@@ -59,31 +96,3 @@ class StopStrings:
         text, self._held = self._held, ""
         self._node = 0
         return text
-
-    def _step(self, node: int, char: str) -> int:
-        while node and char not in self._next[node]:
-            node = self._fail[node]
-        return self._next[node].get(char, 0)
-
-    def _add(self, text: str) -> None:
-        node = 0
-        for char in text:
-            if char not in self._next[node]:
-                self._next[node][char] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._match.append("")
-            node = self._next[node][char]
-        self._match[node] = text
-
-    def _link(self) -> list[int]:
-        """Failure links in order of depth, handing down the matches they lead to."""
-        self._fail = [0] * len(self._next)
-        queue = deque(self._next[0].values())
-        while queue:
-            node = queue.popleft()
-            for char, child in self._next[node].items():
-                self._fail[child] = self._step(self._fail[node], char)
-                self._match[child] = self._match[child] or self._match[self._fail[child]]
-                queue.append(child)
-        return self._fail

@@ -19,6 +19,7 @@ from kvik.text.detokenizer import REPLACEMENT, Detokenizer, Pieces
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+BRIEF_CHARS = 2048  # that are encoded in about a millisecond
 MAX_REASON = 200  # characters of the library's own words in an error
 
 
@@ -94,7 +95,11 @@ class Tokenizer:
             raise ParamError(
                 "prompt", f"must be valid Unicode; character {error.start} is half a surrogate pair"
             ) from None
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= BRIEF_CHARS:
+            return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        # Other threads run meanwhile, which `encode` does not let them.
+        (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of a sequence; equal to what a stream of it yields."""

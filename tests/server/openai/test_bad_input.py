@@ -210,7 +210,13 @@ def test_it_is_refused_by_name(
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", HUGE, f"-{HUGE}"])
-@pytest.mark.parametrize("field", ["temperature", "max_tokens", "seed", "logprobs", "n", "top_p"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("temperature", "max_tokens", "seed", "logprobs", "n", "top_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ],
+)
 def test_what_is_no_number(http: httpx2.Client, field: str, value: str) -> None:
     answer = post(http, "completions", with_field(TEXT, field, value))
     assert answer.status_code == 400

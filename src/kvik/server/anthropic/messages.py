@@ -15,6 +15,7 @@ from kvik.server.anthropic.message_request import CountRequest, MessageRequest
 from kvik.server.anthropic.prompt import make_prompt
 from kvik.server.anthropic.unhonoured import COUNT, MESSAGES
 from kvik.server.anthropic.usage import Meter
+from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.intake import GenerationRequest
@@ -30,9 +31,11 @@ async def messages(parts: Parts, request: Request) -> Response:
     check_model(parts, body.model)
     refuse(body, MESSAGES)
     params = _params(body, parts.default_params)
-    prompt = await make_prompt(parts.texts, read_conversation(body))
-    wish = GenerationRequest(prompt=prompt.token_ids, params=params, pins=prompt.pins)
     tenant = caller_of(request).tenant
+    parts.generations.check_room(tenant, params.n)
+    conversation = await beside(len(body.messages), lambda: read_conversation(body))
+    prompt = await make_prompt(parts.texts, conversation)
+    wish = GenerationRequest(prompt=prompt.token_ids, params=params, pins=prompt.pins)
     with called(prompt="messages", stop="stop_sequences"):
         generation = await parts.generations.start(wish, tenant, streaming=bool(body.stream))
     config = parts.engine.config
@@ -58,7 +61,7 @@ async def count_tokens(parts: Parts, request: Request) -> Response:
     body = await read_body(request, CountRequest)
     check_model(parts, body.model)
     refuse(body, COUNT)
-    conversation = read_conversation(body)
+    conversation = await beside(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
     prompt = await make_prompt(parts.texts, conversation)
     return json_response(TokenCount(len(prompt.token_ids)))

@@ -15,7 +15,7 @@ from kvik.config.errors import ParamError
 from kvik.core.types import Pin
 from kvik.server.anthropic.conversation import Conversation, Mark, Turn, plain
 from kvik.server.openai.asking import called
-from kvik.server.openai.conversation import up_to
+from kvik.server.openai.conversation import continued
 from kvik.server.texts import Texts
 
 
@@ -28,10 +28,11 @@ class Prompt:
 async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
     """Raises `ParamError` if the template refuses the conversation, or it is too long."""
     turns = conversation.turns
-    text = await texts.render(plain(turns), add_generation_prompt=not conversation.continues)
     if conversation.continues:
         with called(continue_final_message="messages"):
-            text = up_to(text, turns[-1].texts[-1])
+            text = await continued(texts, plain(turns))
+    else:
+        text = await texts.render(plain(turns), add_generation_prompt=True)
     with called(prompt="messages"):
         ids = await texts.encode(text, add_special_tokens=False)
     pins = []

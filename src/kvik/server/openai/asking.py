@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from kvik.config.errors import KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import Pin
+from kvik.core.types import Pin, TokenLogprobs
+from kvik.engine.output import RequestOutput
 from kvik.server.errors import model_not_found
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.fields import Generating
@@ -19,7 +20,7 @@ from kvik.server.parts import Parts
 # How long a prompt is kept that shall be; each use begins the time anew.
 RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
 _DEFAULT = "in_memory"
-MAX_LOGPROB_VALUES = 1 << 22
+MAX_LOGPROB_VALUES = 1 << 19
 
 
 def check_model(parts: Parts, model: str | None) -> None:
@@ -100,6 +101,14 @@ def called(**names: str) -> Iterator[None]:
     except KvikError as error:
         error.field = names.get(error.field, error.field)
         raise
+
+
+def num_logprobs(output: RequestOutput) -> int:
+    """Values to write of a finished request."""
+    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
+    rows.append(output.prompt_logprobs or ())
+    # The last entry is as wide as all; the first of a prompt is none.
+    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
 
 
 def json_response(answer: msgspec.Struct) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.openai.asking import (
@@ -14,6 +15,7 @@ from kvik.server.openai.asking import (
     check_room,
     generation_request,
     json_response,
+    num_logprobs,
 )
 from kvik.server.openai.chat_answer import ChatStream, whole
 from kvik.server.openai.chat_request import ChatRequest
@@ -27,7 +29,11 @@ from kvik.server.reply import StreamReply, degraded_header, outputs
 
 async def chat(parts: Parts, request: Request) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, ChatRequest)
+    return await answer_chat(parts, request, await read_body(request, ChatRequest))
+
+
+async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Response:
+    """The same, once the body is read."""
     check_model(parts, body.model)
     params = chat_params(body, parts.default_params)
     tenant = caller_of(request).tenant
@@ -51,6 +57,8 @@ async def chat(parts: Parts, request: Request) -> Response:
     if body.stream:
         return StreamReply([generation], ChatStream(heading, body, names, len(ids)))
     (output,) = await outputs(request, [generation])
-    answer = json_response(whole(heading, body, names, output))
+    answer = await beside(
+        num_logprobs(output), lambda: json_response(whole(heading, body, names, output))
+    )
     answer.headers.update(degraded_header([generation]))
     return answer

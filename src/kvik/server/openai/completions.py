@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.openai.asking import (
@@ -14,6 +15,7 @@ from kvik.server.openai.asking import (
     check_room,
     generation_request,
     json_response,
+    num_logprobs,
 )
 from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
 from kvik.server.openai.completion_request import CompletionRequest
@@ -27,7 +29,11 @@ from kvik.server.reply import StreamReply, degraded_header, outputs
 
 async def completions(parts: Parts, request: Request) -> Response:
     """Go on with one text or many."""
-    body = await read_body(request, CompletionRequest)
+    return await answer_completions(parts, request, await read_body(request, CompletionRequest))
+
+
+async def answer_completions(parts: Parts, request: Request, body: CompletionRequest) -> Response:
+    """The same, once the body is read."""
     check_model(parts, body.model)
     params = completion_params(body, parts.default_params)
     given = split("prompt", body.prompt)
@@ -40,7 +46,8 @@ async def completions(parts: Parts, request: Request) -> Response:
     of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     check_logprobs(parts, prompts, params, of_prompt, "logprobs")
     with called(tokens="echo"):
-        echoes = [_echo(parts, body, one) for one in given]
+        num_echoed = sum(map(len, prompts)) if body.echo else 0
+        echoes = await beside(num_echoed, lambda: [_echo(parts, body, one) for one in given])
     wishes = [generation_request(body, ids, params) for ids in prompts]
     streaming = bool(body.stream)
     generations = await parts.generations.start_all(wishes, tenant, streaming=streaming)
@@ -53,7 +60,10 @@ async def completions(parts: Parts, request: Request) -> Response:
     )
     if streaming:
         return StreamReply(generations, CompletionStream(shape, body))
-    answer = json_response(shape.whole(await outputs(request, generations)))
+    finished = await outputs(request, generations)
+    answer = await beside(
+        sum(map(num_logprobs, finished)), lambda: json_response(shape.whole(finished))
+    )
     answer.headers.update(degraded_header(generations))
     return answer
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 
 from kvik.config.errors import ParamError
+from kvik.server.beside import beside
 from kvik.server.openai.asking import called
 from kvik.server.openai.chat_request import Message, Part, Variable
 from kvik.server.openai.unhonoured import MESSAGE, refuse
@@ -39,14 +41,15 @@ async def conversation_ids(
     for name in variables or ():
         if name in _OWN_NAMES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
-    plain = [_plain(message) for message in messages]
+    plain = await beside(len(messages), lambda: [_plain(message) for message in messages])
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    text = await texts.render(
-        plain, add_generation_prompt=add_generation_prompt, variables=dict(variables or {})
-    )
     if continue_final_message:
-        text = up_to(text, str(plain[-1]["content"]))
+        text = await continued(texts, plain, variables)
+    else:
+        text = await texts.render(
+            plain, add_generation_prompt=add_generation_prompt, variables=dict(variables or {})
+        )
     with called(prompt="messages"):
         return await texts.encode(text, bool(add_special_tokens))
 
@@ -80,12 +83,28 @@ def _text(content: str | list[Part] | None) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def up_to(text: str, content: str) -> str:
-    """Without what the template writes behind the last message. Some trim its content."""
-    last = content.strip()
-    place = text.rfind(last)
-    if not last or place < 0:
+async def continued(
+    texts: Texts,
+    messages: Sequence[Mapping[str, object]],
+    variables: Mapping[str, Variable] | None = None,
+) -> str:
+    """The text of a conversation to the end of its last message, without what the template writes
+    behind that. White space at its end is left out, as many templates do anyway.
+
+    The end is found by a mark that no message can hold: the last words themselves may well come
+    again in what follows ("<" in "<|im_end|>").
+    """
+    *before, last = messages
+    content = str(last["content"]).rstrip()
+    mark = secrets.token_hex(16)
+    text = await texts.render(
+        [*before, {**last, "content": content + mark}],
+        add_generation_prompt=False,
+        variables=dict(variables or {}),
+    )
+    place = text.rfind(mark)
+    if not content or place < 0:
         raise ParamError(
             "continue_final_message", "the chat template does not show the last message as it is"
         )
-    return text[: place + len(last)]
+    return text[:place]

@@ -6,17 +6,19 @@ import struct
 from base64 import b64encode
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.embedding import normalise
+from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
-from kvik.server.openai.asking import called, check_model, json_response
+from kvik.server.openai.asking import called, check_model
 from kvik.server.openai.embedding_request import MAX_INPUTS, EmbeddingRequest
 from kvik.server.openai.prompts import prompt_ids, split
 from kvik.server.openai.unhonoured import EMBEDDING, refuse
@@ -28,7 +30,11 @@ DEFAULT_POOLING = "mean"
 
 async def embeddings(parts: Parts, request: Request) -> Response:
     """A vector of length 1 for each input, pooled from the last layer's hidden states."""
-    body = await read_body(request, EmbeddingRequest)
+    return await answer_embeddings(parts, request, await read_body(request, EmbeddingRequest))
+
+
+async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingRequest) -> Response:
+    """The same, once the body is read."""
     check_model(parts, body.model)
     refuse(body, EMBEDDING)
     hidden = parts.engine.config.model.hidden_size
@@ -52,16 +58,27 @@ async def embeddings(parts: Parts, request: Request) -> Response:
             for ids in inputs
         ]
         generations = await parts.generations.start_all(wishes, tenant, streaming=False)
-    vectors = [normalise(output.embedding or []) for output in await outputs(request, generations)]
-    as_text = body.encoding_format == "base64"
-    shown = [_base64(vector) if as_text else vector for vector in vectors]
+    vectors = [output.embedding or [] for output in await outputs(request, generations)]
     num_tokens = sum(len(ids) for ids in inputs)
-    answer = Embeddings(
-        data=[Embedding(index, vector) for index, vector in enumerate(shown)],
+    empty = Embeddings(
+        data=[],
         model=body.model or parts.model_name,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
-    return json_response(answer)
+    as_text = body.encoding_format == "base64"
+    data = await beside(hidden * len(vectors), lambda: _written(empty, vectors, as_text))
+    return Response(data, media_type="application/json")
+
+
+def _written(empty: Embeddings, vectors: Sequence[Sequence[float]], as_text: bool) -> bytes:
+    """An answer with its vectors, as JSON. Each is encoded by itself: to encode them all at once
+    would hold up every other thread."""
+    rows = []
+    for index, vector in enumerate(vectors):
+        shown = normalise(vector)
+        rows.append(msgspec.json.encode(Embedding(index, _base64(shown) if as_text else shown)))
+    head, hole, tail = msgspec.json.encode(empty).partition(b'"data":[')
+    return head + hole + b",".join(rows) + tail
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -17,11 +17,10 @@ def split(name: str, given: Given) -> list[One]:
     Raises:
         ParamError: it is empty, or of mixed kinds.
     """
-    if isinstance(given, str):
-        prompts: list[One] = [given]
-    elif all(type(one) is int for one in given):
-        prompts = [given]  # type: ignore[list-item]
-    elif all(type(one) is str for one in given) or all(type(one) is list for one in given):
+    kinds = {str} if isinstance(given, str) else set(map(type, given))
+    if isinstance(given, str) or kinds <= {int}:
+        prompts: list[One] = [given]  # type: ignore[list-item]
+    elif kinds in ({str}, {list}):
         prompts = given  # type: ignore[assignment]
     else:
         raise ParamError(name, f"{_SHAPES}, not of both")

@@ -20,6 +20,7 @@ from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.completions import completions
 from kvik.server.openai.embedding_request import EmbeddingRequest
 from kvik.server.openai.embeddings import embeddings
+from kvik.server.openai.invocations import Invocation, invocations
 from kvik.server.openai.models import model, models
 from kvik.server.openai.tokenize import detokenize, tokenize, tokenizer_info
 from kvik.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
@@ -49,6 +50,12 @@ def routes(parts: Parts) -> list[Route]:
             body=EmbeddingRequest,
             answer=Embeddings,
             note="A vector for each text, pooled from hidden states.",
+        ),
+        Route(
+            "/invocations",
+            partial(invocations, parts),
+            body=Invocation,
+            note="Any of the three, as its body says.",
         ),
         Route(
             "/v1/models",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.errors import ParamError
+from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.openai.answers import Detokenized, Tokenized, TokenizerInfo
@@ -37,12 +38,15 @@ async def tokenize(parts: Parts, request: Request) -> Response:
         )
     else:
         ids = await prompt_ids(parts.texts, body.prompt or "", body.add_special_tokens)
-    names = TokenNames(parts.texts.tokenizer)
+    token_strs: list[str] | UnsetType = UNSET
+    if body.return_token_strs:
+        names = TokenNames(parts.texts.tokenizer)
+        token_strs = await beside(len(ids), lambda: [names.name(token) for token in ids])
     answer = Tokenized(
         count=len(ids),
         max_model_len=_context(parts),
         tokens=ids,
-        token_strs=[names.name(token) for token in ids] if body.return_token_strs else UNSET,
+        token_strs=token_strs,
     )
     return json_response(answer)
 
@@ -56,7 +60,9 @@ async def detokenize(parts: Parts, request: Request) -> Response:
         raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")
     if max(body.tokens, default=0) >= vocab_size:
         raise ParamError("tokens", f"must be in 0..{vocab_size - 1}, not {max(body.tokens)}")
-    return json_response(Detokenized(parts.texts.decode(body.tokens, skip_special_tokens=False)))
+    tokens, texts = body.tokens, parts.texts
+    text = await beside(len(tokens), lambda: texts.decode(tokens, skip_special_tokens=False))
+    return json_response(Detokenized(text))
 
 
 async def tokenizer_info(parts: Parts, request: Request) -> Response:

@@ -64,7 +64,8 @@ MESSAGE: Table = {
     "audio": ((), _MEDIA),
 }
 EMBEDDING: Table = {
-    "truncate_prompt_tokens": ((), "inputs are not truncated"),
+    # -1: at the end of the context; what is longer is refused for that
+    "truncate_prompt_tokens": ((-1,), "inputs are not truncated"),
     "messages": ((), "give input"),
 }
 TOKENIZE: Table = {

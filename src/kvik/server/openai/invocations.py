@@ -1,0 +1,55 @@
+"""POST /invocations: every kind of work on one path, which is how SageMaker calls a container."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.server.body import read_chosen
+from kvik.server.errors import HttpError
+from kvik.server.openai.chat import answer_chat
+from kvik.server.openai.chat_request import ChatRequest
+from kvik.server.openai.completion_request import CompletionRequest
+from kvik.server.openai.completions import answer_completions
+from kvik.server.openai.embedding_request import EmbeddingRequest
+from kvik.server.openai.embeddings import answer_embeddings
+from kvik.server.parts import Parts
+
+Body = ChatRequest | CompletionRequest | EmbeddingRequest
+# The field that only one kind has, and needs.
+_KINDS: Mapping[str, type[Body]] = {
+    "messages": ChatRequest,
+    "prompt": CompletionRequest,
+    "input": EmbeddingRequest,
+}
+
+
+class Invocation(Struct):
+    """The body of /v1/chat/completions, /v1/completions or /v1/embeddings, told apart by these."""
+
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+
+
+async def invocations(parts: Parts, request: Request) -> Response:
+    """Whatever the body asks for."""
+    body = await read_chosen(request, _kind)
+    match body:
+        case ChatRequest():
+            return await answer_chat(parts, request, body)
+        case CompletionRequest():
+            return await answer_completions(parts, request, body)
+        case EmbeddingRequest():
+            return await answer_embeddings(parts, request, body)
+
+
+def _kind(value: dict[str, Any]) -> type[Body]:
+    kinds = [kind for name, kind in _KINDS.items() if value.get(name) is not None]
+    if len(kinds) != 1:
+        raise HttpError(400, f"there must be one of {', '.join(_KINDS)}")
+    return kinds[0]

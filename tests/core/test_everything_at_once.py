@@ -1,0 +1,93 @@
+"""Tenants, pins, deadlines, vectors, siblings, drafts and windows while requests keep coming.
+
+The simulation audits the books after each call and compares all tokens and vectors. What is asked
+here is that nobody waits forever: each request ends within so many steps of its arrival, although
+there is always more to do than can be done.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from helpers.simulation import Setup, Simulation
+
+from kvik.core.policy import POLICIES
+from kvik.core.types import FinishReason, Pin
+
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (None, 5)]
+NUM_STEPS = 320
+
+
+def keep_busy(seed: int, policy: str, depth: int, windows: tuple[int | None, ...]) -> Simulation:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 4, 8])
+    longest = 40
+    setup = Setup(
+        policy=policy,
+        block_size=block_size,
+        num_blocks=(longest // block_size + 3) * len(windows) + rng.randint(4, 30),
+        windows=windows,
+        budget=rng.choice([8, 24]),
+        max_num_seqs=rng.choice([2, 5]),
+        max_model_len=longest,
+        depth=depth,
+        ageing=0.5,
+        lookahead=seed % 2 * 4,
+        pinned_share=rng.choice([0.4, 1.0]),
+    )
+    sim = Simulation(setup)
+    tenants = ["a", "b", "c", "d"][: 2 + seed % 3]
+    most = 120 + 60 * depth  # steps of a request: one has up to 40 tokens, and ten may be before it
+    arrived: dict[tuple[str, int], int] = {}
+    heads = [[rng.randint(0, 2) for _ in range(16)] for _ in range(3)]
+    for step in range(NUM_STEPS):
+        sim.worker.num_drafts = rng.choice([0, 0, 2])
+        if len(sim.scheduler.waiting) < 8:
+            tenant = rng.choice(tenants)
+            pooling = rng.choice([None, None, None, "mean", "last"])
+            found = sim.add(
+                rng.choice(heads) + [rng.randint(0, 2) for _ in range(rng.randint(1, 8))],
+                max_tokens=rng.randint(1, 16),
+                n=1 if pooling else rng.choice([1, 1, 1, 2]),
+                priority=rng.randint(-1, 1),
+                deadline=sim.now + 2.0 if rng.random() < 0.1 else None,
+                tenant=tenant,
+                salt=tenant,
+                pins=(Pin(8, 0.5), Pin(16, 5.0)) if rng.random() < 0.3 else (),
+                pooling=pooling,
+            )
+            arrived.update(dict.fromkeys([r.key for r in found], step))
+        if arrived and rng.random() < 0.02:
+            sim.end(sim.requests[rng.choice(list(arrived))])
+        if rng.random() < 0.01:
+            sim.failing_row = rng.randint(0, 5)
+        if rng.random() < 0.01:
+            sim.scheduler.kv.reset()
+        sim.step()
+        sim.now += 0.1
+        for key in sim.ended:
+            arrived.pop(key, None)
+        assert step - min(arrived.values(), default=step) <= most, "somebody starves"
+    sim.failing_row = None
+    left = [r for r in sim.requests.values() if not r.finished]
+    sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))
+    sim.outlive_pins()
+    return sim
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_forever_whatever_comes(policy: str, depth: int) -> None:
+    reasons: set[FinishReason | None] = set()
+    preemptions = pinned = vectors = 0
+    for seed, windows in enumerate(WINDOWS):
+        sim = keep_busy(seed, policy, depth, windows)
+        ended = sim.ended.values()
+        reasons |= {delta.finish_reason for delta in ended}
+        preemptions += sim.scheduler.counters.preemptions
+        pinned += sum(d.report.num_pinned_tokens for d in ended if d.report is not None)
+        vectors += sum(d.embedding is not None for d in ended)
+    assert reasons == set(FinishReason)  # the runs reach what they are meant to reach
+    assert pinned and vectors
+    assert preemptions or policy in ("static", "dynamic")

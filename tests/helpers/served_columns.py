@@ -1,0 +1,108 @@
+"""The engine as a server uses it: tenants, pins, a socket, a flight recorder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from helpers.served_engine import engine_in_thread
+
+from kvik.config.config import EngineConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, Pin, RequestDelta
+from kvik.engine.output import OutputProcessor, RequestOutput
+from kvik.engine.record_file import RecordReader, open_recording
+from kvik.engine.stats import EngineStats
+from kvik.launch import Engine, launch, play, resolve_config, start
+
+Rounds = Sequence[Sequence[EngineRequest]]
+Served = tuple[list[RequestOutput], EngineStats]  # the last round in order, and then
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    *,
+    rounds: int,
+    tenants: int,
+    pinned: bool,
+) -> list[list[EngineRequest]]:
+    """For each round all prompts, their names new; `pinned`: the whole of each prompt."""
+    return [
+        [
+            EngineRequest(
+                f"{number}-{i}",
+                prompt,
+                params,
+                tenant=f"tenant {i % tenants}",
+                pins=(Pin(len(prompt), 600.0),) if pinned else (),
+            )
+            for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+        for number in range(rounds)
+    ]
+
+
+def serve_here(config: EngineConfig, rounds: Rounds) -> Served:
+    """By steps in this thread."""
+    return _by_steps(launch(config), rounds)
+
+
+def serve_recorded(config: EngineConfig, rounds: Rounds, path: Path) -> Served:
+    """The same with a recording, which is played again and must not differ."""
+    resolved = resolve_config(config)
+    found = _by_steps(start(resolved, record=path), rounds)
+    with open_recording(path) as file:
+        reader = RecordReader(file, path.name)
+        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    assert played.difference is None
+    assert played.tokens == found[1].delivered_tokens
+    return found
+
+
+def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
+    """By an engine in another thread, behind a socket."""
+    engine = launch(config)
+    try:
+        return asyncio.run(_over_the_wire(engine, rounds))
+    finally:
+        engine.client.close()
+
+
+def _by_steps(engine: Engine, rounds: Rounds) -> Served:
+    client, outputs = engine.client, OutputProcessor(None)
+    found: dict[str, RequestOutput] = {}
+    try:
+        for batch in rounds:
+            for request in batch:
+                outputs.add(request, None, streaming=False)
+                client.add(request)
+            while client.has_requests:
+                processed = outputs.process(client.poll())
+                found.update({output.request_id: output for output in processed.finished})
+        return [found[request.request_id] for request in rounds[-1]], client.stats()
+    finally:
+        client.close()
+
+
+async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
+    outputs = OutputProcessor(None)
+    found: dict[str, RequestOutput] = {}
+
+    def take(deltas: list[RequestDelta]) -> None:
+        processed = outputs.process(deltas)
+        found.update({output.request_id: output for output in processed.finished})
+
+    async with engine_in_thread(engine.resolved, engine.executor) as served:
+        served.client.start(take)
+        await served.ready()
+        for batch in rounds:
+            for request in batch:
+                outputs.add(request, None, streaming=False)
+                served.client.add(request)
+            async with asyncio.timeout(60):
+                while not all(request.request_id in found for request in batch):
+                    await asyncio.sleep(0.001)
+        await served.at_rest()
+        return [found[request.request_id] for request in rounds[-1]], await served.client.stats()

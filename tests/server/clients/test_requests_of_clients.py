@@ -1,0 +1,339 @@
+"""Requests as the programs of others send them, field by field: every one of them is answered.
+
+What is here was read from what these programs send; where one of them is installed, or is a library
+that is easily had, it runs itself in another test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.http_server import Reply, ask
+from helpers.story_site import Site, story_site
+
+from kvik.server.all_routes import all_routes
+from kvik.server.keys import read_keys
+from kvik.server.parts import Parts
+from kvik.server.request_metrics import RequestMetrics
+from kvik.server.route import Route
+
+KEY = {"authorization": "Bearer right"}
+CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Site]:
+    """As people run it: with a key."""
+    requests = RequestMetrics()
+
+    def routes(parts: Parts) -> list[Route]:
+        return all_routes(parts, requests)
+
+    with story_site(routes, read_keys(["right"]), observers=[requests]) as made:
+        yield made
+        made.at_rest()
+
+
+def said(text: str, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def in_parts(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+USAGE = {"include_usage": True}
+COUNTS = {"include_usage": True, "continuous_usage_stats": True}
+
+# program -> the path, and the body without its model
+REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "vllm bench serve",
+        TEXT,
+        {
+            "prompt": "Once upon a time",
+            "repetition_penalty": 1.0,
+            "max_tokens": 12,
+            "logprobs": None,
+            "stream": True,
+            "stream_options": USAGE,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        },
+    ),
+    (
+        "vllm bench serve, token ids",
+        TEXT,
+        {
+            "prompt": [1, 5, 9, 300],
+            "repetition_penalty": 1.0,
+            "max_tokens": 12,
+            "logprobs": 3,
+            "stream": True,
+            "stream_options": USAGE,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "vllm bench serve, chat",
+        CHAT,
+        {
+            "messages": [in_parts("Once upon a time")],
+            "max_completion_tokens": 12,
+            "stream": True,
+            "stream_options": USAGE,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "vllm bench serve, embeddings",
+        VECTORS,
+        {"input": "Once upon a time", "truncate_prompt_tokens": -1},
+    ),
+    (
+        "guidellm, chat",
+        CHAT,
+        {
+            "messages": [in_parts("Once upon a time")],
+            "stream": True,
+            "stream_options": COUNTS,
+            "max_completion_tokens": 12,
+            "max_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "guidellm, completions",
+        TEXT,
+        {
+            "prompt": "Once upon a time",
+            "stream": True,
+            "stream_options": COUNTS,
+            "max_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+        },
+    ),
+    ("guidellm, embeddings", VECTORS, {"input": "Once upon", "encoding_format": "float"}),
+    (
+        "inference-perf",
+        TEXT,
+        {
+            "prompt": "Once upon a time",
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": USAGE,
+        },
+    ),
+    (
+        "Open WebUI",
+        CHAT,
+        {
+            "stream": True,
+            "messages": [said("Be brief.", "system"), said("Hi")],
+            "stream_options": USAGE,
+            "temperature": 0.8,
+            "top_p": 0.9,
+            "frequency_penalty": 0,
+            "seed": 42,
+            "stop": ["###"],
+        },
+    ),
+    (
+        "Open WebUI, a title",
+        CHAT,
+        {"messages": [said("A title for: Hi")], "stream": False, "max_completion_tokens": 50},
+    ),
+    (
+        "LiteLLM hosted_vllm",
+        CHAT,
+        {
+            "messages": [said("Hi")],
+            "temperature": 0.2,
+            "top_p": 1,
+            "n": 1,
+            "max_tokens": 12,
+            "presence_penalty": 0,
+            "stream": True,
+            "stream_options": USAGE,
+            "user": "team-1",
+        },
+    ),
+    ("LiteLLM hosted_vllm", VECTORS, {"input": ["one", "two"], "encoding_format": "float"}),
+    (
+        "LangChain ChatOpenAI",
+        CHAT,
+        {
+            "messages": [
+                said("Be brief.", "system"),
+                said("Hi"),
+                said("Yes?", "assistant"),
+                said("Go on."),
+            ],
+            "temperature": 0.7,
+            "n": 1,
+            "stream": False,
+            "max_completion_tokens": 12,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "seed": 7,
+            "stop": ["\n\n"],
+            "service_tier": "auto",
+            "store": False,
+            "metadata": {"run": "1"},
+        },
+    ),
+    (
+        "LangChain OpenAIEmbeddings",
+        VECTORS,
+        {"input": [[1, 5, 9], [1, 7]], "encoding_format": "base64"},
+    ),
+    (
+        "LlamaIndex OpenAILike, chat",
+        CHAT,
+        {"messages": [in_parts("Hi")], "stream": False, "temperature": 0.1, "max_tokens": 12},
+    ),
+    (
+        "LlamaIndex OpenAILike, completions",
+        TEXT,
+        {"prompt": "Once", "stream": True, "temperature": 0.1, "max_tokens": 12},
+    ),
+    (
+        "lm-eval local-chat-completions",
+        CHAT,
+        {
+            "messages": [said("Hi")],
+            "max_tokens": 12,
+            "temperature": 0,
+            "stop": ["\n\n", "Q:"],
+            "seed": 1234,
+        },
+    ),
+    (
+        "lm-eval local-completions",
+        TEXT,
+        {
+            "prompt": [[1, 5, 9, 12], [1, 7]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 1,
+            "echo": True,
+            "seed": 1234,
+        },
+    ),
+    (
+        "Cline",
+        CHAT,
+        {
+            "messages": [said("You are a coder. " * 15, "system"), in_parts("Hi")],
+            "temperature": 0,
+            "stream": True,
+            "stream_options": USAGE,
+        },
+    ),
+    (
+        "Continue",
+        CHAT,
+        {"messages": [said("Hi")], "max_tokens": 100, "stream": True, "temperature": 0.5},
+    ),
+    ("SageMaker, chat", "/invocations", {"messages": [said("Hi")], "max_tokens": 5}),
+    (
+        "SageMaker, text",
+        "/invocations",
+        {"prompt": "Once", "max_tokens": 5, "stream": True, "stream_options": USAGE},
+    ),
+    ("SageMaker, embeddings", "/invocations", {"input": ["one", "two"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "path", "body"), [pytest.param(*row, id=row[0]) for row in REQUESTS]
+)
+def test_it_is_answered(locked: Site, program: str, path: str, body: dict[str, Any]) -> None:
+    reply = ask(locked.server, "POST", path, {"model": "stories", **body}, **KEY)
+    assert reply.status == 200, reply.body
+    assert "x-kvik-ignored-fields" not in reply.headers  # each was understood
+    if body.get("stream"):
+        check_stream(reply, body)
+    else:
+        assert reply.json["usage"]["prompt_tokens"] > 0
+        texts = [c.get("text", c.get("message")) for c in reply.json.get("choices", ())]
+        assert texts or reply.json["data"]
+
+
+def check_stream(reply: Reply, body: dict[str, Any]) -> None:
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *events, done, end = reply.body.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"]]
+    assert reasons[-1] in ("stop", "length")
+    if options := body.get("stream_options"):
+        *others, last = chunks
+        assert last["choices"] == []
+        count = last["usage"]["completion_tokens"]
+        if body.get("ignore_eos"):
+            assert count == body.get("max_tokens", body.get("max_completion_tokens"))
+        if options.get("continuous_usage_stats"):
+            seen = [chunk["usage"]["completion_tokens"] for chunk in others]
+            assert seen == sorted(seen) and seen[-1] == count
+
+
+@pytest.mark.parametrize(
+    ("program", "path", "key"),
+    [
+        ("Open WebUI", "/v1/models", True),
+        ("guidellm", "/health", False),
+        ("guidellm", "/v1/models", True),
+        ("lm-eval", "/tokenizer_info", True),
+        ("Kubernetes", "/health", False),
+        ("Kubernetes", "/ready", False),
+        ("SageMaker", "/ping", False),
+        ("Prometheus", "/metrics", True),
+    ],
+)
+def test_it_looks_around(locked: Site, program: str, path: str, key: bool) -> None:
+    assert ask(locked.server, "GET", path, **KEY).status == 200
+    assert ask(locked.server, "GET", path).status == (401 if key else 200)
+
+
+def test_a_base_url_without_its_end_is_explained(locked: Site) -> None:
+    for method, path in (("GET", "/models"), ("POST", "/chat/completions"), ("POST", "/messages")):
+        reply = ask(locked.server, method, path, {}, **KEY)
+        assert (reply.status, reply.error["code"]) == (404, "not_found")
+        assert "/v1" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"max_tokens": 5},
+        {"prompt": "a", "messages": [said("Hi")]},
+        {"prompt": None},
+        {"instances": ["a"]},
+    ],
+)
+def test_one_path_for_all_must_know_what_is_meant(locked: Site, body: dict[str, Any]) -> None:
+    reply = ask(locked.server, "POST", "/invocations", body, **KEY)
+    assert reply.status == 400
+    assert "messages" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [said("Hi")], "temperature": -1}, "temperature"),
+        ({"prompt": "Hi", "n": 10**9}, "n"),
+        ({"input": ""}, "input"),
+        ({"input": "Hi", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
+)
+def test_it_refuses_what_they_refuse(locked: Site, body: dict[str, Any], param: str) -> None:
+    reply = ask(locked.server, "POST", "/invocations", body, **KEY)
+    assert (reply.status, reply.error["param"]) == (400, param)

@@ -1,0 +1,80 @@
+"""What takes long to read or to write is not done in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from kvik.engine.embedding import normalise
+from kvik.server import beside as module
+from kvik.server.beside import beside
+from kvik.server.openai import chat, completions, conversation, embeddings, tokenize
+from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
+
+TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
+
+
+def test_much_of_it_is_done_in_a_thread() -> None:
+    async def threads() -> list[threading.Thread]:
+        sizes = (module.BRIEF, module.BRIEF + 1)
+        return [await beside(size, threading.current_thread) for size in sizes]
+
+    brief, much = asyncio.run(threads())
+    assert brief is threading.current_thread()
+    assert much is not brief
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "path", "body"),
+    [
+        (chat, "whole", "/v1/chat/completions", {**TALK, "logprobs": True, "top_logprobs": 2}),
+        (chat, "whole", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
+        (
+            completions,
+            "json_response",
+            "/v1/completions",
+            {"prompt": "A dog", "logprobs": 2, "max_tokens": 4},
+        ),
+        (completions, "_echo", "/v1/completions", {"prompt": [5, 6, 7], "echo": True}),
+        (conversation, "_plain", "/v1/chat/completions", TALK),
+        (conversation, "_plain", "/tokenize", {"messages": TALK["messages"]}),
+        (embeddings, "_written", "/v1/embeddings", {"input": "A dog"}),
+        (tokenize.TokenNames, "name", "/tokenize", {"prompt": "A big dog", "return_token_strs": True}),
+    ],
+)
+def test_which_work_this_is(
+    http: httpx2.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    seen = []
+    genuine = getattr(place, name)
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return genuine(*arguments)
+
+    monkeypatch.setattr(module, "BRIEF", 2)
+    monkeypatch.setattr(place, name, watched)
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert seen and "http-server" not in seen
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_vectors_are_written_as_all_else(as_text: bool) -> None:
+    vectors = [[3.0, 4.0], [0.0, 0.0], [-1.0, 1e-3]]
+    shown = [normalise(vector) for vector in vectors]
+    rows = [embeddings._base64(vector) if as_text else vector for vector in shown]
+    name, usage = 'm"data":[]', EmbeddingUsage(5, 5)
+    whole = Embeddings(data=[Embedding(*row) for row in enumerate(rows)], model=name, usage=usage)
+    empty = Embeddings(data=[], model=name, usage=usage)
+    assert embeddings._written(empty, vectors, as_text) == msgspec.json.encode(whole)

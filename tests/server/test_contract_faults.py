@@ -1,0 +1,257 @@
+"""What breaks behind a running server, and what its clients see of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from helpers.http_server import Listening, Reply, ask
+from helpers.raw_http import connect, post, read_all, read_until
+from helpers.served_engine import FakeExecutor
+from helpers.server_process import ServerProcess, server_process
+from helpers.serving import served
+from helpers.story_site import Site, story_site
+
+from kvik.server import health
+from kvik.server.all_routes import all_routes
+from kvik.server.openai.routes import routes as openai
+from kvik.server.request_metrics import RequestMetrics
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+SHORT = {"prompt": "The fox", "max_tokens": 8, "temperature": 0, "seed": 1}
+RETRY = "x-should-retry"
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    requests = RequestMetrics()
+    with story_site(lambda parts: all_routes(parts, requests), observers=[requests]) as made:
+        yield made
+        made.at_rest()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def expected(site: Site) -> str:
+    """What the undisturbed engine says."""
+    return said(site.server)
+
+
+def said(server: Listening) -> str:
+    reply = ask(server, "POST", "/v1/completions", SHORT)
+    assert reply.status == 200, reply.body
+    text: str = reply.json["choices"][0]["text"]
+    return text
+
+
+# In one step
+
+
+@dataclass
+class Graph:
+    """The model's forward pass, which fails in its call of this number from now."""
+
+    genuine: Callable[[Any], Any]
+    fails_at: int
+    spoil: Callable[[Any], None]
+    calls: int = 0
+
+    def run(self, batch: Any) -> Any:
+        self.calls += 1
+        output = self.genuine(batch)
+        if self.calls == self.fails_at:
+            self.spoil(output)
+        return output
+
+
+def out_of_memory(output: Any) -> None:
+    raise MemoryError("out of memory: tried to allocate 20.00 GiB")
+
+
+def lost_device(output: Any) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def no_numbers(output: Any) -> None:
+    output.logits[:] = output.top[:] = float("nan")
+
+
+FAULTS = [out_of_memory, lost_device, no_numbers]
+
+
+def break_step(
+    site: Site, monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[Any], None]
+) -> None:
+    executor: Any = site.engine.executor
+    graph = executor._worker._runner.graph
+    monkeypatch.setattr(graph, "run", Graph(graph.run, number, spoil).run)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/generate"])
+@pytest.mark.parametrize("spoil", FAULTS)
+def test_a_step_that_breaks_costs_its_requests_and_no_others(
+    site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, spoil: Any, path: str
+) -> None:
+    before = ended(site, "error")
+    break_step(site, monkeypatch, 20, spoil)
+    reply = ask(site.server, "POST", path, LONG)
+    assert reply.status == 500
+    assert reply.headers[RETRY] == "false"  # the same again would break another step
+    assert (reply.error["type"], reply.error["code"]) == ("server_error", "engine_error")
+    assert ask(site.server, "GET", "/health").status == 200
+    assert said(site.server) == expected
+    assert ended(site, "error") == before + 1
+    site.at_rest()
+
+
+@pytest.mark.parametrize("spoil", FAULTS)
+def test_a_stream_is_told_in_an_event(
+    site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, spoil: Any
+) -> None:
+    break_step(site, monkeypatch, 60, spoil)
+    reply = ask(site.server, "POST", "/v1/completions", {**LONG, "stream": True})
+    assert reply.status == 200
+    *pieces, last = [e for e in reply.body.decode().split("\n\n") if e]
+    assert pieces
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_error"
+    assert b"[DONE]" not in reply.body
+    assert said(site.server) == expected
+    site.at_rest()
+
+
+def ended(site: Site, reason: str) -> float:
+    text = ask(site.server, "GET", "/metrics").body.decode()
+    rows = [r for r in text.splitlines() if r.startswith("kvik:request_success_total")]
+    (row,) = [r for r in rows if f'finished_reason="{reason}"' in r]
+    return float(row.split()[-1])
+
+
+def test_an_engine_in_which_nothing_works_any_more_is_given_up() -> None:
+    """The bad step is told to those it was for; the next ones are told to wait."""
+
+    class Lost(FakeExecutor):
+        def submit(self, plan: Any) -> object:
+            raise RuntimeError("device lost")
+
+    routes = [openai, health.routes]
+    with served(lambda parts: [r for each in routes for r in each(parts)], Lost()) as server:
+        body = {"prompt": [1, 2], "max_tokens": 4}
+        for _ in range(3):
+            reply = ask(server.http, "POST", "/v1/completions", body)
+            assert (reply.status, reply.headers[RETRY]) == (500, "false")
+        deadline = time.monotonic() + 10
+        while ask(server.http, "GET", "/health").status == 200:
+            assert time.monotonic() < deadline
+        for _ in range(3):
+            reply = ask(server.http, "POST", "/v1/completions", body)
+            told = (reply.status, reply.headers[RETRY], reply.headers["retry-after"])
+            assert told == (503, "true", "1")
+        for path in ("/health", "/ready", "/ping"):
+            assert ask(server.http, "GET", path).status == 503
+        assert not server.inner.generations.live
+
+
+# The clock
+
+
+@pytest.mark.parametrize("jump", [3.2e8, -3.2e8])
+def test_a_clock_that_jumps_ends_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, jump: float
+) -> None:
+    """Deadlines and limits count seconds that passed, not the time of day."""
+    genuine = time.time
+    with ThreadPoolExecutor() as pool:
+        body = {**LONG, "deadline_ms": 60_000}
+        running = pool.submit(ask, site.server, "POST", "/v1/completions", body)
+        monkeypatch.setattr(time, "time", lambda: genuine() + jump)
+        reply = running.result()
+    assert reply.status == 200
+    assert reply.json["usage"]["completion_tokens"] == 300
+    assert said(site.server) == expected
+    assert ask(site.server, "GET", "/health").status == 200
+    site.at_rest()
+
+
+# The process of the engine
+
+
+@linux
+@pytest.mark.slow
+def test_an_engine_process_that_is_killed_is_replaced() -> None:
+    with server_process("--max-num-seqs", "4", "--max-model-len", "512") as server:
+        text, pid = said(server), server.engine_pid
+        for number in (signal.SIGKILL, signal.SIGSEGV):
+            stream, whole = under_way(server)
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(whole)
+                os.kill(pid, number)
+                reply = answer.result()
+            assert reply.status == 500
+            assert reply.headers[RETRY] == "false"
+            assert reply.error["code"] == "engine_error"
+            told = read_until(stream, b"\r\n0\r\n\r\n")  # the answer itself is whole
+            assert b"engine_error" in told
+            assert b"[DONE]" not in told
+            stream.close()
+            # Meanwhile
+            health, ping = ask(server, "GET", "/health"), ask(server, "GET", "/version")
+            assert health.status == 503
+            assert health.json["reason"]
+            assert ping.status == 200
+            refused = ask(server, "POST", "/v1/completions", SHORT)
+            assert refused.status == 503
+            assert (refused.headers[RETRY], refused.headers["retry-after"]) == ("true", "1")
+            # and then
+            server.wait_ready()
+            assert said(server) == text
+            assert server.engine_pid != pid
+            pid = server.engine_pid
+            assert server.metrics()["kv_cache_usage_perc"] == 0.0
+        assert server.metrics()["engine_starts_total"] == 3
+
+
+def under_way(server: ServerProcess) -> tuple[socket.socket, Callable[[], Reply]]:
+    """A stream that has begun, and a request in one piece that has not ended."""
+    stream = connect(server.port)
+    post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 2})
+    read_until(stream, b"data: ")
+    body = {**LONG, "max_tokens": 480, "n": 2}
+    return stream, lambda: ask(server, "POST", "/v1/completions", body)
+
+
+# The end of the server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seconds", "signals"), [("0.5", 1), ("100", 2)], ids=["too slow", "impatient"]
+)
+def test_a_stream_that_is_cut_short_says_so(seconds: str, signals: int) -> None:
+    flags = ("--max-num-seqs", "1", "--max-model-len", "512", "--shutdown-timeout", seconds)
+    with server_process(*flags) as server:
+        stream = connect(server.port)
+        post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 64})
+        told = read_until(stream, b"data: ")
+        start = time.monotonic()
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        told += read_all(stream)
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - start < 20
+        stream.close()
+        last = told.decode().rpartition("data: ")[2].partition("\n\n")[0]
+        assert json.loads(last)["error"]["code"] == "aborted"
+        assert b"[DONE]" not in told
+        with pytest.raises(OSError):
+            server.get("/health")

@@ -1,0 +1,111 @@
+"""A flood by one key, and what the others see of it, over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from helpers.http_server import ask
+from helpers.raw_http import read_until
+from helpers.served_engine import FakeExecutor
+from helpers.serving import Served, served
+
+from kvik.server.keys import read_keys
+from kvik.server.openai.routes import routes
+
+BODY = '{"prompt": [1, 2, 3, 4], "max_tokens": 100, "ignore_eos": true, "stream": true}'
+QUEUE = 32
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def send(server: Served, key: str, body: str = BODY) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.http.port), 30)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection.sendall((head + body).encode())
+    return connection
+
+
+@contextmanager
+def flooded(executor: FakeExecutor) -> Iterator[Served]:
+    """A server whose engine stands still, with all that one key may have queued."""
+    executor.gate.clear()
+    keys = read_keys(["flood", "other"])
+    with served(routes, executor, max_requests=QUEUE, keys=keys, max_num_seqs=4) as server:
+        connections = [send(server, "flood") for _ in range(QUEUE)]
+        waiting, refused = server.inner.admission, server.inner.watcher.refusals
+        until(lambda: waiting.num_waiting + len(refused) == QUEUE)
+        try:
+            yield server
+        finally:
+            executor.gate.set()
+            for connection in connections:
+                connection.close()
+            server.at_rest()
+
+
+def test_it_is_told_to_wait_and_another_key_is_not() -> None:
+    executor = FakeExecutor(seconds=0.01)
+    with flooded(executor) as server:
+        waiting = server.inner.admission.num_waiting
+        assert QUEUE / 2 < waiting < QUEUE
+        body = '{"prompt": [1, 2], "max_tokens": 2}'
+        for _ in range(3):
+            reply = ask(server.http, "POST", "/v1/completions", body, authorization="Bearer flood")
+            assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.headers["x-should-retry"] == "true"
+        assert server.inner.admission.num_waiting == waiting
+        other = send(server, "other", body)
+        until(lambda: server.inner.admission.num_waiting == waiting + 1)
+        executor.gate.set()
+        start = time.monotonic()
+        assert read_until(other, b"}").startswith(b"HTTP/1.1 200 ")
+        # The flood has work for over 500 steps.
+        assert time.monotonic() - start < 200 * executor.seconds
+        other.close()
+
+
+def test_each_completion_takes_a_place() -> None:
+    executor = FakeExecutor()
+    executor.gate.clear()
+    with served(routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
+        first = send(server, "", BODY.replace("{", '{"n": 24, ', 1))
+        until(lambda: server.inner.admission.num_waiting == 24)
+        for n, status in ((9, 503), (QUEUE, 503), (QUEUE + 1, 400)):
+            body = {"prompt": [1], "max_tokens": 1, "n": n}
+            reply = ask(server.http, "POST", "/v1/completions", body)
+            assert reply.status == status
+        assert reply.error["param"] == "n"
+        executor.gate.set()
+        assert b"[DONE]" in read_until(first, b"[DONE]")
+        first.close()
+        server.at_rest()
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    executor = FakeExecutor()
+    executor.gate.clear()
+    with served(routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
+        server.parts.admission._max_tokens = 500
+        first = send(server, "", f'{{"prompt": {[1] * 200}, "max_tokens": 1, "n": 2}}')
+        until(lambda: server.inner.admission.waiting_tokens == 400)
+        long, short = ({"prompt": [1] * count, "max_tokens": 1} for count in (200, 50))
+        refused = ask(server.http, "POST", "/v1/completions", long)
+        assert (refused.status, refused.error["code"]) == (503, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        executor.gate.set()
+        assert ask(server.http, "POST", "/v1/completions", short).status == 200
+        read_until(first, b'"usage"')
+        first.close()
+        server.at_rest()

@@ -1,0 +1,133 @@
+"""Names in requests are compared with those that are served, and open nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.http_server import ask
+from helpers.story_site import NAMES, Site, story_site
+
+from kvik.server.all_routes import all_routes
+from kvik.server.keys import read_keys
+from kvik.server.request_metrics import RequestMetrics
+
+KEY = {"authorization": "Bearer right"}
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    keys = read_keys(["right"])
+    with story_site(lambda parts: all_routes(parts, RequestMetrics()), keys) as made:
+        yield made
+        made.at_rest()
+
+
+HOSTILE = [
+    "../../../etc/passwd",
+    "..",
+    ".",
+    "/etc/passwd",
+    "//etc/passwd",
+    "~/.ssh/id_rsa",
+    "C:\\Windows\\win.ini",
+    "..\\..\\secret",
+    "file:///etc/passwd",
+    "http://169.254.169.254/latest/meta-data",
+    "https://example.com/model.gguf",
+    "s3://bucket/model",
+    "hf://org/model",
+    "stories/../stories",
+    "./stories",
+    "stories/",
+    "STORIES",
+    " stories",
+    "stories\n",
+    "stories\x00.gguf",
+    "org/stories/extra",
+    "stories:lora",
+    "%2e%2e%2f",
+    "${HOME}",
+    "\u2025/stories",
+    "a" * 512,
+]
+MESSAGES = [{"role": "user", "content": "Hi"}]
+ROUTES = [
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+    ("/v1/embeddings", {"input": "Hi"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/tokenize", {"prompt": "Hi"}),
+    ("/invocations", {"prompt": "Hi", "max_tokens": 1}),
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+@pytest.mark.parametrize(("path", "body"), ROUTES, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_name_that_is_not_served_is_not_found(
+    site: Site, path: str, body: dict[str, object], name: str
+) -> None:
+    reply = ask(site.server, "POST", path, {**body, "model": name}, **KEY)
+    assert reply.status == 404, reply.body
+    if path.startswith("/v1/messages"):
+        assert reply.json["error"]["type"] == "not_found_error"
+    else:
+        assert (reply.error["code"], reply.error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "../../../etc/passwd",
+        "..%2f..%2f..%2fetc%2fpasswd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "%2fetc%2fpasswd",
+        "/etc/passwd",
+        "file:%2f%2f%2fetc%2fpasswd",
+        "http://169.254.169.254/",
+        "stories/../stories",
+        "stories%00",
+        "stories/",
+        "%252e%252e",
+    ],
+)
+def test_nor_by_a_path(site: Site, written: str) -> None:
+    reply = ask(site.server, "GET", f"/v1/models/{written}", **KEY)
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert b"root:" not in reply.body
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_those_that_are_served_are_found(site: Site, name: str) -> None:
+    assert ask(site.server, "GET", f"/v1/models/{name}", **KEY).json["id"] == name
+    for path, body in ROUTES:
+        assert ask(site.server, "POST", path, {**body, "model": name}, **KEY).status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/admin/abort",
+        "/admin/drain",
+        "/admin/reset_prefix_cache",
+        "/admin/stats",
+        "/abort",
+        "/sleep",
+        "/wake_up",
+        "/pause",
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/collective_rpc",
+        "/update_weights",
+        "/server_info",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_what_an_operator_does_is_not_on_this_port(site: Site, method: str, path: str) -> None:
+    assert ask(site.server, method, path, {}).status == 401
+    reply = ask(site.server, method, path, {}, **KEY)
+    assert (reply.status, reply.error["code"]) == (404, "not_found")

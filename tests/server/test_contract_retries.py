@@ -1,0 +1,98 @@
+"""What real clients do with each error: they try again exactly where that may help."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from helpers.http_server import HttpServer, http_server
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvik.config.errors import (
+    CapacityError,
+    KvikError,
+    OverloadError,
+    ParamError,
+    UnavailableError,
+)
+from kvik.server.app import App, Edge
+from kvik.server.drain import Drain
+from kvik.server.errors import HttpError, model_not_found
+from kvik.server.failures import aborted, deadline_exceeded, failed
+from kvik.server.keys import Keys
+from kvik.server.route import Route
+
+# name -> how it is raised, its status, and whether a client should come back
+ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
+    "param": (lambda: ParamError("top_p", "must be in (0, 1]"), 400, False),
+    "long": (lambda: ParamError("prompt", "is too long", too_long=True), 400, False),
+    "capacity": (lambda: CapacityError("n", "never fits"), 400, False),
+    "other": (lambda: KvikError("field", "is wrong"), 400, False),
+    "key": (lambda: HttpError(401, "no key"), 401, False),
+    "model": (lambda: model_not_found("gpt-9"), 404, False),
+    "late": (lambda: HttpError(408, "the body is late"), 408, False),
+    "large": (lambda: HttpError(413, "too large"), 413, False),
+    "kind": (lambda: HttpError(415, "not JSON"), 415, False),
+    "share": (lambda: OverloadError("queue", "your share", 1.2, own=True), 429, True),
+    "queue": (lambda: OverloadError("queue", "is full", 0.7, own=False), 503, True),
+    "starting": (lambda: UnavailableError("engine", "is being loaded"), 503, True),
+    "aborted": (lambda: aborted("the server is being stopped"), 503, True),
+    "engine": (lambda: failed("the step failed"), 500, False),
+    "deadline": (deadline_exceeded, 504, False),
+    "bug": (lambda: RuntimeError("a bug"), 500, False),
+}
+SAID: Any = {"role": "user", "content": "Hi"}
+SECONDS = {"share": 2.0, "queue": 1.0, "starting": 1.0}  # that Retry-After says
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def server(seen: Counter[str]) -> Iterator[HttpServer]:
+    async def refuse(request: Request) -> Response:
+        which = request.path_params["which"]
+        seen[which] += 1
+        raise ERRORS[which][0]()
+
+    async def make() -> App:
+        routes = [
+            Route("/{which}/chat/completions", refuse),
+            Route("/{which}/v1/messages", refuse),
+        ]
+        return App(routes, Keys(), Drain(), Edge())
+
+    with http_server(make) as running:
+        yield running
+
+
+@pytest.mark.parametrize("which", ERRORS)
+def test_the_openai_client(server: HttpServer, seen: Counter[str], which: str) -> None:
+    seen.clear()
+    _, status, again = ERRORS[which]
+    start = time.monotonic()
+    client = openai.OpenAI(base_url=f"{server.url}/{which}", api_key="x", max_retries=1)
+    with client, pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model="m", messages=[SAID])
+    assert caught.value.status_code == status
+    assert seen[which] == (2 if again else 1)
+    assert time.monotonic() - start > 0.95 * SECONDS.get(which, 0.0)
+
+
+@pytest.mark.parametrize("which", ["param", "share", "engine", "deadline"])
+def test_the_anthropic_client(server: HttpServer, seen: Counter[str], which: str) -> None:
+    seen.clear()
+    _, status, again = ERRORS[which]
+    client = anthropic.Anthropic(base_url=f"{server.url}/{which}", api_key="x", max_retries=1)
+    with client, pytest.raises(anthropic.APIStatusError) as caught:
+        client.messages.create(model="m", messages=[SAID], max_tokens=1)
+    assert caught.value.status_code == status
+    assert seen[which] == (2 if again else 1)

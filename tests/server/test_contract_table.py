@@ -1,0 +1,52 @@
+"""`docs/server-contract.md` has a row for everything, and names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "server-contract.md").read_text(encoding="utf-8")
+ROWS = {int(n): row for n, row in re.findall(r"^\| (\d+) \|(.*)\|$", TEXT, re.MULTILINE)}
+NODES = sorted(set(re.findall(r"`([\w./-]+::[\w:]+)`", TEXT)))
+LATER = "not yet applicable: "
+
+
+@cache
+def functions_in(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
+
+
+def test_every_item_has_a_row() -> None:
+    assert list(ROWS) == list(range(1, 57))
+
+
+@pytest.mark.parametrize("item", ROWS)
+def test_a_row_says_how_it_is_proved_or_why_it_is_not(item: int) -> None:
+    what, answer, tests = (cell.strip() for cell in re.split(r"(?<!\\)\|", ROWS[item]))
+    assert what and answer
+    assert bool(tests) != answer.startswith(LATER)
+    left = re.sub(r"`[\w./-]+::[\w:]+`", "", tests)
+    assert not left.strip(", "), "the last cell names tests, and nothing else"
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_test_that_is_named_exists(node: str) -> None:
+    path, _, name = node.partition("::")
+    assert name in functions_in(ROOT / path)
+
+
+def test_clients_have_tests_too() -> None:
+    table = TEXT.partition("## Clients that work unchanged")[2]
+    rows = [row for row in table.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 13
+    assert all("::test_" in row for row in rows)

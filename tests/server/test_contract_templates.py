@@ -1,0 +1,71 @@
+"""A model's chat template is a program of a stranger: what it may do to a server, over HTTP."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.http_server import ask
+from helpers.serving import served
+
+from kvik.server import health
+from kvik.server.openai.routes import routes as openai
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+STRICT = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user. ' * 500) }}"
+    "{% endif %}{% for m in messages %}{{ m.content }}.{% endfor %}"
+)
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [*openai(parts), *health.routes(parts)]
+
+
+def said(*roles: str) -> dict[str, object]:
+    messages = [{"role": role, "content": "Hi"} for role in roles]
+    return {"messages": messages, "max_tokens": 2, "ignore_eos": True}
+
+
+def test_its_own_words_are_passed_on_and_trimmed() -> None:
+    with served(routes, template=STRICT) as server:
+        assert ask(server.http, "POST", "/v1/chat/completions", said("user")).status == 200
+        for roles in (("assistant",), ("assistant", "user"), ("system",)):
+            reply = ask(server.http, "POST", "/v1/chat/completions", said(*roles))
+            assert (reply.status, reply.error["param"]) == (400, "messages")
+            assert "Begin with the user." in reply.error["message"]
+            assert len(reply.error["message"]) <= 1000
+        server.at_rest()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(10**9) %}x{% endfor %}",
+        "{{ 'a' * 10**9 }}",
+        "{{ ('a' * 10**6)|center(10**9) }}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}"
+        "{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+        "{{ 9**9**9**9 }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_bomb_fails_its_request_and_holds_up_nobody(template: str) -> None:
+    with served(routes, template=template) as server, ThreadPoolExecutor() as pool:
+        bomb = pool.submit(ask, server.http, "POST", "/v1/chat/completions", said("user"))
+        slowest = 0.0
+        while not bomb.done():
+            start = time.monotonic()
+            body = {"prompt": [1, 2], "max_tokens": 1}
+            assert ask(server.http, "POST", "/v1/completions", body).status == 200
+            assert ask(server.http, "GET", "/health").status == 200
+            slowest = max(slowest, time.monotonic() - start)
+        reply = bomb.result()
+        assert (reply.status, reply.error["param"]) == (400, "messages")
+        assert slowest < 2
+        server.at_rest()

@@ -1,0 +1,51 @@
+"""A model folder is data: code that lies in it, and asks to be run, is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvik
+from kvik import LLM, SamplingParams
+
+BUNDLED = Path(kvik.__file__).with_name("bundled")
+OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Model: pass\n"
+ASKS = {
+    "config.json": {
+        "AutoConfig": "foreign.Model",
+        "AutoModelForCausalLM": "foreign.Model",
+        "AutoProcessor": "foreign.Model",
+    },
+    "tokenizer_config.json": {"AutoTokenizer": ["foreign.Model", "foreign.Model"]},
+}
+
+
+def with_code(folder: Path, name: str) -> Path:
+    shutil.copytree(BUNDLED / name, folder)
+    for module in ("foreign", "modeling_foreign", "tokenization_foreign", "__init__"):
+        (folder / f"{module}.py").write_text(CODE)
+    for file, asked in ASKS.items():
+        values = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**values, "auto_map": asked}))
+    return folder
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+def test_it_is_not_run(tmp_path: Path, drafter: bool) -> None:
+    folders = [with_code(tmp_path / "model", "stories")]
+    speculation = {}
+    if drafter:
+        folders.append(with_code(tmp_path / "draft", "stories-draft"))
+        speculation = {"speculative_config": {"method": "draft_model", "model": str(folders[1])}}
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with LLM(str(folders[0]), **OPTIONS, **speculation) as llm:
+        (output,) = llm.generate(["Once"], params, progress=False)
+    assert len(output.completions[0].token_ids) == 8
+    for folder in folders:
+        assert not (folder / "ran").exists()
+    assert not {"foreign", "modeling_foreign", "tokenization_foreign"} & set(sys.modules)
