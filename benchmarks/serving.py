@@ -4,7 +4,7 @@
     python benchmarks/serving.py --only cost       # steps are paced: this one suits a busy machine
 
 throughput: 32 concurrent streams of `kvik serve` beside `LLM.generate` in a process of its own, on
-    the same prompts; tokens/s, and their ratio round by round.
+    the same prompts and with the model's own defaults; tokens/s, and their ratio round by round.
 ttft: one request at a time, of one token: sent -> first text, beside `LLM.stream` in-process.
 cost: 32 streams of 2,000 tokens/s in all, as each step of the engine is made to take 16 ms; the
     processor seconds of the HTTP process for each second, nearly every token an event of its own.
@@ -167,12 +167,14 @@ def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def serve_in_process(model: str) -> None:
-    from kvik import LLM, SamplingParams
+    from kvik import LLM
 
     with LLM(model, **ENGINE_OPTIONS) as llm:
         for line in sys.stdin:
             what, texts, tokens = json.loads(line)
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            params = llm.default_params.with_changes(
+                temperature=0.0, max_tokens=tokens, ignore_eos=True
+            )
             began = time.perf_counter()
             if what == "generate":
                 llm.generate(texts, params, progress=False)

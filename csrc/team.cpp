@@ -1,5 +1,7 @@
 #include "team.hpp"
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -16,9 +18,12 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int kCounters = 4;
-// About 50 us: longer than any thread waits for another in a healthy step. On a machine with other
-// work the waiting thread then sleeps, so that it does not keep the late one from its core.
-constexpr int kSpins = 4000;
+// How a thread waits for another: some microseconds awake; then it lets others run on its core, for
+// the late one may be among them (a busy machine often puts both on one core, where each would wait
+// for the other until its slice of time is over); and when it has waited for longer than any thread
+// does in a healthy step, it sleeps.
+constexpr int kSpins = 256;
+constexpr int kYields = 256;
 
 struct Buffer {
     void* data = nullptr;
@@ -71,6 +76,10 @@ void barrier(Team& team) {
     for (int spin = 0; spin < kSpins; spin++) {
         if (shared.generation.load(std::memory_order_acquire) != generation) return;
         pause();
+    }
+    for (int turn = 0; turn < kYields; turn++) {
+        if (shared.generation.load(std::memory_order_acquire) != generation) return;
+        sched_yield();
     }
     while (shared.generation.load(std::memory_order_acquire) == generation)
         shared.generation.wait(generation, std::memory_order_acquire);

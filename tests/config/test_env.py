@@ -85,6 +85,12 @@ def test_the_server_has_variables_too() -> None:
     assert environment_options(environ) == {"block_size": 8}
 
 
+@pytest.mark.parametrize("text", ["", " ", ","])
+def test_keys_that_were_lost_on_the_way_do_not_make_an_open_server(text: str) -> None:
+    with pytest.raises(ConfigError, match="KVIK_API_KEY"):
+        server_environment({"KVIK_API_KEY": text})
+
+
 def test_what_kubernetes_sets_beside_a_service_of_that_name_is_none_of_ours() -> None:
     environ = {
         "KVIK_SERVICE_HOST": "10.0.0.1",

@@ -244,6 +244,24 @@ def test_the_least_urgent_gives_way_if_priorities_count() -> None:
     assert not any(r.num_preemptions for r in high)
 
 
+@pytest.mark.parametrize("max_num_seqs", [7, 8])
+@pytest.mark.parametrize("length", [1, 20])
+def test_decodes_that_fill_a_step_leave_a_fair_part_of_it(max_num_seqs: int, length: int) -> None:
+    """As many requests as a step has tokens: the first token of another does not wait for them."""
+    sim = Simulation(replace(WIDE, budget=8, max_num_seqs=max_num_seqs))
+    for _ in range(12):
+        ask(sim, "a", 3, 300)
+    for _ in range(20):
+        sim.step()
+    other = ask(sim, "b", length, 8)
+    assert steps_to_first_token(sim, other) <= -(-length // 4)
+    done = {r.key: len(r.token_ids) for r in sim.scheduler.running}
+    while not other.finished:
+        sim.step()
+    for request in sim.scheduler.running:  # and nobody is passed over for ever
+        assert len(request.token_ids) > done.get(request.key, 0)
+
+
 def test_a_fair_share_of_what_is_held_is_safe() -> None:
     """Four slots of eight are a fair share of two, however often the other asks."""
     sim = Simulation(WIDE)

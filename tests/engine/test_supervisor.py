@@ -346,7 +346,17 @@ def test_closing_at_any_moment():
 def test_signals_of_the_terminal_do_not_reach_it():
     async def test(rig: Rig) -> None:
         await rig.until(EngineState.READY)
-        assert os.getsid(rig.supervisor.pid) == rig.supervisor.pid != os.getsid(0)
+        assert os.getpgid(rig.supervisor.pid) == rig.supervisor.pid != os.getpgid(0)
+
+    supervised(test)
+
+
+def test_it_shares_our_session():
+    """Linux shares processors between sessions, and would put all its threads on one core."""
+
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        assert os.getsid(rig.supervisor.pid) == os.getsid(0)
 
     supervised(test)
 

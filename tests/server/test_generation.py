@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
 
 import pytest
 from helpers.generating import LETTERS, generating, wish
@@ -342,66 +341,6 @@ def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
             await serving.at_rest()
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
-    run(test())
-
-
-def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
-    """Many siblings have a token in the same step; so have all after the event loop was held up."""
-
-    async def test():
-        async with generating(FakeExecutor(seconds=0.005)) as serving:
-            generation = await serving.generations.start(
-                wish("A", n=8, max_tokens=20), "", streaming=True
-            )
-            async for _ in generation:
-                pass
-            assert [len(one.token_ids) for one in generation.result.completions] == [20] * 8
-            await serving.at_rest()
-
-    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
-    run(test())
-
-
-def test_others_have_their_turn_while_many_prompts_are_sent():
-    async def test():
-        async with generating(max_requests=64, max_tokens=1 << 20) as serving:
-            turns = 0
-
-            async def other():
-                nonlocal turns
-                while True:
-                    turns += 1
-                    await asyncio.sleep(0)
-
-            task = asyncio.get_running_loop().create_task(other())
-            all_of_them = await serving.generations.start_all(
-                [wish([1] * 200)] * 32, "", streaming=False
-            )
-            assert turns >= 32
-            task.cancel()
-            for generation in all_of_them:
-                generation.abort()
-            await serving.at_rest()
-
-    run(test())
-
-
-@pytest.mark.parametrize("turns", [0, 3, 10, 40])
-def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
-    async def test():
-        async with generating(max_requests=64) as serving:
-            wishes = [wish([1] * 20, max_tokens=200)] * 16
-            task = asyncio.get_running_loop().create_task(
-                serving.generations.start_all(wishes, "", streaming=True)
-            )
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                for generation in await task:
-                    generation.abort()
-            await serving.at_rest()
-
     run(test())
 
 

@@ -13,9 +13,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ParamError
+from kvik.config.errors import OverloadError, ParamError
 from kvik.launch import resolve_config
 from kvik.model_files import model_files
+from kvik.server import texts as module
 from kvik.server.texts import INLINE_CHARS, Texts
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer
@@ -116,3 +117,26 @@ def test_without_a_template_conversations_are_refused(tokenizer: Tokenizer) -> N
             await texts.render([{"role": "user", "content": "hi"}])
 
     with_texts(counted(tokenizer), use)
+
+
+def test_texts_that_wait_have_bounded_room(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_CHARS", 10_000)
+    long, talk = "a " * 2000, [{"role": "user", "content": "a " * 4000}]
+
+    async def use(texts: Texts) -> None:
+        found = await asyncio.gather(
+            *(texts.encode(long) for _ in range(4)), return_exceptions=True
+        )
+        assert [isinstance(one, OverloadError) for one in found] == [False, False, True, True]
+        first = asyncio.ensure_future(texts.encode(long))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadError):
+            await texts.render(talk)
+        await first
+        for _ in range(2):  # all is given back, and one alone may be of any length
+            await texts.encode("a " * 5500)
+        await texts.encode(long)
+
+    with_texts(tokenizer, use, 16_000)

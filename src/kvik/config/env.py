@@ -60,7 +60,10 @@ def _variables(kind: type) -> dict[str, Option]:
 def _parse(option: Option, text: str) -> object:
     if not option.repeats:
         return option.parse(text)
-    return tuple(option.parse(part.strip()) for part in text.split(",") if part.strip())
+    entries = tuple(option.parse(part.strip()) for part in text.split(",") if part.strip())
+    if not entries:  # whose key did not come where it should is not served without one
+        raise ValueError(text)
+    return entries
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:

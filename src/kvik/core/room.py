@@ -15,7 +15,7 @@ resources, Ghodsi et al. 2011). With n tenants a fair share is 1/n.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from kvik.config.config import SchedulerConfig
@@ -65,6 +65,19 @@ def decode_demand(running: Iterable[Request], kv: KVCacheManager) -> tuple[int, 
             tokens += wanted
             blocks += kv.num_missing(request, request.num_computed_tokens + wanted)
     return tokens, blocks
+
+
+def decode_order(
+    running: list[Request], kv: KVCacheManager, max_num_seqs: int, first: Collection[Request]
+) -> list[Request]:
+    """Running requests, those in `first` before all others; last, if blocks may not do for all,
+    those of the tenants that hold most."""
+    if len(running) * len(kv.groups) > kv.pool.num_free:
+        holdings = Holdings(running, kv, max_num_seqs)
+        running = sorted(running, key=lambda request: holdings.share(request.tenant))
+    if first:
+        running = sorted(running, key=lambda request: request not in first)
+    return running
 
 
 def prompt_demand(request: Request, kv: KVCacheManager, chunk: int) -> int:

@@ -21,7 +21,7 @@ from kvik.core.pace import Pace
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.policy import make_policy, rejoins
 from kvik.core.queue import WaitingQueue
-from kvik.core.room import Holdings, Room, decode_demand, prompt_demand
+from kvik.core.room import Holdings, Room, decode_demand, decode_order, prompt_demand
 from kvik.core.rows import Rows
 from kvik.core.steps import StepsInFlight
 from kvik.core.types import (
@@ -97,8 +97,12 @@ class Scheduler:
         self._expire(now)
         rows = Rows()
         contended = self.shares.contended
-        kept = self._make_room(rows, now) if contended else 0
-        budget, prefilling = self._schedule_decodes(rows, kept, fairly=contended)
+        running, kept = self.running, 0
+        if contended:
+            kept = self._make_room(rows, now)
+            first = self.shares.newcomers if kept else {}
+            running = decode_order(running, self.kv, self.config.max_num_seqs, first)
+        budget, prefilling = self._schedule_decodes(rows, running, kept)
         if contended:
             budget = self._schedule_in_turn(rows, prefilling, budget, now)
         else:
@@ -134,7 +138,7 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(
-        self, rows: Rows, kept: int, *, fairly: bool
+        self, rows: Rows, running: list[Request], kept: int
     ) -> tuple[int, list[Request]]:
         """Decoding requests first, since each costs little and someone is reading; what is left of
         the budget, of which `kept` tokens are not for them, goes to prefills. Returns that rest,
@@ -142,9 +146,6 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - kept
         step = self.counters.steps
         block_size = self.kv.block_size
-        running = self._by_holding() if fairly else self.running
-        if kept:  # there are not tokens for all
-            running = sorted(running, key=lambda request: request not in self.shares.newcomers)
         prefilling: list[Request] = []
         drafting: list[tuple[Request, int]] = []
         i = 0
@@ -198,14 +199,6 @@ class Scheduler:
             if request.last_step == step:  # and not preempted, or postponed for want of blocks
                 self.meter.drafts(request, wanted)
         return budget + kept, prefilling
-
-    def _by_holding(self) -> list[Request]:
-        """Running requests, those of tenants that hold most last if blocks may not do for all."""
-        kv = self.kv
-        if len(self.running) * len(kv.groups) <= kv.pool.num_free:
-            return self.running
-        holdings = Holdings(self.running, kv, self.config.max_num_seqs)
-        return sorted(self.running, key=lambda request: holdings.share(request.tenant))
 
     def _schedule_in_order(
         self, rows: Rows, prefilling: list[Request], budget: int, now: float
@@ -303,14 +296,14 @@ class Scheduler:
         tokens, blocks = budget - decoding, kv.pool.num_free - growth
         free_slots = len(self._free_slots)
         room = Room(self.running, free_slots, blocks, kv, self.config, self.shares, self.policy)
-        wanted = 0  # by newcomers
+        fair, wanted = max(1, budget // self.shares.num_active), 0  # tokens; by newcomers
         for request in newcomers:
             if request.status is RequestStatus.RUNNING:
                 wanted += request.num_unscheduled_tokens
                 self._give_way(room.take(request, 0, prompt_demand(request, kv, budget)), rows)
         tokens -= wanted
         for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
-            if tokens <= 0 and request not in newcomers:
+            if tokens <= 0 and (wanted >= fair or request not in newcomers):
                 break
             if self._is_held_up(request):
                 continue
@@ -325,7 +318,7 @@ class Scheduler:
             tokens -= known - match.num_tokens
             if request in newcomers:
                 wanted += known - match.num_tokens
-        kept = min(wanted, max(1, budget // self.shares.num_active), budget - 1)
+        kept = min(wanted, fair, budget - 1)
         return kept if decoding + kept > budget else 0
 
     def _give_way(self, victims: list[Request] | None, rows: Rows) -> None:
@@ -396,11 +389,9 @@ class Scheduler:
     def _leader_is_busy(request: Request) -> bool:
         """A sibling waits while its leader computes the prompt that both will share."""
         leader = request.leader
-        return (
-            leader is not None
-            and leader.status is RequestStatus.RUNNING
-            and leader.first_token is None
-        )
+        if leader is None or leader.first_token is not None:
+            return False
+        return leader.status is RequestStatus.RUNNING
 
     def _start(self, request: Request, matched: int, now: float) -> None:
         self.waiting.remove(request)

@@ -20,8 +20,9 @@ _READ = 1 << 16
 class Child:
     """A process that is told the number of its end of a socket as its last argument.
 
-    It has a session of its own, so that Ctrl-C in a terminal does not reach it: its end is that of
-    the socket.
+    It has a process group of its own, so that Ctrl-C in a terminal does not reach it: its end is
+    that of the socket. It stays in our session, as Linux shares processors between sessions: all
+    threads of the engine would end up on one core whenever another program is busy.
 
     Args:
         command: to start it.
@@ -40,7 +41,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                process_group=0,
             )
         except OSError:
             self.socket.close()
@@ -84,7 +85,7 @@ class Child:
         return self._ending()
 
     def _kill(self) -> None:
-        """With all of its session, as compilers and the like may work for it."""
+        """With all of its group, as compilers and the like may work for it."""
         if self.running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.stats import EngineStats
 
 MAX_CELLS = 4096  # of the map of blocks
+MAX_LOOKED_AT = 1 << 16  # blocks of requests, to draw it
 MAX_STEPS = 200
 MAX_RUNNING, MAX_WAITING, MAX_FINISHED = 256, 32, 64  # requests in a view
 RATE_SECONDS = 2.0
@@ -28,8 +29,8 @@ class BlockState(IntEnum):
 
     FREE = 0
     CACHED = 1  # free, and its content can be matched
-    SHARED = 2  # held by several requests
-    PINNED = 3  # held by none that runs
+    SHARED = 2  # held by several requests, or by one that is not in the view
+    PINNED = 3  # held by none, and pinned
     OWNED = 4
 
 
@@ -240,16 +241,17 @@ def block_map(
     cells = array("H", bytes(2 * len(references)))
     for cell, (count, known, kept) in enumerate(zip(references, cached, pinned, strict=True)):
         if count:
-            cells[cell] = BlockState.SHARED if count > 1 else BlockState.PINNED
+            cells[cell] = BlockState.SHARED
         elif known:
             cells[cell] = BlockState.PINNED if kept else BlockState.CACHED
+    held = sum(len(table) for groups in tables for table in groups)
+    stride = max(1, held // MAX_LOOKED_AT)
     for owner, groups in enumerate(tables, BlockState.OWNED):
         for table in groups:
-            for block in table[::every]:
-                cell = (block - 1) // every
-                # The null block has no cell; a cell of many blocks may be shared by one of them.
-                if block and cells[cell] != BlockState.SHARED:
-                    cells[cell] = owner
+            for block in table[::stride]:
+                # the null block has no cell
+                if block and pool.ref_counts[block] == 1:
+                    cells[(block - 1) // every] = owner
     if sys.byteorder == "big":
         cells.byteswap()
     return BlockMap(num_blocks, every, pool.num_free, pool.num_cached, cells.tobytes())

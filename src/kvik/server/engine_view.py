@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -91,10 +92,8 @@ class Feed:
     async def _take(self) -> Frame:
         view = None
         if self._engine.state is EngineState.READY:
-            try:
+            with suppress(UnavailableError):  # it is busy, or has just stopped: the state will tell
                 view = await self._engine.live()
-            except UnavailableError:
-                pass  # it is busy, or has just stopped: the state will tell
         return Frame(self._engine.state, self._engine.reason, view)
 
 

@@ -100,6 +100,12 @@ class Generation:
         assert self.result is not None
         return self.result
 
+    def _start(self, index: int) -> None:
+        """A completion has its first token, or is done without any: only its prompt was read."""
+        if index in self._unstarted:
+            self._unstarted.discard(index)
+            self._ticket.started()
+
     def abort(self, reason: str = "the request was aborted") -> None:
         """End it now, whatever its phase; nothing happens if it has ended."""
         self._owner._fail(self, aborted(reason), FinishReason.ABORT)
@@ -218,8 +224,8 @@ class Generations:
 
     def _add(self, draft: Draft, arrived: float, streaming: bool, bell: Bell) -> Generation:
         request = draft.request
-        if request.deadline is not None and request.priority >= 0:  # what is urgent waits less
-            self._admission.check_deadline(request.tenant, request.deadline)
+        if draft.wanted_by is not None and request.priority >= 0:  # what is urgent waits less
+            self._admission.check_deadline(request.tenant, draft.wanted_by)
         n, num_tokens = request.params.n, len(request.prompt_token_ids)
         ticket = self._admission.admit(request.tenant, n, num_tokens)
         life = Life(
@@ -259,7 +265,11 @@ class Generations:
             self._engine.end(request_id, index, reason, error)
         for delta in deltas:
             generation = self._live.get(delta.request_id)
-            if generation is not None and delta.token_ids:
+            if generation is None:
+                continue
+            if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
+                generation._start(delta.index)
+            if delta.token_ids:
                 self._count(generation, delta, now)
         for piece in processed.deltas:
             generation = self._live.get(piece.request_id)
@@ -278,9 +288,6 @@ class Generations:
         life, count = generation.life, len(delta.token_ids)
         if delta.index == 0 and delta.prompt is not None:
             generation.prompt_use = delta.prompt
-        if delta.index in generation._unstarted:
-            generation._unstarted.discard(delta.index)
-            generation._ticket.started()
         self._observer.delivered(life, count, now)
         if life.first_token is None:
             life.first_token = now

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvik.core.types import RequestDelta
 
-PIECES_PER_SECOND = 2500  # of all streams together, as far as `MAX_HOLD` allows
+PIECES_PER_SECOND = 1000  # of all streams together, as far as `MAX_HOLD` allows
 MAX_HOLD = 0.05  # seconds
 
 
@@ -67,10 +67,10 @@ class Held:
 
 
 def _join(held: RequestDelta, later: RequestDelta) -> None:
+    """What comes with a first token is not looked at: nothing is held before that."""
     held.token_ids += later.token_ids
     if later.logprobs is not None:
         held.logprobs = later.logprobs if held.logprobs is None else held.logprobs + later.logprobs
-    held.prompt_logprobs = held.prompt_logprobs or later.prompt_logprobs
-    held.prompt = held.prompt or later.prompt
-    held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
-    held.error, held.report, held.embedding = later.error, later.report, later.embedding
+    if later.finish_reason is not None:
+        held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
+        held.error, held.report, held.embedding = later.error, later.report, later.embedding

@@ -49,11 +49,16 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Draft:
-    """A request on its way to the engine."""
+    """A request on its way to the engine.
+
+    Attributes:
+        wanted_by: by the engine's clock, if its caller said so; its deadline may be sooner.
+    """
 
     request: EngineRequest
     text: str | None
     degraded: str = ""
+    wanted_by: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,8 @@ class Intake:
             pins=wish.pins,
             pooling=wish.pooling,
         )
-        return Draft(request, text, degraded)
+        wanted_by = None if wish.deadline_ms is None else arrived + wish.deadline_ms / 1000
+        return Draft(request, text, degraded, wanted_by)
 
     async def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if sum(len(word) for word in params.bad_words) > MAX_BAD_WORD_CHARS:

@@ -4,10 +4,11 @@ that no context can hold is refused before that."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-from kvik.config.errors import ModelError, ParamError
+from kvik.config.errors import ModelError, OverloadError, ParamError
 from kvik.server.templates import Templates
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.template_process import TemplateSource
@@ -21,6 +22,7 @@ MAX_BYTES_PER_TOKEN = 128
 # Usual text has 3 to 5 bytes a token. When more than this for each token of the context is given,
 # its beginning tells whether the rest is worth reading.
 PROBE_BYTES_PER_TOKEN = 8
+MAX_WAITING_CHARS = 128 << 20  # of texts that wait for a thread or a template, all together
 
 
 class Texts:
@@ -35,6 +37,7 @@ class Texts:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
+        self._num_waiting = 0  # characters
         self._templates, self._no_template = _templates(tokenizer)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -48,6 +51,10 @@ class Texts:
             return tokenizer.encode(text, add_special_tokens)
         if len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
+        with self._wait(len(text)):
+            return await self._encode(tokenizer, text, add_special_tokens)
+
+    async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         loop = asyncio.get_running_loop()
         probe = self.max_model_len * PROBE_BYTES_PER_TOKEN
         if len(text) > probe:
@@ -75,12 +82,13 @@ class Texts:
         self._known("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
-        return await self._templates.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            variables=variables,
-        )
+        with self._wait(sum(len(str(message.get("content"))) for message in messages)):
+            return await self._templates.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                variables=variables,
+            )
 
     async def encode_chat(
         self,
@@ -110,6 +118,21 @@ class Texts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._templates is not None:
             await self._templates.close()
+
+    @contextmanager
+    def _wait(self, num_chars: int) -> Iterator[None]:
+        """Hold a text that waits for its turn, or is being worked on.
+
+        Raises:
+            OverloadError: too much is held already.
+        """
+        if self._num_waiting and self._num_waiting + num_chars > MAX_WAITING_CHARS:
+            raise OverloadError("queue", "too much text waits to be tokenised", 1.0, own=False)
+        self._num_waiting += num_chars
+        try:
+            yield
+        finally:
+            self._num_waiting -= num_chars
 
     def _known(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from tokenizers import Tokenizer as Library
@@ -64,6 +65,13 @@ class Pieces:
             piece = self._cache[token] = self._find(token)
         return piece
 
+    def join(self, ids: Sequence[int]) -> str | None:
+        """Text of tokens inside a sequence; None if one of them is no whole characters, or new."""
+        try:
+            return "".join(map(self._cache.__getitem__, ids))  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens that begin a sequence, as the library sees it."""
         return self._library.decode(ids, skip_special_tokens=False)
@@ -89,7 +97,9 @@ class Detokenizer:
     character that the prompt leaves unfinished belongs to the output.
     """
 
-    def __init__(self, pieces: Pieces, prompt_ids: Sequence[int], skipped: Collection[int]) -> None:
+    def __init__(
+        self, pieces: Pieces, prompt_ids: Sequence[int], skipped: AbstractSet[int]
+    ) -> None:
         self._pieces = pieces
         self._skipped = skipped
         self._partial = b""  # start of a character, at most three bytes
@@ -103,6 +113,10 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is final with these tokens."""
+        if self._leading is None and not self._partial and self._skipped.isdisjoint(ids):
+            text = self._pieces.join(ids)
+            if text is not None:  # nearly always
+                return text
         out: list[str] = []
         for token in ids:
             if token in self._skipped:

@@ -138,5 +138,5 @@ def test_common_length_of_long_texts() -> None:
 @pytest.mark.parametrize("begun", [".", "3.", "c.", "ab."])
 def test_an_answer_that_is_begun_with_words_of_the_template(begun: str) -> None:
     """What the template writes behind it is not taken for it."""
-    prompt, text = prompt_of(PLAIN, messages=[user(block("ab.")), assistant(block(begun))])
+    _, text = prompt_of(PLAIN, messages=[user(block("ab.")), assistant(block(begun))])
     assert text == f"2ab..3{begun}"

@@ -44,7 +44,12 @@ def test_much_of_it_is_done_in_a_thread() -> None:
         (conversation, "_plain", "/v1/chat/completions", TALK),
         (conversation, "_plain", "/tokenize", {"messages": TALK["messages"]}),
         (embeddings, "_written", "/v1/embeddings", {"input": "A dog"}),
-        (tokenize.TokenNames, "name", "/tokenize", {"prompt": "A big dog", "return_token_strs": True}),
+        (
+            tokenize.TokenNames,
+            "name",
+            "/tokenize",
+            {"prompt": "A big dog", "return_token_strs": True},
+        ),
     ],
 )
 def test_which_work_this_is(
