@@ -9,7 +9,7 @@ import pytest
 from helpers.generating import letters
 
 from kvik.config.errors import ParamError
-from kvik.server.openai.conversation import continued
+from kvik.server.continuation import continued
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 

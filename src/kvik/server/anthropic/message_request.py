@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from kvik.core.sampling_params import MAX_STOP_BYTES, MAX_STOP_STRINGS
-from kvik.server.openai.fields import MAX_INT32, Name, Unhonoured
+from kvik.server.openai.fields import MAX_INT32, Name
+from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]

@@ -15,14 +15,14 @@ from kvik.server.anthropic.message_request import CountRequest, MessageRequest
 from kvik.server.anthropic.prompt import make_prompt
 from kvik.server.anthropic.unhonoured import COUNT, MESSAGES
 from kvik.server.anthropic.usage import Meter
+from kvik.server.asking import called, check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.intake import GenerationRequest
-from kvik.server.openai.asking import called, check_model, json_response
-from kvik.server.openai.unhonoured import refuse
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
+from kvik.server.unhonoured import refuse
 
 
 async def messages(parts: Parts, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvik.server.openai.unhonoured import Table
+from kvik.server.unhonoured import Table
 
 _TOOLS = "tools are not supported yet"
 _OUTPUT = "constrained output is not supported yet"

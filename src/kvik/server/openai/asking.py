@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import msgspec
-from starlette.responses import Response
-
-from kvik.config.errors import KvikError, ParamError
+from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin, TokenLogprobs
 from kvik.engine.output import RequestOutput
-from kvik.server.errors import model_not_found
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.fields import Generating
 from kvik.server.parts import Parts
@@ -21,12 +16,6 @@ from kvik.server.parts import Parts
 RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
 _DEFAULT = "in_memory"
 MAX_LOGPROB_VALUES = 1 << 19
-
-
-def check_model(parts: Parts, model: str | None) -> None:
-    """Raises `HttpError` 404 if it is not the one served; who names none means it."""
-    if model and model not in parts.model_names:
-        raise model_not_found(model)
 
 
 def generation_request(
@@ -93,23 +82,9 @@ def check_logprobs(
             )
 
 
-@contextmanager
-def called(**names: str) -> Iterator[None]:
-    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
-    try:
-        yield
-    except KvikError as error:
-        error.field = names.get(error.field, error.field)
-        raise
-
-
 def num_logprobs(output: RequestOutput) -> int:
     """Values to write of a finished request."""
     rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
     rows.append(output.prompt_logprobs or ())
     # The last entry is as wide as all; the first of a prompt is none.
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
-
-
-def json_response(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from kvik.server.openai.fields import Count, Generating, Logprobs, Unhonoured
+from kvik.server.openai.fields import Count, Generating, Logprobs
+from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 Variable = str | int | float | bool | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvik.server.openai.fields import Generating, Logprobs, Prompt, Unhonoured
+from kvik.server.openai.fields import Generating, Logprobs, Prompt
+from kvik.server.unhonoured import Unhonoured
 
 
 class CompletionRequest(Generating, kw_only=True):

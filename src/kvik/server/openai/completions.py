@@ -5,18 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.server.asking import called, check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
-from kvik.server.openai.asking import (
-    called,
-    check_logprobs,
-    check_model,
-    check_room,
-    generation_request,
-    json_response,
-    num_logprobs,
-)
+from kvik.server.openai.asking import check_logprobs, check_room, generation_request, num_logprobs
 from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
 from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.heading import Heading

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 
 from kvik.config.errors import ParamError
+from kvik.server.asking import called
 from kvik.server.beside import beside
-from kvik.server.openai.asking import called
+from kvik.server.continuation import continued
 from kvik.server.openai.chat_request import Message, Part, Variable
-from kvik.server.openai.unhonoured import MESSAGE, refuse
+from kvik.server.openai.unhonoured import MESSAGE
 from kvik.server.texts import Texts
+from kvik.server.unhonoured import refuse
 
 # What a template gets anyway, or what would replace it.
 _OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
@@ -81,30 +82,3 @@ def _text(content: str | list[Part] | None) -> str:
         if part.text is None:
             raise ParamError("messages", "have a text part without text")
     return "\n".join(part.text or "" for part in content)
-
-
-async def continued(
-    texts: Texts,
-    messages: Sequence[Mapping[str, object]],
-    variables: Mapping[str, Variable] | None = None,
-) -> str:
-    """The text of a conversation to the end of its last message, without what the template writes
-    behind that. White space at its end is left out, as many templates do anyway.
-
-    The end is found by a mark that no message can hold: the last words themselves may well come
-    again in what follows ("<" in "<|im_end|>").
-    """
-    *before, last = messages
-    content = str(last["content"]).rstrip()
-    mark = secrets.token_hex(16)
-    text = await texts.render(
-        [*before, {**last, "content": content + mark}],
-        add_generation_prompt=False,
-        variables=dict(variables or {}),
-    )
-    place = text.rfind(mark)
-    if not content or place < 0:
-        raise ParamError(
-            "continue_final_message", "the chat template does not show the last message as it is"
-        )
-    return text[:place]

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from kvik.server.openai.fields import Name, Prompt, Unhonoured
+from kvik.server.openai.fields import Name, Prompt
+from kvik.server.unhonoured import Unhonoured
 
 MAX_INPUTS = 2048
 

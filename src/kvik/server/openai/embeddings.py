@@ -13,17 +13,18 @@ from starlette.responses import Response
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.embedding import normalise
+from kvik.server.asking import called, check_model
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
-from kvik.server.openai.asking import called, check_model
 from kvik.server.openai.embedding_request import MAX_INPUTS, EmbeddingRequest
 from kvik.server.openai.prompts import prompt_ids, split
-from kvik.server.openai.unhonoured import EMBEDDING, refuse
+from kvik.server.openai.unhonoured import EMBEDDING
 from kvik.server.parts import Parts
 from kvik.server.reply import outputs
+from kvik.server.unhonoured import refuse
 
 DEFAULT_POOLING = "mean"
 

@@ -13,6 +13,7 @@ from kvik.core.sampling_params import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
+from kvik.server.unhonoured import Unhonoured
 
 MAX_INT32 = 2**31 - 1
 
@@ -39,9 +40,6 @@ Number = Annotated[int, Meta(ge=1, le=MAX_N)]
 Prompt = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="a text, token ids, or a list of texts or of lists of token ids"),
-]
-Unhonoured = Annotated[
-    Any, Meta(description="Not supported: leave it out, or give what asks for nothing.")
 ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.server.asking import json_response
 from kvik.server.errors import model_not_found
 from kvik.server.openai.answers import Model, Models
-from kvik.server.openai.asking import json_response
 from kvik.server.parts import Parts
 
 

@@ -7,7 +7,8 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.server.openai.chat_request import ChatRequest
 from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.fields import Generating
-from kvik.server.openai.unhonoured import CHAT, COMPLETION, refuse
+from kvik.server.openai.unhonoured import CHAT, COMPLETION
+from kvik.server.unhonoured import refuse
 
 # Fields that mean what the sampling parameter of the same name means.
 _ALIKE = (

@@ -7,17 +7,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.errors import ParamError
+from kvik.server.asking import check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.openai.answers import Detokenized, Tokenized, TokenizerInfo
-from kvik.server.openai.asking import check_model, json_response
 from kvik.server.openai.conversation import conversation_ids
 from kvik.server.openai.prompts import prompt_ids
 from kvik.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
 from kvik.server.openai.tokens import TokenNames
-from kvik.server.openai.unhonoured import TOKENIZE, refuse
+from kvik.server.openai.unhonoured import TOKENIZE
 from kvik.server.parts import Parts
+from kvik.server.unhonoured import refuse
 
 
 async def tokenize(parts: Parts, request: Request) -> Response:

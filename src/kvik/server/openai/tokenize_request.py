@@ -7,7 +7,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvik.server.openai.chat_request import Message, Variable
-from kvik.server.openai.fields import Name, TokenId, Unhonoured
+from kvik.server.openai.fields import Name, TokenId
+from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 

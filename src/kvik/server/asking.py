@@ -1,0 +1,33 @@
+"""What the routes of all APIs do alike: the model's name, names of fields in errors, JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from starlette.responses import Response
+
+from kvik.config.errors import KvikError
+from kvik.server.errors import model_not_found
+from kvik.server.parts import Parts
+
+
+def check_model(parts: Parts, model: str | None) -> None:
+    """Raises `HttpError` 404 if it is not the one served; who names none means it."""
+    if model and model not in parts.model_names:
+        raise model_not_found(model)
+
+
+@contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
+    try:
+        yield
+    except KvikError as error:
+        error.field = names.get(error.field, error.field)
+        raise
+
+
+def json_response(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
