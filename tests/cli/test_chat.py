@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvik.cli.chat import HELP, Chat
+from kvik.cli.chat_local import LocalBackend
 from kvik.cli.main import main
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.llm import LLM, Stream
@@ -21,7 +22,8 @@ Loads = list[dict[str, Any]]
 
 
 def chat(llm: LLM, **changes: Any) -> Chat:
-    return Chat(llm, llm.default_params.with_changes(**{"max_tokens": 6, "seed": 1, **changes}))
+    params = llm.default_params.with_changes(**{"max_tokens": 6, "seed": 1, **changes})
+    return Chat(LocalBackend(llm, params))
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert captured.err == "[stopped]\n"
     assert talk.messages[1] == {"role": "assistant", "content": captured.out.removesuffix("\n")}
     assert llm.stats().num_running == 0
-    talk.params = talk.params.with_changes(max_tokens=3)
+    talk.backend = chat(llm, max_tokens=3).backend
     talk.take("Go on")
     assert len(talk.messages) == 4
 

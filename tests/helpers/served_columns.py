@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from helpers.served_engine import engine_in_thread
 
 from kvik.config.config import EngineConfig
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, Pin, RequestDelta
+from kvik.engine.executor import Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.record_file import RecordReader, open_recording
 from kvik.engine.stats import EngineStats
@@ -86,6 +89,29 @@ def _by_steps(engine: Engine, rounds: Rounds) -> Served:
         client.close()
 
 
+class _Held:
+    """An executor that computes nothing until a whole batch has been sent: how much of it meets in
+    the engine must not depend on which thread is quicker."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.depth = executor.depth
+        self.sent = threading.Event()
+
+    def start(self) -> None:
+        self._executor.start()
+
+    def submit(self, plan: SchedulerOutput) -> object:
+        assert self.sent.wait(30)
+        return self._executor.submit(plan)
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        return self._executor.result(handle)
+
+    def stop(self) -> None:
+        self._executor.stop()
+
+
 async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
@@ -94,13 +120,16 @@ async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
 
-    async with engine_in_thread(engine.resolved, engine.executor) as served:
+    held = _Held(engine.executor)
+    async with engine_in_thread(engine.resolved, held) as served:
         served.client.start(take)
         await served.ready()
         for batch in rounds:
+            held.sent.clear()
             for request in batch:
                 outputs.add(request, None, streaming=False)
                 served.client.add(request)
+            held.sent.set()
             async with asyncio.timeout(60):
                 while not all(request.request_id in found for request in batch):
                     await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""`kvik chat [MODEL]`: a conversation in the terminal."""
+"""`kvik chat [MODEL]` or `kvik chat --url URL`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -8,38 +8,46 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvik.cli.chat_backend import Backend, Facts
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
     add_sampling_flags,
     engine_options,
+    given_engine_options,
     given_sampling_options,
 )
-from kvik.cli.report import stats_line
-from kvik.config.errors import KvikError, ParamError
+from kvik.config.errors import ConfigError, KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from kvik.engine.output import RequestOutput
-    from kvik.llm import LLM
 
 HELP = """\
 /help           this list
 /system [TEXT]  set the system message (nothing: show it; - : remove it)
 /reset          forget the conversation
 /save FILE      write the conversation as JSON
-/stats          figures of the last answer and of the engine
+/stats          figures of the last answer and of whoever gave it
 /exit           leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser("chat", "[MODEL]", "Talk to a model. /help lists the commands.")
+    parser = Parser(
+        "chat", "[MODEL | --url URL]", "Talk to a model, here or of a server. /help lists commands."
+    )
     parser.add_argument(
         "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
+    server = parser.add_argument_group("a server that answers instead of an engine here")
+    server.add_argument("--url", help="of an OpenAI-compatible API, with or without /v1")
+    server.add_argument(
+        "--model",
+        dest="served_model",
+        default="",
+        metavar="NAME",
+        help="as the server calls it (its first)",
+    )
+    server.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -51,40 +59,69 @@ def run(arguments: argparse.Namespace) -> int:
     for name, allowed in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
         if given.get(name, allowed) != allowed:
             raise ParamError(name, "has no place in a chat; kvik generate takes it")
+    if arguments.url is None:
+        _with_engine(arguments, given)
+    else:
+        _with_server(arguments, given)
+    return 0
 
+
+def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
+    if arguments.served_model:
+        raise ConfigError("model", "is named without --model, which goes with --url")
+    if arguments.api_key:
+        raise ConfigError("api_key", "goes with --url")
+
+    from kvik.cli.chat_local import LocalBackend
     from kvik.llm import LLM  # brings in torch
 
     with LLM(**engine_options(arguments, arguments.model)) as llm:
         llm.render_chat([{"role": "user", "content": "Hello"}])  # a model without a template: now
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
-        chat = Chat(llm, params, arguments.system)
-        interactive = sys.stdin.isatty()
-        if interactive:
-            import readline  # noqa: F401  line editing and history for input()
+        _converse(Chat(LocalBackend(llm, params), arguments.system))
 
-            print("/help lists the commands")
-        while chat.open:
-            try:
-                chat.take(input("> " if interactive else ""))
-            except EOFError:
-                break
-            except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
-                if not interactive:
-                    raise
-                print("\n/exit or Ctrl-D leaves")
-    return 0
+
+def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
+    for name in given_engine_options(arguments):
+        raise ConfigError(name, "is for an engine here; with --url the server has its own")
+    if arguments.model:
+        raise ConfigError("model", f"of a server is named by --model {arguments.model[:60]}")
+
+    from kvik.cli.chat_remote import RemoteBackend, Server, first_model
+
+    server = Server(arguments.url, arguments.api_key)
+    sampling = {name: value for name, value in given.items() if value is not None}
+    model = arguments.served_model or first_model(server)
+    _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
+
+
+def _converse(chat: Chat) -> None:
+    """Until the user leaves."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  line editing and history for input()
+
+        print("/help lists the commands")
+    while chat.open:
+        try:
+            chat.take(input("> " if interactive else ""))
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
+            if not interactive:
+                raise
+            print("\n/exit or Ctrl-D leaves")
 
 
 class Chat:
     """A conversation: every line of the user goes to `take`."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
-        self.llm = llm
-        self.params = params
+    def __init__(self, backend: Backend, system: str = "") -> None:
+        self.backend = backend
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.open = True
-        self.last: RequestOutput | None = None
+        self.last: Facts | None = None
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/help": self._help,
             "/system": self._set_system,
@@ -112,38 +149,26 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
-        limit = self.llm.resolved.scheduler.max_model_len
-        try:
-            stream = self.llm.stream_chat(self._with_system(asked), self.params)
-        except ParamError as error:
-            if error.field != "prompt" or not self.messages:
-                raise
-            message = f"the conversation outgrew the context of {limit} tokens; /reset starts over"
-            raise ParamError("prompt", message) from None
-        said = []
-        with stream:
+        said: list[str] = []
+        with self.backend.answer(self._with_system(asked)) as answer:
             try:
-                for delta in stream:
-                    said.append(delta.text)
-                    print(delta.text, end="", flush=True)
-            except KeyboardInterrupt:  # arrives between steps: the engine is in order
+                for piece in answer:
+                    said.append(piece)
+                    print(piece, end="", flush=True)
+            except KeyboardInterrupt:  # arrives between steps: an engine here is in order
                 pass
+            except KvikError:
+                if said:
+                    print(flush=True)
+                self.last = answer.facts
+                raise
         print(flush=True)
-        self.last = stream.output
+        self.last = answer.facts
         # What was stopped is kept too: the user has read it and may refer to it.
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
-        if stream.output is None:
-            print("[stopped]", file=sys.stderr)
-            return
-        (completion,) = stream.output.completions
-        if completion.finish_reason == "error":
-            self.messages = asked[:-1]
-            raise KvikError("request", completion.error or "failed")
-        used = len(stream.output.prompt_token_ids) + len(completion.token_ids)
-        if completion.finish_reason == "length" and used >= limit:
-            print(f"[the context of {limit} tokens is full; /reset starts over]", file=sys.stderr)
-        elif completion.finish_reason == "length":
-            print("[cut at max_tokens]", file=sys.stderr)
+        note = "stopped" if self.last is None else self.last.note
+        if note:
+            print(f"[{note}]", file=sys.stderr)
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         if not self.system:
@@ -177,13 +202,8 @@ class Chat:
 
     def _stats(self, rest: str) -> None:
         if self.last is not None:
-            print(f"last answer: {stats_line(self.last)}")
-        stats = self.llm.stats()
-        print(
-            f"engine: {stats.steps} steps, {stats.delivered_tokens} tokens, "
-            f"prefix-cache hit {stats.prefix_hit_rate:.0%}, {stats.cached_blocks} of "
-            f"{stats.num_blocks} blocks cached, {stats.preemptions} preemptions"
-        )
+            print(f"last answer: {self.last.figures}")
+        print(self.backend.stats())
 
     def _exit(self, rest: str) -> None:
         self.open = False

@@ -88,7 +88,12 @@ def number(text: str) -> float:
 def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Fields of EngineConfig that were given: as flags and argument, else in the environment."""
     named = {"model": model} if model else {}
-    return {**environment_options(), **named, **_given(EngineConfig, arguments, NOT_ENGINE_FLAGS)}
+    return {**environment_options(), **named, **given_engine_options(arguments)}
+
+
+def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The fields of EngineConfig that were given as flags."""
+    return _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""A server with an OpenAI-compatible API as the one who answers in a chat."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvik.bench.load.answer import Chunk, Usage
+from kvik.bench.load.sse import Event, EventTooLarge, SseParser
+from kvik.cli.chat_backend import Facts, Messages
+from kvik.config.errors import ConfigError, KvikError
+
+CONNECT_SECONDS = 30.0
+SILENCE_SECONDS = 600.0  # until the next bytes: a long prompt on a slow machine takes minutes
+PIECE_BYTES = 65536
+MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
+MAX_MESSAGE = 300  # characters shown of what a server says about an error
+
+# Not every server knows this wish, and some refuse a request for it.
+COUNTED: Mapping[str, object] = {"stream_options": {"include_usage": True}}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where to send.
+
+    Attributes:
+        url: with or without the ending /v1; http unless it says https.
+        api_key: none if empty.
+    """
+
+    url: str
+    api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if not self._is_http():
+            message = f"must be like http://127.0.0.1:8000, not {self.url[:60]!r}"
+            raise ConfigError("url", message)
+        if not re.fullmatch(r"[!-~]*", self.api_key):  # it must fit into a header
+            raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
+
+    @property
+    def _whole(self) -> str:
+        return self.url if "://" in self.url else f"http://{self.url}"
+
+    def _is_http(self) -> bool:
+        try:
+            parts = urlsplit(self._whole)
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is none
+            return False
+        plain = re.fullmatch(r"[!-~]+", self.url)
+        return bool(good and plain) and not (parts.query or parts.fragment or parts.username)
+
+    def connection(self) -> HTTPConnection:
+        """Not connected yet."""
+        parts = urlsplit(self._whole)
+        assert parts.hostname is not None
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        return kind(parts.hostname, parts.port or kind.default_port, timeout=CONNECT_SECONDS)
+
+    def send(
+        self, connection: HTTPConnection, method: str, route: str, body: bytes | None = None
+    ) -> HTTPResponse:
+        """The head of the server's answer.
+
+        Raises:
+            ConfigError: the server cannot be reached.
+            OSError, HTTPException: it can, but does not answer.
+        """
+        headers = {"Content-Type": "application/json", "User-Agent": "kvik chat"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        try:
+            connection.connect()
+        except (OSError, UnicodeError) as error:  # a name that cannot be one of a machine
+            raise ConfigError("url", f"{self.url} cannot be reached: {error}") from None
+        connection.sock.settimeout(SILENCE_SECONDS)
+        base = urlsplit(self._whole).path.rstrip("/")
+        base = base if base.endswith("/v1") else f"{base}/v1"
+        connection.request(method, base + route, body, headers)
+        return connection.getresponse()
+
+
+def first_model(server: Server) -> str:
+    """The first model that the server lists.
+
+    Raises:
+        ConfigError: it cannot be reached, refuses, or lists none.
+    """
+    connection = server.connection()
+    try:
+        response = server.send(connection, "GET", "/models")
+        body = response.read(MAX_BODY_BYTES)
+    except (OSError, HTTPException) as error:
+        raise ConfigError("url", f"{server.url} does not answer: {_reason(error)}") from None
+    finally:
+        connection.close()
+    if response.status in (401, 403):
+        raise ConfigError("api_key", f"HTTP {response.status}: {_message(body)}")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        message = f"must be given with --model: {server.url} does not list its models"
+        raise ConfigError("model", message) from None
+
+
+class RemoteBackend:
+    """`sampling`: the fields of a request that are to differ from the server's own defaults."""
+
+    def __init__(self, server: Server, model: str, sampling: Mapping[str, object]) -> None:
+        self._server = server
+        self._fields = {"model": model, "stream": True, **sampling}
+        self._model = model
+
+    def answer(self, messages: Messages) -> RemoteAnswer:
+        return RemoteAnswer(self._server, {**self._fields, "messages": list(messages)})
+
+    def stats(self) -> str:
+        return f"server: {self._server.url}, model {self._model}"
+
+
+class RemoteAnswer:
+    """One request on a connection of its own. It is sent when the first piece is asked for, so
+    that Ctrl-C also ends the wait for that."""
+
+    def __init__(self, server: Server, fields: Mapping[str, object]) -> None:
+        self._server = server
+        self._fields = fields
+        self._connection = server.connection()
+        self._response: HTTPResponse | None = None
+        self._decode = msgspec.json.Decoder(Chunk).decode
+        self._ended = False
+        self._finish: str | None = None
+        self._usage = Usage()
+        self._first = 0.0  # seconds from the request to the first text
+        self.facts: Facts | None = None
+
+    def __enter__(self) -> RemoteAnswer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+        if self._response is not None:  # it may have taken the socket over
+            self._response.close()
+
+    def __iter__(self) -> Iterator[str]:
+        started = time.monotonic()
+        try:
+            for event in self._events():
+                text = self._take(event)
+                if text:
+                    self._first = self._first or time.monotonic() - started
+                    yield text
+        except (OSError, HTTPException, EventTooLarge) as error:
+            raise KvikError("server", f"the answer broke off: {_reason(error)}") from None
+        if not self._ended:
+            raise KvikError("server", "the answer broke off")
+        note = "cut at the limit of length" if self._finish == "length" else ""
+        self.facts = Facts(self._figures(time.monotonic() - started), note)
+
+    def _events(self) -> Iterator[Event]:
+        """Until [DONE], which some servers leave out."""
+        response = self._response = self._ask()
+        kind = response.headers.get_content_type()
+        if kind != "text/event-stream":
+            raise KvikError("server", f"its answer is no stream, but {kind[:60]}")
+        parser = SseParser()
+        while piece := response.read1(PIECE_BYTES):
+            for event in parser.feed(piece):
+                if event.data == b"[DONE]":
+                    self._ended = True
+                    return
+                yield event
+
+    def _ask(self) -> HTTPResponse:
+        for wish in (COUNTED, {}):
+            body = json.dumps({**self._fields, **wish}).encode()
+            response = self._server.send(self._connection, "POST", "/chat/completions", body)
+            if response.status == 200:
+                return response
+            message = _message(response.read(MAX_BODY_BYTES))
+            self._connection.close()
+            if "stream_options" not in message:
+                break
+        raise KvikError("server", f"HTTP {response.status}: {message}")
+
+    def _take(self, event: Event) -> str:
+        """The text of an event."""
+        if event.name == b"error":
+            raise KvikError("server", _message(event.data))
+        try:
+            chunk = self._decode(event.data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            said = _message(event.data)
+            raise KvikError("server", f"sent what is no piece of an answer: {said}") from None
+        if bytes(chunk.error) != b"null":
+            raise KvikError("server", _message(event.data))
+        self._usage = chunk.usage or self._usage
+        text = ""
+        for choice in chunk.choices or ():
+            self._finish = choice.finish_reason or self._finish
+            self._ended |= self._finish is not None
+            if choice.delta is not None:
+                text += choice.delta.content or choice.delta.refusal or ""
+        return text
+
+    def _figures(self, seconds: float) -> str:
+        prompt, output = self._usage.prompt_tokens, self._usage.completion_tokens
+        parts = []
+        if prompt is not None and output is not None:
+            parts.append(f"{prompt} prompt + {output} output tokens")
+        else:
+            parts.append(f"{seconds:.1f} s, the server does not count tokens")
+        if self._first:
+            parts.append(f"TTFT {self._first * 1e3:.0f} ms")
+        if output is not None and seconds > 0:
+            parts.append(f"{output / seconds:.1f} tokens/s")
+        details = self._usage.prompt_tokens_details
+        if prompt and details is not None and details.cached_tokens is not None:
+            parts.append(f"prefix-cache hit {details.cached_tokens / prompt:.0%}")
+        return ", ".join(parts)
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says, in one line: `error.message` as OpenAI has it, else all of it."""
+    said: Any = body.decode(errors="replace")
+    try:
+        error = json.loads(body)["error"]
+        said = error["message"] if isinstance(error, dict) else error
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    line = " ".join(str(said).split())[:MAX_MESSAGE]
+    # Others' text must not steer the terminal.
+    return "".join(c if c.isprintable() else "?" for c in line) or "no reason given"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,291 @@
+"""`kvik chat --url`: the same conversation with a server."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_server import DONE, FakeServer, Received, Reply, delta, event, models, usage
+from helpers.story_site import Site, story_site
+
+from kvik.cli.chat import Chat
+from kvik.cli.chat_remote import RemoteBackend, Server, first_model
+from kvik.cli.main import main
+from kvik.config.errors import ConfigError
+from kvik.server.keys import read_keys
+from kvik.server.openai.routes import routes
+
+END = event(choices=[], usage=usage(7, 2, prompt_tokens_details={"cached_tokens": 3})) + DONE
+HELLO = Reply([delta("Hel"), delta("lo", "stop"), END])
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with story_site(routes, read_keys(["right"])) as made:
+        yield made
+        made.at_rest()
+
+
+def answering(reply: Reply) -> FakeServer:
+    return FakeServer(lambda request: models(request) or reply)
+
+
+def chat(url: str, api_key: str = "", **sampling: object) -> Chat:
+    return Chat(RemoteBackend(Server(url, api_key), "fake", sampling))
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the command with these lines on its standard input."""
+
+    def run(lines: str, *words: str) -> int:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return main(["chat", *words])
+
+    return run
+
+
+def test_a_conversation_with_a_real_server(
+    site: Site, say: Callable[..., int], tmp_path: Path, capsys: Any
+) -> None:
+    lines = f"Hello\n/stats\nAnd then?\n/save {tmp_path / 'talk.json'}\n"
+    flags = ["--temperature", "0", "--max-tokens", "4", "--system", "Be kind"]
+    assert say(lines, "--url", site.url, "--api-key", "right", *flags) == 0
+    captured = capsys.readouterr()
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    roles = [message["role"] for message in saved]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert saved[2]["content"]
+    assert captured.out.startswith(saved[2]["content"] + "\nlast answer: ")
+    assert " + 4 output tokens, TTFT " in captured.out
+    assert f"server: {site.url}, model stories\n" in captured.out
+    assert captured.err == "[cut at the limit of length]\n" * 2
+
+
+def test_the_server_s_own_message_is_shown(
+    site: Site, say: Callable[..., int], capsys: Any
+) -> None:
+    site_flags = ["--url", site.url, "--model", "stories"]
+    assert say("Hello\n", *site_flags, "--api-key", "wrong") == 0
+    error = capsys.readouterr().err
+    assert error.startswith("kvik: error: server: HTTP 401: ")
+    assert error.count("\n") == 1
+    assert say("Hello\n", "--url", site.url) == 2  # its models are not told either
+    assert capsys.readouterr().err.startswith("kvik: error: api_key: HTTP 401: ")
+    assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kvik: error: server: HTTP 400: ")
+    assert captured.out.strip()  # the conversation goes on
+
+
+def test_what_is_sent(say: Callable[..., int]) -> None:
+    flags = ["--temperature", "0.5", "--stop", "x", "--seed", "3", "--max-tokens", "none"]
+    with answering(HELLO) as server:
+        assert say("Hi\n", "--url", f"{server.url}/v1/", "--api-key", "abc", *flags) == 0
+        listed, asked = server.requests
+    assert (listed.method, listed.path) == ("GET", "/v1/models")
+    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
+    assert asked.headers["authorization"] == "Bearer abc"
+    assert asked.body == {
+        "model": "fake",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "messages": [{"role": "user", "content": "Hi"}],
+        "temperature": 0.5,
+        "stop": ["x"],
+        "seed": 3,
+    }
+
+
+def test_a_named_model_is_not_looked_for_and_no_key_is_sent(say: Callable[..., int]) -> None:
+    with answering(HELLO) as server:
+        address = server.url.removeprefix("http://")
+        assert say("Hi\n", "--url", address, "--model", "mine") == 0
+        (asked,) = server.requests
+    assert asked.body["model"] == "mine"
+    assert "authorization" not in asked.headers
+
+
+def test_the_history_is_told_and_the_figures_are_the_server_s(capsys: Any) -> None:
+    with answering(HELLO) as server:
+        talk = chat(server.url)
+        talk.take("One")
+        talk.take("/system Be brief")
+        talk.take("Two")
+        talk.take("/stats")
+        assert server.requests[1].body["messages"] == [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "One"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Two"},
+        ]
+    out = capsys.readouterr().out
+    assert "last answer: 7 prompt + 2 output tokens, TTFT " in out
+    assert " tokens/s, prefix-cache hit 43%\n" in out
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [delta("Hel"), delta("lo", "stop")],  # no [DONE]
+        [delta("Hel"), delta("lo"), DONE],  # no reason
+        [b": comment\n\n", delta(role="assistant"), delta("Hello", "stop"), DONE, b"data: x\n\n"],
+        [(delta("Hel") + delta("lo", "stop") + DONE)[i : i + 1] for i in range(200)],
+        [event(choices=None), delta("Hello", "stop"), event(choices=[], usage=None), DONE],
+    ],
+)
+def test_odd_streams_are_read(steps: list[float | bytes], capsys: Any) -> None:
+    with answering(Reply([step for step in steps if step])) as server:
+        talk = chat(server.url)
+        talk.take("Hi")
+        talk.take("/stats")
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Hello\nlast answer: ")
+    assert "the server does not count tokens" in captured.out
+    assert captured.err == ""
+
+
+def failure(message: object) -> bytes:
+    return json.dumps({"error": {"message": message}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("reply", "line"),
+    [
+        (Reply([failure("too\nlong")], 400, "application/json"), "HTTP 400: too long"),
+        (Reply([b'{"error": "no"}'], 503, "application/json"), "HTTP 503: no"),
+        (Reply([failure("\x1b[2Jred")], 429, "application/json"), "HTTP 429: ?[2Jred"),
+        (Reply([b"<p>busy</p>"], 502, "text/html"), "HTTP 502: <p>busy</p>"),
+        (Reply([], 500), "HTTP 500: no reason given"),
+        (Reply([b"{}"], 200, "application/json"), "its answer is no stream, but application/json"),
+        (Reply([b"data: {]\n\n"]), "sent what is no piece of an answer: {]"),
+        (Reply([b"data: " + failure("died") + b"\n\n"]), "died"),
+        (Reply([b"event: error\ndata: " + failure("gone") + b"\n\n"]), "gone"),
+        (Reply([delta("Hel")]), "the answer broke off"),
+        (Reply([delta("Hel")], close=True), "the answer broke off: IncompleteRead"),
+    ],
+)
+def test_a_failure_is_one_line_and_forgotten(reply: Reply, line: str, capsys: Any) -> None:
+    with answering(reply) as server:
+        talk = chat(server.url)
+        talk.take("Hi")
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"kvik: error: server: {line}")
+        assert captured.err.count("\n") == 1
+        assert captured.out in ("", "Hel\n")
+        assert talk.messages == []
+        assert talk.open
+
+
+def test_a_server_that_refuses_to_count_is_asked_without(capsys: Any) -> None:
+    def reply(request: Received) -> Reply:
+        if "stream_options" in request.body:
+            return Reply([failure("stream_options is unknown")], 422, "application/json")
+        return HELLO
+
+    with FakeServer(reply) as server:
+        chat(server.url).take("Hi")
+        assert len(server.requests) == 2
+    assert capsys.readouterr().out == "Hello\n"
+
+
+@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.parametrize("said", ["", "Hel"])
+def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
+    user = threading.get_ident()
+
+    def steps() -> Iterator[float | bytes]:
+        if said:
+            yield delta(said)
+        yield 0.5  # until the client has shown it
+        signal.pthread_kill(user, signal.SIGINT)
+        yield 0.5
+        while True:  # writing fails as soon as the client has hung up
+            yield b": still here\n\n"
+            yield 0.01
+
+    def reply(request: Received) -> Reply:
+        return HELLO if len(server.requests) > 1 else Reply(steps())
+
+    with FakeServer(reply) as server:
+        talk = chat(server.url)
+        talk.take("Hi")
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == (f"{said}\n", "[stopped]\n")
+        (stopped,) = server.requests
+        deadline = time.monotonic() + 20
+        count = -1
+        while len(stopped.written) != count:  # it writes until the connection is closed
+            assert time.monotonic() < deadline
+            count = len(stopped.written)
+            time.sleep(1.0)
+        talk.take("Again")
+        assert talk.messages[-1]["content"] == "Hello"
+        assert server.connections == 2
+
+
+def test_a_stopped_answer_is_given_up_by_the_server(site: Site) -> None:
+    backend = RemoteBackend(Server(site.url, "right"), "stories", {"ignore_eos": True})
+    with backend.answer([{"role": "user", "content": "Hello"}]) as answer:
+        assert next(iter(answer))
+    assert answer.facts is None
+    site.at_rest()
+
+
+def test_a_server_that_is_not_there(say: Callable[..., int], capsys: Any) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert say("Hi\n", "--url", url) == 2
+        assert say("Hi\n", "--url", url, "--model", "mine") == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"kvik: error: url: {url} cannot be reached: ")
+    assert first == second
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"no"])
+def test_a_server_that_lists_no_model(body: bytes) -> None:
+    message = "model: must be given with --model"
+    server = FakeServer(lambda request: Reply([body] if body else []))
+    with server, pytest.raises(ConfigError, match=message):
+        first_model(Server(server.url))
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(Server("http://127.0.0.1", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--url", "ftp://here"], "url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
+        (["--url", "http://"], "url: must be like"),
+        (["--url", ""], "url: must be like"),
+        (["--url", "http://me:secret@here"], "url: must be like"),
+        (["--url", "http://here:99999"], "url: must be like"),
+        (["--url", "http://he re"], "url: must be like"),
+        (["--url", "http://here?key=1"], "url: must be like"),
+        (["--url", "http://a..b"], "url: http://a..b cannot be reached: "),
+        (["--url", "here", "--api-key", "a\nb"], "api_key: must be "),
+        (["--url", "here", "--max-num-seqs", "4"], "max_num_seqs: is for an engine here"),
+        (["--url", "here", "some/model"], "model: of a server is named by --model some/model"),
+        (["--url", "here", "--top-k", "-5"], "top_k: must be an integer in [-1, "),
+        (["--url", "here", "--logprobs", "1"], "logprobs: has no place in a chat"),
+        (["--model", "mine"], "model: is named without --model"),
+        (["--api-key", "mine"], "api_key: goes with --url"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:
+    assert main(["chat", *words]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"kvik: error: {line}")
+    assert errors.count("\n") == 1

@@ -1,0 +1,250 @@
+"""`/v1/engine` and `/v1/engine/live`: what is told, to whom, to how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.http_server import ask
+from helpers.served_engine import engine_in_thread
+from helpers.story_site import Site, story_site
+
+from kvik.engine.async_client import EngineState
+from kvik.server import engine_view, native
+from kvik.server.engine_view import EngineView, Feed
+from kvik.server.keys import read_keys
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+MAX_WATCHERS = 2
+SECRET = "a prompt that nobody else may read"
+
+
+def routes(parts: Parts) -> list[Route]:
+    """The view, quicker and for fewer than users have it."""
+    view = EngineView(
+        parts.engine,
+        parts.keys,
+        parts.drain,
+        parts.model_name,
+        interval=0.01,
+        max_watchers=MAX_WATCHERS,
+    )
+    return [
+        Route("/v1/engine", view.facts, "GET"),
+        Route("/v1/engine/live", view.live, "GET"),
+        *native.routes(parts),
+    ]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with story_site(routes) as made:
+        yield made
+
+
+@contextmanager
+def watch(site: Site, key: str = "") -> Iterator[HTTPResponse]:
+    connection = HTTPConnection("127.0.0.1", site.server.port, timeout=30)
+    try:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        connection.request("GET", "/v1/engine/live", headers=headers)
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def next_frame(stream: HTTPResponse) -> Any:
+    data, blank = stream.readline(), stream.readline()
+    assert data.startswith(b"data: ") and blank == b"\n"
+    return json.loads(data[6:])
+
+
+def until(stream: HTTPResponse, holds: Callable[[Any], bool]) -> Any:
+    for _ in range(3000):
+        if holds(found := next_frame(stream)):
+            return found
+    raise AssertionError("it never came")
+
+
+def generate(site: Site, prompt: str = "Once upon a time") -> None:
+    body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    reply = ask(site.server, "POST", "/v1/generate", body)
+    assert reply.status == 200, reply.body
+    site.at_rest()
+
+
+# -- what is told --------------------------------------------------------------------------------
+
+
+def test_facts(site: Site) -> None:
+    generate(site)
+    reply = ask(site.server, "GET", "/v1/engine")
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["cache-control"] == "no-store"
+    facts = reply.json
+    assert list(facts) == [
+        "model", "state", "reason", "decisions", "memory", "total", "scheduler", "live",
+    ]  # fmt: skip
+    assert (facts["model"], facts["state"], facts["reason"]) == ("stories", "ready", "")
+    assert facts["decisions"] and set(facts["decisions"][0]) == {"name", "value", "reason"}
+    parts = ("weights", "activations", "kv_cache", "overhead")
+    assert facts["total"] == sum(facts["memory"][part] for part in parts) > 0
+    assert facts["scheduler"]["max_num_seqs"] == 8
+
+
+def test_the_view_in_the_facts(site: Site) -> None:
+    generate(site)
+    live = ask(site.server, "GET", "/v1/engine").json["live"]
+    assert list(live) == [
+        "now", "stats", "rates", "blocks", "steps", "running", "waiting", "finished",
+    ]  # fmt: skip
+    assert live["stats"]["steps"] == live["steps"]["first"] + len(live["steps"]["ended"]) > 0
+    assert len({len(column) for name, column in live["steps"].items() if name != "first"}) == 1
+    assert live["blocks"]["num_blocks"] == live["blocks"]["num_free"] == 511
+    assert len(b64decode(live["blocks"]["cells"])) == 2 * 511
+    over = live["finished"][-1]
+    assert (over["phase"], over["finish_reason"], over["output_tokens"]) == (
+        "finished",
+        "length",
+        4,
+    )
+    assert over["arrival"] <= over["first_scheduled"] <= over["first_token"] <= over["finished"]
+
+
+def test_nothing_of_what_was_said_or_of_whose_it_is(site: Site) -> None:
+    generate(site, SECRET)
+    body = ask(site.server, "GET", "/v1/engine").body
+    with watch(site) as stream:
+        told = json.dumps(next_frame(stream)).encode()
+    for text in (body, told):
+        assert SECRET.encode() not in text
+        assert not {b"prompt_token_ids", b"token_ids", b"tenant", b"request_id"} & set(
+            text.replace(b'"', b" ").split()
+        )
+
+
+def test_a_stream_of_frames(site: Site) -> None:
+    with watch(site) as stream:
+        assert stream.status == 200
+        assert stream.getheader("content-type", "").startswith("text/event-stream")
+        assert stream.getheader("cache-control") == "no-store"
+        first = next_frame(stream)
+        assert list(first) == ["state", "reason", "view"] and first["state"] == "ready"
+        seen = first["view"]["steps"]["first"] + len(first["view"]["steps"]["ended"])
+        last = max((request["number"] for request in first["view"]["finished"]), default=-1)
+
+        generate(site)
+        frames = []
+        until(stream, lambda frame: bool(frames.append(frame) or frame["view"]["finished"]))
+    # every step and every finished request is told once, in order
+    for frame in frames:
+        steps = frame["view"]["steps"]
+        assert steps["first"] == seen
+        seen += len(steps["ended"])
+    assert [r["number"] for frame in frames for r in frame["view"]["finished"]] == [last + 1]
+    times = [first["view"]["now"], *(frame["view"]["now"] for frame in frames)]
+    assert times == sorted(set(times))
+
+
+def test_a_watcher_who_comes_later_is_told_everything(site: Site) -> None:
+    generate(site)
+    with watch(site) as early:
+        whole = next_frame(early)["view"]
+        until(early, lambda frame: not frame["view"]["finished"])
+        with watch(site) as late:
+            assert next_frame(late)["view"]["finished"] == whole["finished"] != []
+
+
+# -- to whom -------------------------------------------------------------------------------------
+
+
+def test_only_administrators_where_there_are_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("operator: boss admin\nuser: common\n")
+    with story_site(engine_view.routes, read_keys([], str(file))) as site:
+        for path in ("/v1/engine", "/v1/engine/live"):
+            assert ask(site.server, "GET", path).status == 401
+            assert ask(site.server, "GET", path, authorization="Bearer wrong").status == 401
+            reply = ask(site.server, "GET", path, authorization="Bearer common")
+            assert (reply.status, reply.error["code"]) == (403, "admin_key_needed")
+        assert ask(site.server, "GET", "/v1/engine", authorization="Bearer boss").status == 200
+        with watch(site, "boss") as stream:
+            assert next_frame(stream)["state"] == "ready"
+
+
+def test_only_get(site: Site) -> None:
+    for path in ("/v1/engine", "/v1/engine/live"):
+        assert ask(site.server, "POST", path, {}).status == 405
+
+
+# -- to how many ---------------------------------------------------------------------------------
+
+
+def test_so_many_watch_and_no_more(site: Site) -> None:
+    with watch(site) as one:
+        next_frame(one)
+        with watch(site) as two:
+            next_frame(two)
+            reply = ask(site.server, "GET", "/v1/engine/live")
+            assert reply.status == 503 and int(reply.headers["retry-after"]) >= 1
+            assert f"watched by {MAX_WATCHERS} already" in reply.error["message"]
+            assert ask(site.server, "GET", "/v1/engine").status == 200  # which ends at once
+            next_frame(one)
+            next_frame(two)
+    # who has left makes room
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with watch(site) as again:
+            if again.status == 200:
+                return
+        time.sleep(0.01)
+    raise AssertionError("there is no room for another watcher")
+
+
+def test_the_engine_is_asked_once_for_all_who_watch() -> None:
+    async def test() -> None:
+        async with engine_in_thread() as served:
+            served.client.start(lambda deltas: None)
+            await served.ready()
+            feed = Feed(served.client, interval=0.05)
+            assert feed._frame is None  # nobody watches
+            first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
+            assert len({id(frame) for frame in first}) == 1
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            second = await asyncio.gather(*(feed.after(first[0]) for _ in range(10)))
+            assert len({id(frame) for frame in second}) == 1 and second[0] is not first[0]
+            assert loop.time() - began > 0.02  # not before the time has come
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_is_not_ready_has_no_view() -> None:
+    async def test() -> None:
+        async with engine_in_thread() as served:
+            frame = await Feed(served.client, interval=0.01).after(None)
+            assert frame.view is None and frame.state is not EngineState.READY
+
+    asyncio.run(test())
+
+
+def test_a_server_that_stops_does_not_wait_for_watchers() -> None:
+    with story_site(routes) as site, watch(site) as stream:
+        next_frame(stream)
+
+        async def stop() -> None:
+            site.parts.drain.start()
+
+        site.server.call(stop())
+        rest = stream.read()  # it ends
+        assert rest.count(b"data: ") <= 2
