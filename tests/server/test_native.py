@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import httpx
+import httpx2
 import pytest
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
@@ -19,11 +19,11 @@ def server():
         serving.at_rest()
 
 
-def post(server: Served, body, **extra) -> httpx.Response:
-    return httpx.post(f"{server.http.url}/v1/generate", json=body, timeout=30, **extra)
+def post(server: Served, body, **extra) -> httpx2.Response:
+    return httpx2.post(f"{server.http.url}/v1/generate", json=body, timeout=30, **extra)
 
 
-def events(response: httpx.Response) -> list[dict]:
+def events(response: httpx2.Response) -> list[dict]:
     return [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
 
 

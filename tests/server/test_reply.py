@@ -7,7 +7,7 @@ import threading
 import time
 from functools import partial
 
-import httpx
+import httpx2
 import pytest
 from helpers.raw_http import connect, post, read_until
 from helpers.served_engine import FakeExecutor
@@ -66,7 +66,7 @@ def test_what_fails_before_the_first_token_has_its_own_status(stream):
     with served(routes, executor) as server:
         executor.raises = RuntimeError("the step failed")
         threading.Timer(0.05, executor.gate.set).start()
-        answer = httpx.post(f"{server.http.url}/v1/generate", json={**LONG, "stream": stream})
+        answer = httpx2.post(f"{server.http.url}/v1/generate", json={**LONG, "stream": stream})
         assert answer.status_code == 500
         assert answer.headers["x-should-retry"] == "false"
         assert "the step failed" in answer.json()["error"]["message"]
@@ -82,7 +82,7 @@ def test_a_deadline_in_the_queue(stream):
         until(lambda: server.inner.generations.live)
         threading.Timer(0.2, executor.gate.set).start()
         body = {**LONG, "stream": stream, "deadline_ms": 50}
-        answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+        answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert answer.headers["x-should-retry"] == "false"
@@ -94,7 +94,7 @@ def test_a_deadline_in_the_queue(stream):
 def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
     with served(partial(routes, anthropic=anthropic), slow()) as server:
         body = {**LONG, "deadline_ms": 200}
-        answer = httpx.post(f"{server.http.url}/stream", json=body)
+        answer = httpx2.post(f"{server.http.url}/stream", json=body)
         assert answer.status_code == 200
         *pieces, last, end = answer.text.split("\n\n")
         assert end == ""
@@ -135,7 +135,7 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words():
             return super().grow(position, deltas)
 
     with served(partial(routes, events=Broken), slow()) as server:
-        answer = httpx.post(f"{server.http.url}/stream", json=LONG)
+        answer = httpx2.post(f"{server.http.url}/stream", json=LONG)
         assert answer.status_code == 200
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text
@@ -161,10 +161,10 @@ def test_what_the_server_gave_up_is_in_a_header():
     with served(routes, limits=limits) as server:
         for stream in (True, False):
             body = {"prompt": "A", "max_tokens": 50, "stream": stream}
-            answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+            answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)
             assert answer.headers["x-kvik-degraded"] == "max_tokens=2"
             assert '"tokens_generated":2' in answer.text
-            answer = httpx.post(f"{server.http.url}/v1/generate", json={**body, "max_tokens": 1})
+            answer = httpx2.post(f"{server.http.url}/v1/generate", json={**body, "max_tokens": 1})
             assert "x-kvik-degraded" not in answer.headers
 
 
@@ -177,7 +177,7 @@ def test_generations_that_were_started_together_are_one_stream():
             return b"data: %d outputs\n\n" % len(outputs)
 
     with served(partial(routes, events=Both)) as server:
-        answer = httpx.post(f"{server.http.url}/stream", json={**LONG, "seed": 2})
+        answer = httpx2.post(f"{server.http.url}/stream", json={**LONG, "seed": 2})
         *pieces, last, _ = answer.text.split("\n\n")
         assert last == "data: 2 outputs"
         tokens = {"0": 0, "1": 0}
@@ -189,7 +189,7 @@ def test_generations_that_were_started_together_are_one_stream():
 
 
 def test_the_connection_serves_the_next_request_after_a_stream():
-    with served(routes) as server, httpx.Client(base_url=server.http.url) as client:
+    with served(routes) as server, httpx2.Client(base_url=server.http.url) as client:
         for _ in range(3):
             answer = client.post("/stream", json={"prompt": "A", "max_tokens": 5})
             assert "tokens_generated" in answer.text
@@ -205,7 +205,7 @@ def test_an_overload_is_503_with_the_time_to_come_back():
         until(lambda: server.inner.generations.live)
         for stream in (True, False):
             body = {**LONG, "stream": stream}
-            answer = httpx.post(f"{server.http.url}/v1/generate", json=body)
+            answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)
             assert answer.status_code == 503
             assert 1 <= int(answer.headers["retry-after"]) <= 60
         executor.gate.set()
