@@ -249,8 +249,8 @@ def block_map(
     for owner, groups in enumerate(tables, BlockState.OWNED):
         for table in groups:
             for block in table[::stride]:
-                # the null block has no cell
-                if block and pool.ref_counts[block] == 1:
+                # never so of the null block, which has no cell
+                if pool.ref_counts[block] == 1:
                     cells[(block - 1) // every] = owner
     if sys.byteorder == "big":
         cells.byteswap()

@@ -1,0 +1,187 @@
+"""`kvik top`: how it asks a server, and what it says when there is none."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import socket
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from helpers.engine_frames import engine_frame
+from helpers.fake_server import FakeServer, Received, Reply
+from helpers.http_server import ask
+from helpers.story_site import Site, story_site
+from rich.console import Console
+
+from kvik.cli import top
+from kvik.cli.main import main
+from kvik.cli.top import Server, frames, read
+from kvik.config.errors import KvikError
+from kvik.server import engine_view, native
+from kvik.server.keys import read_keys
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [*engine_view.routes(parts), *native.routes(parts)]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with story_site(routes) as made:
+        yield made
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that it says, and nothing else."""
+    assert main(["top", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err.removeprefix("kvik: error: ").rstrip("\n")
+
+
+def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    reply = ask(site.server, "POST", "/v1/generate", {"prompt": "Once"})
+    assert reply.status == 200, reply.body
+    site.at_rest()
+    assert main(["top", "--url", site.url, "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "kvik stories  ready  up " in out and " 0 steps" not in out
+    assert " of 511 blocks" in out and "running 0  waiting 0" in out and "queue: empty" in out
+
+
+def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    # with the address that OpenAI's clients take
+    assert main(["top", "--url", f"{site.url}/v1/"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("queue: empty") == 1 and "\x1b" not in out
+
+
+def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("operator: boss admin\nuser: common\n")
+    with story_site(routes, read_keys([], str(file))) as site:
+        url = ("--url", site.url, "--once")
+        assert error_of(capsys, *url).startswith("api_key: ")
+        assert error_of(capsys, *url, "--api-key", "wrong").startswith("api_key: ")
+        error = error_of(capsys, *url, "--api-key", "common")
+        assert error == "api_key: the key of an administrator is needed"
+        assert main(["top", *url, "--api-key", "boss"]) == 0
+    assert "ready" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--url", "ftp://a"], "url: must be like http://127.0.0.1:8000"),
+        (["--url", ""], "url: must be like"),
+        (["--url", "http://"], "url: must be like"),
+        (["--url", "http://a:x"], "url: 'http://a:x' cannot be read"),
+        (["--url", "http://[a"], "cannot be read"),
+        (["--url", "http://no.such.host.invalid"], "url: no server answers at no.such.host"),
+        (["--url", "http://127.0.0.1:1/a b"], "url: no server answers at 127.0.0.1:1"),
+        (["--url", f"http://{'a' * 70}.b"], "url: no server answers at aaa"),
+        (["--api-key", "a\nb"], "api_key: must be of printable"),
+        (["--api-key", "é"], "api_key: must be of printable"),
+        (["--interval", "0"], "interval: must be 0.1 to 3600 seconds"),
+        (["--interval", "nan"], "interval: must be 0.1"),
+        (["--interval", "x"], "interval: must be a number"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in error_of(capsys, *words, "--once")
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # bound, and it does not listen
+        taken.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"no server answers at {where}" in error_of(capsys, "--url", f"http://{where}")
+
+
+def test_something_else_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    def reply(request: Received) -> Reply:
+        return Reply([b"<html>\x1b[2J"])
+
+    with FakeServer(reply) as fake:
+        assert "is not a server of kvik" in error_of(capsys, "--url", fake.url)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, [], "url: what answers there has no /v1/engine: it is not a server of kvik"),
+        (200, {"model": "m"}, "url: what answers there has no /v1/engine"),
+        (404, {"error": {"message": "unknown"}}, "url: what answers there has no /v1/engine"),
+        (401, {"error": "odd"}, "api_key: the server does not take it"),
+        (
+            403,
+            {"error": {"message": "host", "code": None}},
+            "url: the server answers with status 4",
+        ),
+        (503, {"error": {"message": "a\x1bb"}}, "url: the server answers with status 503 a?b"),
+        (307, None, "url: the server answers with status 307"),
+    ],
+)
+def test_answers_that_are_no_frames(status: int, body: object, message: str) -> None:
+    with pytest.raises(KvikError) as caught:
+        read(status, json.dumps(body).encode())
+    assert str(caught.value).startswith(message)
+
+
+def test_an_answer_that_is_nested_too_deep() -> None:
+    with pytest.raises(KvikError, match="not a server of kvik"):
+        read(200, b"[" * 200_000)
+
+
+def test_how_an_address_is_written() -> None:
+    assert Server.at("https://a.b/kvik/v1", "").path == "/kvik"
+    assert Server.at("localhost:8000/v1", "") == Server(False, "localhost", 8000, "", "")
+    assert Server.at("https://a.b:4/", "") == Server(True, "a.b", 4, "", "")
+
+
+def test_it_goes_on_when_the_server_is_away() -> None:
+    answers: list[Any] = [KvikError("url", "gone"), {"n": 2}, KvikError("url", "again")]
+    rests: list[None] = []
+
+    def ask_next() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    seen = list(islice(frames(ask_next, {"n": 1}, lambda: rests.append(None)), 4))
+    assert seen == [
+        ({"n": 1}, ""),
+        ({"n": 1}, "url: gone"),
+        ({"n": 2}, ""),
+        ({"n": 2}, "url: again"),
+    ]
+    assert len(rests) == 3
+
+
+def test_ctrl_c_leaves_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it draws until then, and gives the screen back."""
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=100, height=30)
+    rests: list[float] = []
+
+    def rest(seconds: float) -> None:
+        rests.append(seconds)
+        if len(rests) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "Console", lambda: terminal)
+    monkeypatch.setattr(top.time, "sleep", rest)
+    monkeypatch.setattr(Server, "ask", lambda self: engine_frame())
+    arguments = argparse.Namespace(url="http://a", api_key="", interval=0.2, once=False)
+    assert top.run(arguments) == 0
+    assert rests == [0.2] * 3 and "1,234 steps" in out.getvalue()
+    assert out.getvalue().rindex("\x1b[?1049l") > out.getvalue().index("\x1b[?1049h")
