@@ -6,7 +6,7 @@ Both tell how much others use the server, so where keys are needed they are for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -140,30 +140,38 @@ class EngineView:
             raise OverloadError(
                 "engine", f"is watched by {self._max_watchers} already", 10.0, own=False
             )
-        return Watch(self._events(), media_type=CONTENT_TYPE, headers=HEADERS)
+        self._num_watchers += 1
+        return Watch(self._events(), self._leave)
 
     def _check(self, request: Request) -> None:
         if self._keys.needed and not caller_of(request).is_admin:
             raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
 
+    def _leave(self) -> None:
+        self._num_watchers -= 1
+
     async def _events(self) -> AsyncIterator[bytes]:
-        self._num_watchers += 1
-        try:
-            seen: Frame | None = None
-            told: LiveView | None = None
-            while not self._drain.started:  # a server that stops does not wait for who only looks
-                seen = await self._feed.after(seen)
-                view = seen.view
-                if view is not None and told is not None and view.stats.steps >= told.stats.steps:
-                    view = view.after(told)
-                yield json_event(Frame(seen.state, seen.reason, view))
-                told = seen.view or told
-        finally:
-            self._num_watchers -= 1
+        seen: Frame | None = None
+        told: LiveView | None = None
+        while not self._drain.started:  # a server that stops does not wait for who only looks
+            seen = await self._feed.after(seen)
+            view = seen.view
+            if view is not None and told is not None and view.stats.steps >= told.stats.steps:
+                view = view.after(told)
+            yield json_event(Frame(seen.state, seen.reason, view))
+            told = seen.view or told
 
 
 class Watch(StreamingResponse):
-    """A stream that ends when its reader does not read."""
+    """A stream that ends when its reader does not read.
+
+    Args:
+        leave: is called at its end, however it comes.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type=CONTENT_TYPE, headers=HEADERS)
+        self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def patient(message: Message) -> None:
@@ -176,7 +184,10 @@ class Watch(StreamingResponse):
                     close()
                 raise ClientDisconnect from None
 
-        await super().__call__(scope, receive, patient)
+        try:
+            await super().__call__(scope, receive, patient)
+        finally:
+            self._leave()
 
 
 def routes(parts: Parts) -> list[Route]:
