@@ -54,4 +54,7 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGINT)
+    if callable(signal.getsignal(signal.SIGINT)):  # an event loop's own, perhaps
+        signal.raise_signal(signal.SIGINT)
+    else:  # a job in the background: Ctrl-C is not for it, this is
+        raise KeyboardInterrupt

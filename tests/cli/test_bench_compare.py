@@ -141,8 +141,14 @@ def run(job):
 """
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_ends_the_command_ends_the_engine_too(number: signal.Signals, tmp_path: Path) -> None:
+def test_what_ends_the_command_ends_the_engine_too(
+    number: signal.Signals, in_background: bool, tmp_path: Path
+) -> None:
+    """Args:
+    in_background: as a shell starts such jobs, with Ctrl-C ignored.
+    """
     (tmp_path / "stuck.py").write_text(STUCK)
     pid, config = tmp_path / "pid", tmp_path / "engines.toml"
     config.write_text(
@@ -153,8 +159,12 @@ def test_what_ends_the_command_ends_the_engine_too(number: signal.Signals, tmp_p
     command = [sys.executable, "-m", "kvik", *small("--config", str(config))]
     # These tests may run under nohup, and who ignores a signal hands that down.
     before = signal.signal(number, signal.SIG_DFL)
+    ctrl_c = signal.signal(
+        signal.SIGINT, signal.SIG_IGN if in_background else signal.default_int_handler
+    )
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     signal.signal(number, before)
+    signal.signal(signal.SIGINT, ctrl_c)
     with process:
         while not (pid.exists() and pid.read_text()) and process.poll() is None:
             time.sleep(0.05)

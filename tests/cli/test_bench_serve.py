@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.fake_server import (
@@ -295,16 +296,22 @@ def test_without_aiohttp_it_says_what_to_install(
     assert "pip install 'kvik[bench]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "ctrl_c"),
+    [
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_IGN),  # as a shell starts jobs in the background
+    ],
+)
 def test_what_was_measured_until_it_is_ended_is_printed(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, ctrl_c: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "result.json"
     with FakeServer(reply) as fake:
         command = [sys.executable, "-m", "kvik", "bench", "serve", "--url", fake.url]
         command += ["--duration", "1h", "--output-tokens", "3", "--json", str(out)]
-        # A shell starts background jobs with SIGINT ignored, and children inherit that.
-        default = signal.signal(signal.SIGINT, signal.default_int_handler)
+        default = signal.signal(signal.SIGINT, ctrl_c)  # children inherit it
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         signal.signal(signal.SIGINT, default)
         deadline = time.monotonic() + 60
