@@ -263,7 +263,8 @@ private:
         unit.scale = float(a.scale);
         unit.key_scales = unit.value_scales = nullptr;
         alignas(64) float key_scales[kTile], value_scales[kTile];
-        unit.fetch = rows <= kThinRows && !kWiden;
+        unit.fetch = rows <= kThinRows;
+        unit.narrow = kWiden ? (cache::kNumbers<Stored> == 2 ? 2 : 1) : 0;
         if constexpr (kWiden) {
             const F32 scale = all(unit.scale);
             for (int s = 0; s < kStrips; s++) {
@@ -274,8 +275,10 @@ private:
             unit.value_scales = value_scales;
             widen_tile(places, next);
         }
+        // What is widened first is needed at once in the next tile, so all of it is fetched during this one.
         for (int s = 0; s < kStrips; s++) {
-            unit.next_keys[s] = reinterpret_cast<const char*>(next.keys[s]);
+            unit.during_values[s] = reinterpret_cast<const char*>(kWiden ? next.values[s] : next.keys[s]);
+            unit.during_scores[s] = reinterpret_cast<const char*>(kWiden ? next.keys[s] : places.values[s]);
             if constexpr (kWiden) {
                 unit.keys[s] = keys + s * kStrip * a.head_dim;
                 unit.values[s] = values + s * kStrip * a.head_dim;
@@ -296,24 +299,16 @@ private:
         }
     }
 
-    // Each strip while another one is fetched.
     void widen_tile(const Places& places, const Places& next) const {
         for (int s = 0; s < kStrips; s++) {
-            fetch(places.values[s]);
             cache::widen_keys(keys + s * kStrip * a.head_dim, places.keys[s], places.key_words[s], a.head_dim);
         }
         for (int s = 0; s < kStrips; s++) {
-            fetch(next.keys[s]);
             cache::widen_values(values + s * kStrip * a.head_dim, places.values[s], places.value_words[s], a.head_dim);
             prefetch(next.key_words[s]);
             prefetch(next.value_words[s]);
         }
     }
-    void fetch(const Stored* strip) const {
-        const int64_t bytes = kStrip * a.head_dim / cache::kNumbers<Stored>;
-        for (int64_t i = 0; i < bytes; i += 64) prefetch(strip + i);
-    }
-
     const attention_args& a;
     const KvLayout layout;
     const int64_t group;

@@ -83,8 +83,12 @@ template <class Format>
 struct Unit {
     const typename Format::Cache* keys[kStrips];
     const typename Format::Cache* values[kStrips];
-    const char* next_keys[kStrips];  // what to fetch while the values are summed
-    bool fetch;                      // and the values while the scores are
+    // What to fetch while scores are computed, and while values are summed: a strip for each strip. Its
+    // bytes are those of a strip here, shifted right by `narrow`.
+    const char* during_scores[kStrips];
+    const char* during_values[kStrips];
+    int narrow;
+    bool fetch;
     const float* key_scales;         // [kTile], null without
     const float* value_scales;
     float scale;
@@ -103,11 +107,12 @@ KVIK_INLINE void scores_of(const Unit<Format>& unit, int strip, const typename F
                            float (*scores)[kTile], bool fetch) {
     constexpr int P = Format::kPair, V = kStrip / kLanes, N = S * V;
     constexpr int kStep = kStrip * P;  // elements of a strip for one step over head_dim: 64 bytes
+    constexpr int64_t kBytes = kStep * sizeof(typename Format::Cache);
     const typename Format::Cache* keys[S];
-    const typename Format::Cache* values[S];
+    const char* wanted[S];
     for (int s = 0; s < S; s++) {
         keys[s] = unit.keys[strip + s];
-        values[s] = unit.values[strip + s];
+        wanted[s] = unit.during_scores[strip + s];
     }
     F32 sums[R][N];
     for (int r = 0; r < R; r++)
@@ -119,7 +124,7 @@ KVIK_INLINE void scores_of(const Unit<Format>& unit, int strip, const typename F
         for (int n = 0; n < N; n++) k[n] = Format::load(keys[n / V] + i * kStep + n % V * kLanes * P);
         if (fetch) {
 #pragma GCC unroll 4
-            for (int s = 0; s < S; s++) prefetch(values[s] + i * kStep);
+            for (int s = 0; s < S; s++) prefetch_near(wanted[s] + (i * kBytes >> unit.narrow));
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
@@ -197,7 +202,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
         if (!(any >> (s * kStrip) & 0xffff)) continue;
         const typename Format::Cache* values = unit.values[s] + column * P;
         const typename Format::Factor* factors = weights[0] + s * kStrip;
-        const char* next = unit.next_keys[s] + column * kStrip * sizeof(typename Format::Cache);
+        const char* wanted = unit.during_values[s] + (column * kStrip * int64_t(sizeof(typename Format::Cache)) >> unit.narrow);
         if ((common >> (s * kStrip) & 0xffff) == 0xffff) {
             for (int i = 0; i < kSteps; i++) {
                 typename Format::Vector v[N];
@@ -206,7 +211,7 @@ KVIK_INLINE void sum_values(const Unit<Format>& unit, int64_t column, typename F
                     v[n] = Format::load(values + (i * unit.head_dim + n * kLanes) * P);
                 if (fetch) {
 #pragma GCC unroll 4
-                    for (int64_t b = 0; b < kBytes; b += 64) prefetch(next + i * kBytes + b);
+                    for (int64_t b = 0; b < kBytes; b += 64) prefetch_near(wanted + ((i * kBytes + b) >> unit.narrow));
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {

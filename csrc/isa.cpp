@@ -66,7 +66,8 @@ Tables find_tables() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool avx512_bf16 =
-        avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+        avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+        __builtin_cpu_supports("avx512vbmi");
 #if defined(KVIK_AMX)
     if (avx512_bf16 && may_use_amx()) add_if_right(table_amx, found);
 #endif

@@ -2,6 +2,7 @@
 // scores and weights. The layout of a strip is that of a bf16 cache then (kv_layout.hpp).
 #pragma once
 
+#include "kv_byte_tables.hpp"
 #include "kv_layout.hpp"
 #include "kv_numbers.hpp"
 #include "simd.hpp"
@@ -10,24 +11,39 @@ namespace kvik {
 namespace {
 namespace cache {
 
-KVIK_INLINE I32 load_pairs(const int8_t* p) { return load_i8_pairs(p); }
-KVIK_INLINE I32 load_pairs(const Fp8* p) { return load_fp8_pairs(p); }
+#if defined(__AVX512VBMI__)
 
 // One byte is one number: what is in order stays in order.
 template <class Stored>
 KVIK_INLINE void widen_keys(bf16* to, const Stored* from, const uint16_t*, int64_t head_dim) {
-    for (int64_t i = 0; i < kStrip * head_dim; i += 2 * kLanes) istore(to + i, load_pairs(from + i));
+    widen_bytes(to, from, kStrip * head_dim);
 }
-template <class Stored>
-KVIK_INLINE void widen_values(bf16* to, const Stored* from, const uint16_t* words, int64_t head_dim) {
-    widen_keys(to, from, words, head_dim);
+KVIK_INLINE void widen_keys(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
+    alignas(16) uint8_t shifts[kStrip];
+    read_shifts(shifts, words);
+    widen_nibble_keys(to, &from->bits, shifts, head_dim);
+}
+KVIK_INLINE void widen_values(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
+    alignas(16) uint8_t shifts[kStrip];
+    read_shifts(shifts, words);
+    for (int t = 0; t < kStrip; t += 2)
+        widen_nibble_values(to + t * head_dim, &from[t / 2 * head_dim].bits, shifts + t, head_dim);
 }
 
+#else
+
+KVIK_INLINE I32 load_pairs(const int8_t* p) { return load_i8_pairs(p); }
+KVIK_INLINE I32 load_pairs(const Fp8* p) { return load_fp8_pairs(p); }
+
+template <class Stored>
+KVIK_INLINE void widen_keys(bf16* to, const Stored* from, const uint16_t*, int64_t head_dim) {
+    for (int64_t i = 0; i < kStrip * head_dim; i += 2 * kLanes) istore(to + i, load_pairs(from + i));
+}
 // q - zero is made as q + (16 - zero), which is never negative, less 16.
 KVIK_INLINE void widen_keys(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
     constexpr int V = kStrip / kLanes;
     alignas(64) int32_t lanes[kStrip];
-    for (int t = 0; t < kStrip; t++) lanes[t] = (16 - (words[t] & 15)) * 0x10001;
+    for (int t = 0; t < kStrip; t++) lanes[t] = (16 - int4_zero(words[t])) * 0x10001;
     I32 shifts[V];
     for (int n = 0; n < V; n++) shifts[n] = iload(lanes + n * kLanes);
     for (int64_t i = 0; i < head_dim / 2; i++)
@@ -38,13 +54,20 @@ KVIK_INLINE void widen_keys(bf16* to, const Int4s* from, const uint16_t* words, 
 }
 KVIK_INLINE void widen_values(bf16* to, const Int4s* from, const uint16_t* words, int64_t head_dim) {
     for (int t = 0; t < kStrip; t += 2) {
-        const I32 shifts = iall((16 - (words[t] & 15)) | (16 - (words[t + 1] & 15)) << 16);
+        const I32 shifts = iall((16 - int4_zero(words[t])) | (16 - int4_zero(words[t + 1])) << 16);
         for (int64_t d = 0; d < head_dim; d += 16)
             for (int first = 0; first < 16; first += kLanes) {
                 const I32 q = load_paired_nibbles(from + value_byte(t, d, head_dim), first);
                 istore(to + value_place<2>(t, d + first, head_dim), shifted_to_bf16(iadd(q, shifts)));
             }
     }
+}
+
+#endif
+
+template <class Stored>
+KVIK_INLINE void widen_values(bf16* to, const Stored* from, const uint16_t* words, int64_t head_dim) {
+    widen_keys(to, from, words, head_dim);
 }
 
 // Scales of a strip's tokens, times `by`.

@@ -574,6 +574,8 @@ KVIK_INLINE void store(bf16* p, F32 v, int n) {
 }
 
 KVIK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// To the second cache, which keeps more requests in flight than the first.
+KVIK_INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 2); }
 // What is read once, so that it does not drive everything else out of the caches.
 KVIK_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 

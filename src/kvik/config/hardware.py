@@ -19,7 +19,7 @@ from pathlib import Path
 ISA_FLAGS = frozenset(
     (
         *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-        *("avx512_bf16", "avx512_vnni"),
+        *("avx512_bf16", "avx512_vnni", "avx512vbmi"),
         *("amx_tile", "amx_bf16", "amx_int8"),
         *("asimd", "bf16", "i8mm", "sve"),
     )
@@ -27,7 +27,7 @@ ISA_FLAGS = frozenset(
 
 # What the native kernels need of a CPU, best first (csrc/isa.cpp).
 _AVX512 = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"))
-_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
+_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512vbmi", "avx512_bf16"}
 NATIVE_ISAS: Mapping[str, frozenset[str]] = {
     "amx": _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
     "avx512_bf16": _AVX512_BF16,
