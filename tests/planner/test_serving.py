@@ -29,11 +29,11 @@ from kvik.planner.serving import (
     largest,
     largest_load,
     predict,
-    predict_rate,
     set_up,
 )
 from kvik.planner.setting import Setting
 from kvik.planner.slo import Slo
+from kvik.planner.waiting import predict_rate
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 400e12, "int8": 800e12}, link=300e9)
@@ -266,13 +266,37 @@ def test_requests_at_random() -> None:
     assert predict_rate(serving(), TRAFFIC, 1.1 * most) is None
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
-@pytest.mark.parametrize("traffic", [Traffic(512, 64), Traffic(2000, 40), Traffic(128, 16)])
-def test_the_wait_of_requests_at_random(traffic: Traffic, share: float) -> None:
-    served = serving(traffic)
+@pytest.mark.parametrize(
+    ("traffic", "share", "budget", "count"),
+    [
+        (Traffic(512, 64), 0.1, 2048, 300),
+        (Traffic(512, 64), 0.7, 2048, 300),
+        (Traffic(2000, 40), 0.4, 2048, 300),  # a prompt fills a step
+        (Traffic(2000, 40), 0.7, 2048, 300),
+        (Traffic(512, 32), 0.85, 256, 600),  # and more than one
+        (Traffic(8, 128), 0.85, 2048, 600),  # many prompts in a step
+        (Traffic(16, 16), 0.4, 2048, 300),
+        (Traffic(16, 16), 0.85, 2048, 600),
+        (Traffic(64, 8), 0.7, 2048, 300),
+        (Traffic(64, 8), 0.95, 2048, 600),
+    ],
+)
+def test_the_wait_of_requests_at_random(
+    traffic: Traffic, share: float, budget: int, count: int
+) -> None:
+    served = serving(traffic, budget=budget)
     rate = share * told(predict(served, traffic, served.most)).rate
     found = told(predict_rate(served, traffic, rate))
-    assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, 300), rel=0.25)
+    assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, count), rel=0.25)
+
+
+def test_places_are_waited_for() -> None:
+    """Eight at a time: most of the time to the first token is waiting for a place."""
+    served, traffic = replace(serving(Traffic(512, 64)), seqs=8), Traffic(512, 64)
+    rate = 0.7 * told(predict(served, traffic, 8)).rate
+    found = told(predict_rate(served, traffic, rate))
+    assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, 600), rel=0.3)
+    assert found.ttft > 1.5 * told(predict_rate(serving(traffic), traffic, rate)).ttft
 
 
 @pytest.mark.parametrize("traffic", [Traffic(64, 1), Traffic(64, 8), Traffic(512, 1)])

@@ -149,15 +149,17 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
     chunks = -(-fresh // room)  # steps of one prompt that has them to itself
     steps = max(steps, rounds + chunks)
     if running * chunks <= rounds:
-        mixed = _mixed(serving, traffic, decoding, fresh / chunks, fresh)
+        mixed = mixed_seconds(serving, traffic, decoding, fresh / chunks, fresh)
         others = (running - 1) * chunks
-        each = (others * mixed + (rounds - others) * _seconds(serving, traffic, running)) / rounds
+        each = (
+            others * mixed + (rounds - others) * step_seconds(serving, traffic, running)
+        ) / rounds
     else:
-        each = _mixed(serving, traffic, decoding, running * fresh / steps, fresh)
+        each = mixed_seconds(serving, traffic, decoding, running * fresh / steps, fresh)
     # Some prompts share a step with mine, others are before it.
     beside = min(room, fresh / chunks * (1.0 + (running - 1) / (rounds + chunks)))
     waited = max(chunks, _with_queue(fresh / room, rounds, running))
-    first = waited * _mixed(serving, traffic, decoding, beside, fresh)
+    first = waited * mixed_seconds(serving, traffic, decoding, beside, fresh)
     cycle = (first + rounds * each) * concurrency / running
     tpot = each / gain if traffic.output > 1 else 0.0
     return Prediction(
@@ -167,40 +169,6 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
         e2e=cycle,
         rate=concurrency / cycle,
         output_rate=concurrency * traffic.output / cycle,
-    )
-
-
-def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction | None:
-    """Requests that come at random, `rate` a second: the concurrency at which as many leave, and
-    the wait for the step that runs when one comes and for those that came shortly before. None if
-    they come as fast as full steps let them through, or faster: that wait has no end.
-
-    The latter is that of Pollaczek and Khinchine (equal services) where a prompt fills a step.
-    Shorter prompts share steps, so that it grows towards the rate of full steps only.
-
-    Raises:
-        ConfigError: as `predict`.
-    """
-
-    def slower(concurrency: int) -> bool:
-        found = predict(serving, traffic, concurrency)
-        return found is not None and found.rate < rate
-
-    most = max(1, serving.most)
-    alone, full = predict(serving, traffic, 1), predict(serving, traffic, most)
-    found = predict(serving, traffic, 1 + largest(slower, most))
-    if alone is None or full is None or found is None or full.rate <= rate:
-        return None
-    load = rate / full.rate
-    busy = 1.0 - math.exp(-rate * found.e2e)  # how often at least one is there
-    prompts = min(1.0, rate * alone.ttft)  # how often one of them is at its prompt
-    wait = busy * found.tpot / 2.0 + prompts * alone.ttft / 2.0 * load / (1.0 - load)
-    return replace(
-        found,
-        ttft=found.ttft + wait,
-        e2e=found.e2e + wait,
-        rate=rate,
-        output_rate=rate * traffic.output,
     )
 
 
@@ -260,7 +228,9 @@ def _with_queue(service: float, away: float, count: int) -> float:
     return steps
 
 
-def _mixed(serving: Serving, traffic: Traffic, decoding: int, chunk: float, fresh: int) -> float:
+def mixed_seconds(
+    serving: Serving, traffic: Traffic, decoding: int, chunk: float, fresh: int
+) -> float:
     """Seconds of a step that decodes and computes a chunk of prompts, halfway through one."""
     tokens = max(1, math.ceil(chunk))
     cached = traffic.shared + max(0, fresh - tokens) // 2
@@ -269,10 +239,10 @@ def _mixed(serving: Serving, traffic: Traffic, decoding: int, chunk: float, fres
         runs = [(tokens // fresh, fresh, traffic.shared)]
         if tokens % fresh:
             runs.append((1, tokens % fresh, traffic.shared))
-    return _seconds(serving, traffic, decoding, runs)
+    return step_seconds(serving, traffic, decoding, runs)
 
 
-def _seconds(
+def step_seconds(
     serving: Serving, traffic: Traffic, decoding: int, prompts: Sequence[tuple[int, int, int]] = ()
 ) -> float:
     """Of a step over prompts and decoding requests, halfway through their output, whose drafts are

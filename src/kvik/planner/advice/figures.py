@@ -12,8 +12,8 @@ from kvik.planner.serving import (
     Traffic,
     largest_load,
     predict,
-    predict_rate,
 )
+from kvik.planner.waiting import predict_rate
 
 WORTHWHILE = 0.02  # of a figure: less is not worth a flag, nor sure
 
