@@ -41,8 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shared", integer, "N", "tokens of the prompt that all begin with (default: 0)")
     add("--concurrency", integer, "N", "requests at a time (default: 8, or what keeps the SLO)")
     add("--rate", number, "R", "requests a second, at random, in place of --concurrency")
-    add("--acceptance", number, "A", "of the drafts of speculation (default: 0.7)")
-    add("--draft", str, "MODEL", "that makes them (default: they cost nothing)")
+    add(
+        "--acceptance", number, "A", "share of drafts that are right (default: says what is needed)"
+    )
+    add("--draft", str, "MODEL", "that makes them (default: they are looked up, for nothing)")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     return parser
 
@@ -127,6 +129,8 @@ def _advice(title: str, advice: Advice) -> list[str]:
     verdict = advice.verdict
     if advice.flags:
         verdict = " ".join(advice.flags)
+        if advice.verdict == "depends":
+            verdict = f"depends: {verdict}"
     elif advice.change:
         verdict = advice.change
     lines = [*_item(title, verdict), *_item("", advice.reason)]

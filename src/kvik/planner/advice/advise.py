@@ -40,7 +40,8 @@ class Advice:
     """One lever.
 
     Attributes:
-        verdict: "do", "keep" (it is well as it is), "no use" or "not in this version".
+        verdict: "do", "keep" (it is well as it is), "depends" (on what nobody has said: not part of
+            what is advised), "no use" or "not in this version".
         change: the position advised, in words; "" if it stays.
         flags: that bring it there.
         before, after: predicted; None: nothing changes.
@@ -149,6 +150,8 @@ class _Adviser:
             elif topic == "batching":
                 made, now = self._batching(now)
                 advice.append(made)
+            elif topic == "speculation" and self.wish.acceptance is None:
+                advice.append(self._speculation(now))
             elif levers.available(topic):
                 made, now = self._pull(topic, now)
                 advice.append(made)
@@ -211,6 +214,24 @@ class _Adviser:
             return Advice("prefix cache", "keep", reason)
         return Advice("prefix cache", "keep", reason, before=without, after=served)
 
+    def _speculation(self, now: _Point) -> Advice:
+        """How many drafts must be right, where nobody says how many are."""
+        topic = "speculation"
+
+        def gains(percent: int) -> _Point | None:
+            trial = replace(self, wish=replace(self.wish, acceptance=percent / 100))
+            best = trial._best(topic, now)
+            return best if self._improvement(now, best) > 0.0 else None
+
+        needed = levers.least(lambda percent: gains(percent) is not None, 100)
+        best = gains(needed) if needed is not None else None
+        batch = self._batch(now)
+        reason = reasons.checking(now.serving, self.traffic, batch, 1)
+        if best is None or best.serving.drafting is None:
+            return Advice(topic, "no use", f"not even if all drafts were right: {reason}")
+        reason += f"; {reasons.worthwhile(needed, bool(self.draft))}"
+        return Advice(topic, "depends", reason, flags=levers.drafting_flags(best.serving.drafting))
+
     def _batching(self, now: _Point) -> tuple[Advice, _Point]:
         then = self._tuned(now.serving)
         slo = self.wish.slo
@@ -266,8 +287,8 @@ class _Adviser:
         if topic == "quantisation":
             return levers.quantisations(serving, self.traffic)
         if topic == "speculation":
-            acceptance = self.wish.acceptance
-            return levers.speculations(serving, acceptance, self.draft, self._batch(now))
+            acceptance, batch = self.wish.acceptance or 0.0, self._batch(now)
+            return levers.speculations(serving, acceptance, self.draft, batch)
         return levers.parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
@@ -316,8 +337,7 @@ class _Adviser:
             why = reasons.shares(now.serving, self.traffic, batch)
         else:
             why = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)
-            cost = "made by the draft model" if self.draft else "free"
-            why += f"; drafts are taken to be {cost} and {self.wish.acceptance:.0%} right"
+            why += f"; {reasons.supposed(drafting.acceptance, bool(self.draft))}"
         if change > 0.0:
             return why
         effect = (

@@ -5,7 +5,7 @@ A lever knows nothing of its effect. That is predicted, by whoever asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
@@ -98,6 +98,24 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
         if kv_facts(name).bits <= 8 and shape.kv_bytes_per_token(name) < now:
             smaller = replace(at, kv_format=name)
             yield Position(name, _renewed(serving, traffic, smaller))
+
+
+def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
+    """That turn speculation on; how many drafts it makes is left to the engine, which measures."""
+    if not drafting.model:
+        return (flag("spec_method", "ngram"),)
+    return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
+
+
+def least(good: Callable[[int], bool], most: int) -> int | None:
+    """The smallest number from 1 to `most` that is good, if larger ones are, too; None: none is."""
+    if not good(most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(middle) else (middle, high)
+    return high
 
 
 def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:

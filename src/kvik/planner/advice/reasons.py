@@ -77,6 +77,24 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
     return f"checking {work} takes {cost:.2f} times a plain step"
 
 
+def supposed(acceptance: float, draft: bool) -> str:
+    """What was said of drafts, and not predicted."""
+    return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
+
+
+def worthwhile(percent: int | None, draft: bool) -> str:
+    """From where on drafts gain, where nobody says how many are right."""
+    return (
+        f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
+        "on the texts: `kvik spec-report --data` measures it, --acceptance predicts with it. Not "
+        "counted below"
+    )
+
+
+def _cost(draft: bool) -> str:
+    return "which the draft model makes" if draft else "which are looked up for nothing"
+
+
 def nothing(topic: str, serving: Serving) -> str:
     """Why a lever has no other position."""
     facts = weight_facts(serving.at.weight_format)

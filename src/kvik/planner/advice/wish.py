@@ -10,7 +10,6 @@ from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
 
 USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # of a wish that names none
-USUAL_ACCEPTANCE = 0.7  # of drafts, when nothing is known of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,8 @@ class Wish:
     prompt, output: tokens of a request; None: usual ones, cut to the model's context.
     shared: tokens of the prompt that other requests begin with too.
     concurrency: requests at a time. rate: requests a second in its place.
-    acceptance: of drafts. draft: a model that makes them; None: they cost nothing.
+    acceptance: share of drafts that are right; None: not known, it depends on the texts.
+    draft: a model that makes them; None: they are looked up and cost nothing.
     """
 
     model: str = ""
@@ -31,7 +31,7 @@ class Wish:
     shared: int = 0
     concurrency: int | None = None
     rate: float | None = None
-    acceptance: float = USUAL_ACCEPTANCE
+    acceptance: float | None = None
     draft: str | None = None
 
     @property
@@ -49,7 +49,7 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
         raise ConfigError("rate", f"must be requests a second, above 0, not {wish.rate:g}")
     if wish.rate is not None and wish.concurrency is not None:
         raise ConfigError("rate", "cannot be given together with concurrency")
-    if not 0.0 <= wish.acceptance <= 1.0:
+    if wish.acceptance is not None and not 0.0 <= wish.acceptance <= 1.0:
         raise ConfigError("acceptance", f"must be in [0, 1], not {wish.acceptance:g}")
     traffic, context = traffic_of(wish, shape), shape.max_context
     if traffic.context > context:
