@@ -3,7 +3,9 @@
     python to_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf
 
 That script knows tokenizers by a fingerprint and refuses others, such as the made-up one here; so
-the name of a known kind is put in its place. The rest of the conversion is llama.cpp's.
+the name of a known kind is put in its place. transformers would read the tokenizer as the model's
+family has it and add tokens that the embedding has no rows for; so it is read as the file says. The
+rest of the conversion is llama.cpp's.
 Runs where torch, transformers and the needs of the `gguf` package are installed.
 """
 
@@ -19,8 +21,11 @@ def main() -> None:
         raise SystemExit(__doc__)
     source, model, out = Path(sys.argv[1]).resolve(), *sys.argv[2:]
     sys.path[:0] = [str(source), str(source / "gguf-py")]
+    import transformers
     from conversion.base import TextModel  # llama.cpp's, found in its source folder
 
+    plain = transformers.PreTrainedTokenizerFast.from_pretrained
+    transformers.AutoTokenizer.from_pretrained = plain
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", model, "--outtype", "bf16", "--outfile", out]
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")

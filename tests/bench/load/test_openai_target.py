@@ -330,6 +330,7 @@ def test_contents_are_joined() -> None:
 
 def test_messages_of_errors() -> None:
     assert message_of(b'{"error": {"message": "a"}}') == "a"
+    assert message_of(b'{"error": {"message": "a:\\n  b"}}') == "a: b"  # on one line
     assert message_of(b'{"error": "a"}') == '{"error": "a"}'
     assert message_of(b"\xff <html>\n") == "\ufffd <html>"
     assert message_of(b"[" * 4096) == "[" * 4096

@@ -139,6 +139,13 @@ def test_guessed_counts_are_told() -> None:
     assert "in 1 of 1 answers chunks and tokens differ in number" in text
 
 
+def test_answers_shorter_than_asked_for_are_told() -> None:
+    """A server that takes `ignore_eos` without a word and ends its answers all the same."""
+    (text,) = remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0, asked_tokens=5))])
+    assert "with 6 of the 8 tokens asked for" in text and "--extra-body" in text
+    assert remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0))]) == []
+
+
 def test_interrupted_requests_are_told() -> None:
     (text,) = remarks("a", [measured(answer(0.0), RequestRecord(1, 0, 0, error=INTERRUPTED))])
     assert text.startswith("a: 1 of 2 requests were interrupted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -95,3 +96,29 @@ def test_a_wide_range_has_plain_numbers_on_a_logarithmic_axis() -> None:
     assert "mathdefault" not in drawing
     for number in ("1", "10", "100", "1000", "10000"):
         assert f">{number}</text>" in drawing
+
+
+def test_points_of_a_measured_curve_have_names_and_the_order_of_the_loads() -> None:
+    """Past the knee a higher load has less throughput: a line in the order of x would lie."""
+    loads = {"concurrency 1": 30.0, "concurrency 2": 70.0, "concurrency 4": 50.0}
+    rows = tuple(
+        Row(name, (Figure("rate", "tokens/s", (rate,)), Figure("TTFT", "ms", (10.0,))))
+        for name, rate in loads.items()
+    )
+    chart = Chart("curve", "Knee", "TTFT", "rate")
+    drawing = plots.svg(Result("x", {}, rows, (), (chart,)), chart, "")
+    places = [re.search(rf'x="([\d.]+)"[^>]*>{name}</text>', drawing) for name in loads]
+    first, second, third = (float(place[1]) for place in places if place)
+    assert first < third < second
+    (line,) = re.findall(r'<path d="M ([^"]*)" clip-path[^>]*stroke: #2f7ed8', drawing)
+    xs = [float(point.split()[0]) for point in line.split("L")]
+    assert xs[0] < xs[2] < xs[1]
+
+
+def test_gaps_of_nothing_do_not_stretch_a_logarithmic_axis() -> None:
+    """Tokens that came in one packet: the others are told apart all the same."""
+    gaps = (0.0,) * 50 + (1e-6,) + tuple(float(i) for i in range(1, 101)) + (900.0,)
+    rows = (Row("a", (), {}, {"ITL, ms": gaps}),)
+    chart = Chart("ecdf", "Gaps", "ITL, ms")
+    drawing = plots.svg(Result("x", {}, rows, (), (chart,)), chart, "")
+    assert ">100</text>" in drawing and ">1e-06</text>" not in drawing

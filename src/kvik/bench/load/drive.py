@@ -166,7 +166,13 @@ async def drive(
         answers: list[str] = []
         for _ in conversation.turns:
             request = conversation.request(answers)
-            record = RequestRecord(request.prompt_tokens, due, loop.time(), held=held)
+            record = RequestRecord(
+                request.prompt_tokens,
+                due,
+                loop.time(),
+                asked_tokens=request.output_tokens,
+                held=held,
+            )
             log.records.append(record)
             log.in_flight += 1
             try:

@@ -188,8 +188,9 @@ def joined(contents: Sequence[Content]) -> Content:
 
 
 def message_of(body: bytes) -> str:
-    """The `error.message` of OpenAI's error body, else the body."""
+    """The `error.message` of OpenAI's error body, else the body; on one line."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
-        return " ".join(body.decode(errors="replace").split())
+        message = body.decode(errors="replace")
+    return " ".join(message.split())

@@ -22,6 +22,9 @@ MAX_CPU_SHARE = 0.85  # of one core: Python runs on one
 # Of prompts that share nothing: what a chat template, equal for all, may come to.
 MAX_CACHED_SHARE = 0.5
 
+# Of the tokens that were asked for: with less, answers ended by themselves.
+MIN_ANSWERED_SHARE = 0.95
+
 MAX_SERIES = 5000  # values kept of a distribution for plots
 
 CPU_SHARE = "processor time of the client / wall time; it cannot use more than one core"
@@ -108,6 +111,7 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
             f"the server found {share:.0%} of the prompt tokens in its prefix cache, though these "
             "prompts share nothing: has it seen them before, in a run with the same --seed?"
         )
+    found += _short_answers(runs)
     assumed = sum(run.metrics.assumed for run in runs)
     if assumed:
         found.append(
@@ -146,6 +150,21 @@ def _errors(runs: Sequence[Measured]) -> list[str]:
             "looks faster than it is"
         )
     return found
+
+
+def _short_answers(runs: Sequence[Measured]) -> list[str]:
+    """A server may take `ignore_eos` without a word and know nothing of it."""
+    done = [r for run in runs for r in run.log.records if r.completed and r.asked_tokens]
+    asked = sum(record.asked_tokens or 0 for record in done)
+    got = sum(record.num_output_tokens for record in done)
+    if got >= MIN_ANSWERED_SHARE * asked:
+        return []
+    return [
+        f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
+        "lighter than it should be: this server has no `ignore_eos` (--extra-body can say it in "
+        "its own words, such as a logit_bias against the end of text), has no room for more, or "
+        "ends a request when another one comes"
+    ]
 
 
 def _client_limits(runs: Sequence[Measured]) -> list[str]:

@@ -158,7 +158,10 @@ def _bars(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
 
 
 def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
-    rows = sorted(rows, key=lambda row: _figure(row, chart.x).median)
+    # A size that was set is its own label. What was measured may go back and forth between loads.
+    measured = bool(_figure(rows[0], chart.x).unit)
+    if not measured:
+        rows = sorted(rows, key=lambda row: _figure(row, chart.x).median)
     xs = [_figure(row, chart.x).median for row in rows]
     found = [_figure(row, chart.y) for row in rows]
     middles = np.array([f.median for f in found])
@@ -176,11 +179,23 @@ def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
         elinewidth=1.2,
         capsize=3,
     )
+    if measured:
+        for row, x, y in zip(rows, xs, middles, strict=True):
+            ax.annotate(
+                _label(row),
+                (x, y),
+                xytext=(-4, 5),  # where a curve that rises is not
+                textcoords="offset points",
+                ha="right",
+                color=INK,
+                fontsize=8.5,
+            )
+        ax.margins(x=0.2)  # for their words
     if min(xs) > 0 and max(xs) / min(xs) >= 8:
         ax.set_xscale("log", base=2)
         ax.set_xticks(xs, [f"{x:g}" for x in xs])
         ax.minorticks_off()
-    ax.set_ylim(0, max(f.high for f in found) * 1.08 or 1)
+    ax.set_ylim(0, max(f.high for f in found) * 1.15 or 1)
     ax.set_xlabel(_axis(rows, chart.x))
     ax.set_ylabel(_axis(rows, chart.y))
 
@@ -199,7 +214,10 @@ def _ecdf(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             linewidth=1.8,
             label=_label(row),
         )
-    _log_if_wide(ax.xaxis, ax.set_xscale, [row.series[chart.y] for row in rows])
+    # Tokens of one packet have no time between them: on a logarithmic axis they lie left of it.
+    most = [_without_least(row.series[chart.y]) for row in rows]
+    if _log_if_wide(ax.xaxis, ax.set_xscale, [values for values in most if values]):
+        ax.set_xlim(left=min(min(values) for values in most if values))
     ax.set_ylim(0, 101)
     ax.set_xlabel(chart.y)
     ax.set_ylabel("share of values, %")
@@ -284,10 +302,16 @@ def _percentiles(row: Row, name: str) -> tuple[str, ...]:
     return (row.label, *shown, f"{len(values):,}")
 
 
+def _without_least(values: Sequence[float]) -> Sequence[float]:
+    """The positive ones but for the smallest percent, which would stretch an axis over decades."""
+    positive = sorted(value for value in values if value > 0)
+    return positive[len(positive) // 100 :]
+
+
 def _log_if_wide(
     axis: Axis, scale: Callable[[str], None], series: Sequence[Sequence[float]]
 ) -> bool:
-    lowest = min(min(values) for values in series)
+    lowest = min((min(values) for values in series), default=0.0)
     wide = lowest > 0 and max(max(values) for values in series) / lowest > WIDE_RANGE
     if wide:
         scale("log")
