@@ -22,8 +22,9 @@ help:
 demo: $(VENV)/.kvik
 	$(BIN)/kvik generate --echo --seed 7 --max-tokens 200 "Once upon a time"
 
+# Tests start hundreds of processes: without bytecode each would compile the package again.
 test: $(VENV)/.kvik-test
-	$(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 check: $(VENV)/.kvik-dev
 	$(BIN)/ruff check
