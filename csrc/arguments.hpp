@@ -31,8 +31,11 @@ enum MatrixKind : int64_t {
     // most 256 where it has a zero point.
     kMatrixI4 = 4,
     kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
-    kMatrixFp8 = 6,     // E4M3 weights, float activations; a group is a multiple of 4
+    kMatrixFp8 = 6,     // E4M3 weights, activations as `Fp8Activations` says; a group is a multiple of 4
 };
+// What E4M3 weights meet: x as it is, or rounded to E4M3 by a scale for each row, for each row and group of
+// the weights, or by one that is given. Other kinds have kFloatX.
+enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 3 };
 
 // y [rows, inner, dim] = x / rms(x) * weight, over dim.
 #define KVIK_ARGS_rms_norm(P, I, F)                                                      \
@@ -94,11 +97,12 @@ enum MatrixKind : int64_t {
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
 // is column order[i] of x. outputs counts rows of W, so silu_and_mul writes outputs / 2 columns. bias
-// fp32; bias and residual may be null; residual has the dtype of x.
+// fp32; bias and residual may be null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale
+// fp32 [1], with kStaticX alone.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
     I(group) P(order) I(activation) P(bias) P(residual) I(residual_stride) P(y)          \
-    I(y_stride) I(dtype) I(out_dtype)
+    I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
 
 // Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],

@@ -8,6 +8,7 @@
 // What is not finite has no place in a few bits: the scale carries it, and spoils its vector alone.
 #pragma once
 
+#include "fp8.hpp"
 #include "simd.hpp"
 
 namespace kvik {
@@ -31,7 +32,7 @@ constexpr int kNumbers<Int4s> = 2;
 template <class Stored>
 constexpr int kPair = sizeof(Stored) == 4 ? 1 : 2;  // tokens or columns of a lane
 
-constexpr float kInt8Most = 127.0f, kFp8Most = 448.0f;
+constexpr float kInt8Most = 127.0f;
 constexpr int kInt4Most = 15;
 // Sizes that are scaled. Below, a scale would be denormal; such a vector is zero beside any other.
 constexpr float kLeast = 1e-30f, kMost = 3e38f;

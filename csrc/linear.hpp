@@ -103,7 +103,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
     const int64_t width = paired ? kHalfTile : kTile, columns = paired ? a.outputs / 2 : a.outputs;
     const int64_t column = tile * width;
     const int valid = int(smaller(width, columns - column)), vectors = int(width / kLanes);
-    const bool scaled = has_scales(a.kind), x_scaled = a.kind == kMatrixI8 && !a.group;
+    const bool scaled = has_scales(a.kind), x_scaled = scales_rows(a);
     const int64_t scale_bytes = scaled ? tile_scale_bytes(a.kind, count_groups(a.inputs, a.group)) : 0;
     const char* scales = (const char*)a.scales + tile * scale_bytes;
     F32 scale[kTileVectors], bias[kTileVectors];
@@ -193,11 +193,9 @@ struct TileWork {
         s.first = step == 0;
         const int64_t group_steps = summed_inputs(a) / inputs_per_step(a.kind), group = step / group_steps;
         s.group_steps = unpacked ? 2 * group_steps : group_steps;
-        if (quantises(a.kind)) {
-            s.x_sums = x.sums + row * x.sums_stride + group;
-            s.groups_stride = x.sums_stride;
-            if (a.group) s.x_scales = x.scales + row * x.scales_stride + group;
-        }
+        s.groups_stride = x.sums_stride;
+        if (quantises(a.kind)) s.x_sums = x.sums + row * x.sums_stride + group;
+        if (scales_groups(a)) s.x_scales = x.scales + row * x.scales_stride + group;
         if (a.group) {
             const char* scales = (const char*)a.scales + tile * plan.scale_bytes + kFactorBytes;
             s.scales = scales + group * group_scale_bytes(a.kind);

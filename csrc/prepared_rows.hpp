@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.hpp"
+#include "fp8.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 
@@ -11,8 +12,8 @@ namespace {
 struct PreparedRows {
     const char* data;  // [rows], `stride` bytes apart
     int64_t stride;
-    // Of quantised rows, x = data * scale: scales [rows][groups], or [rows] where weights have no groups,
-    // and for each group of inputs minus the weights' offset times the sum of data ([rows][groups]).
+    // Of quantised rows, x = data * scale: scales [rows][groups], or [rows] where a row has one scale, and
+    // of integers for each group of inputs minus the weights' offset times the sum of data ([rows][groups]).
     float* scales;
     int32_t* sums;
     int64_t scales_stride, sums_stride;
@@ -27,6 +28,16 @@ constexpr float kQuantised = 127.0f;  // largest
 KVIK_INLINE int64_t summed_inputs(const linear_args& a) { return a.group ? a.group : kGroupI8; }
 
 KVIK_INLINE bool quantises(int64_t kind) { return kind == kMatrixI8 || is_int4(kind); }
+
+// A row of x has a scale for each group.
+KVIK_INLINE bool scales_groups(const linear_args& a) {
+    return quantises(a.kind) ? a.group != 0 : a.fp8_x == kGroupX;
+}
+
+// A row of x has one scale.
+KVIK_INLINE bool scales_rows(const linear_args& a) {
+    return a.kind == kMatrixI8 ? a.group == 0 : a.fp8_x == kRowX || a.fp8_x == kStaticX;
+}
 
 // Of a row of x, for one step of the weights.
 KVIK_INLINE int64_t x_step_bytes(int64_t kind) {
@@ -46,7 +57,8 @@ KVIK_INLINE int64_t row_bytes(const linear_args& a) {
 }
 
 KVIK_INLINE int64_t prepared_bytes(const linear_args& a, int64_t rows) {
-    const int64_t groups = quantises(a.kind) ? divide_up(a.inputs, summed_inputs(a)) : 0;
+    const bool many = quantises(a.kind) || scales_groups(a);
+    const int64_t groups = many ? divide_up(a.inputs, summed_inputs(a)) : 0;
     return rows * row_bytes(a) + divide_up(rows * (groups + 1) * 8, 64) * 64;
 }
 
@@ -55,7 +67,7 @@ KVIK_INLINE PreparedRows prepared_at(const linear_args& a, int64_t rows, char* m
     p.data = memory;
     p.stride = row_bytes(a);
     p.sums_stride = divide_up(a.inputs, summed_inputs(a));
-    p.scales_stride = a.group ? p.sums_stride : 1;
+    p.scales_stride = scales_groups(a) ? p.sums_stride : 1;
     p.scales = (float*)(memory + rows * p.stride);
     p.sums = (int32_t*)(p.scales + rows * p.scales_stride);
     return p;
@@ -63,23 +75,23 @@ KVIK_INLINE PreparedRows prepared_at(const linear_args& a, int64_t rows, char* m
 
 // Rows that need no preparation can be read where they are.
 KVIK_INLINE bool readable_in_place(const linear_args& a) {
-    if (a.order) return false;
+    if (a.order || a.fp8_x != kFloatX) return false;
     if (a.kind == kMatrixF32) return a.dtype == kF32;
     if (a.kind == kMatrixBF16) return a.dtype == kBF16 && a.inputs % 2 == 0;
     if (a.kind == kMatrixI8WeightOnly || a.kind == kMatrixFp8) return a.dtype == kBF16 && a.inputs % 4 == 0;
     return false;
 }
 
-// Scale of some elements of x: absmax / 127, 1 if they are all zero, NaN if any is not finite.
+// Scale of some elements of x: absmax / most, 1 if they are all zero, NaN if any is not finite.
 template <class X>
-KVIK_INLINE float scale_of(const X* x, int64_t count) {
+KVIK_INLINE float scale_of(const X* x, int64_t count, float most) {
     F32 absmax = zero(), poison = zero();
     for (int64_t k = 0; k < count; k += kLanes) {
         const F32 v = count - k < kLanes ? load(x + k, int(count - k)) : load(x + k);
         absmax = max(absmax, abs(v));
         poison = fma(v, zero(), poison);
     }
-    const float scale = largest(absmax) / kQuantised + sum(poison);
+    const float scale = largest(absmax) / most + sum(poison);
     return scale == 0.0f ? 1.0f : scale;
 }
 
@@ -120,10 +132,10 @@ void quantise_row(const linear_args& a, const X* x, int64_t row, const PreparedR
     const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : kSymmetricZero;
     const int64_t group = summed_inputs(a);
     clear_end((char*)out, to.stride);
-    if (!each) scales[0] = scale_of(x, a.inputs);
+    if (!each) scales[0] = scale_of(x, a.inputs, kQuantised);
     for (int64_t k = 0, g = 0; k < a.inputs; k += group, g++) {
         const int64_t count = a.inputs - k < group ? a.inputs - k : group;
-        if (each) scales[g] = scale_of(x + k, count);
+        if (each) scales[g] = scale_of(x + k, count, kQuantised);
         sums[g] = -offset * quantise(x + k, count, scales[each ? g : 0], out + k);
     }
 }
@@ -136,6 +148,29 @@ void convert_row(const linear_args& a, const X* x, int64_t row, const PreparedRo
     for (; k + kLanes <= a.inputs; k += kLanes) store(out + k, load(x + k));
     const int rest = int(a.inputs - k);
     if (rest) store(out + k, load(x + k, rest), rest);
+}
+
+// x / scale rounded to E4M3, as bf16, which holds it exactly. NaN stays NaN.
+template <class X>
+KVIK_INLINE void round_fp8(const X* x, int64_t count, float scale, bf16* out) {
+    const F32 divisor = all(scale);
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(out + k, nearest_fp8(div(load(x + k), divisor)));
+    const int rest = int(count - k);
+    if (rest) store(out + k, nearest_fp8(div(load(x + k, rest), divisor)), rest);
+}
+
+template <class X>
+void round_row(const linear_args& a, const X* x, int64_t row, const PreparedRows& to) {
+    bf16* out = (bf16*)(to.data + row * to.stride);
+    float* scales = to.scales + row * to.scales_stride;
+    const int64_t group = a.fp8_x == kGroupX ? a.group : a.inputs;
+    clear_end((char*)out, to.stride);
+    for (int64_t k = 0, g = 0; k < a.inputs; k += group, g++) {
+        const int64_t count = a.inputs - k < group ? a.inputs - k : group;
+        scales[g] = a.fp8_x == kStaticX ? *(const float*)a.x_scale : scale_of(x + k, count, kFp8Most);
+        round_fp8(x + k, count, scales[g], out + k);
+    }
 }
 
 template <class X>
@@ -151,6 +186,8 @@ void prepare_row(const linear_args& a, int64_t row, const PreparedRows& to, char
     if (a.order) x = in_order(a, x, (X*)ordered);
     if (quantises(a.kind))
         quantise_row(a, x, row, to);
+    else if (a.fp8_x != kFloatX)
+        round_row(a, x, row, to);
     else if (a.kind == kMatrixF32)
         convert_row<X, float>(a, x, row, to);
     else

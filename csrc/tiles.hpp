@@ -29,10 +29,10 @@ struct Stretch {
     int64_t group_steps;
     const char* scales;      // [groups][32], fp16, or fp32 if wide_scales; null without groups
     bool wide_scales;
+    const float* x_scales;   // [rows][groups]; null where x has none for each
+    int64_t groups_stride;   // elements of x_scales and x_sums
     // of integers alone
     const int32_t* x_sums;   // [rows][groups], times minus the weights' offset
-    const float* x_scales;   // [rows][groups]; null without groups
-    int64_t groups_stride;   // elements of the two above
     const char* zeros;       // [groups][32], zero points (uint8) or minima (fp16); or null
 };
 
@@ -143,7 +143,7 @@ __attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vecto
                                                int64_t last) {
     constexpr int kParts = Tile::kParts;
     const bool grouped = Tile::kGroups && s.scales;
-    const bool from_zero = grouped || s.first;
+    const bool from_zero = grouped || s.first, x_scaled = grouped && s.x_scales;
     float* sums = s.sums + first_vector * kLanes;
     F32 acc[kRows][kVectors];
 #pragma GCC unroll 16
@@ -183,6 +183,7 @@ __attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vecto
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
             float* sum = sums + m * kTile + v * kLanes;
+            if (x_scaled) acc[m][v] = mul(acc[m][v], all(s.x_scales[m * s.groups_stride + group]));
             store(sum, grouped ? fma(acc[m][v], scale[v], load(sum)) : acc[m][v]);
         }
     }

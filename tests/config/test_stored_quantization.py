@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -39,19 +40,58 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
         (compressed_config("naive-quantized", num_bits=8, strategy=None, group_size=None),
          StoredScheme("int-quantized", 8, band=0)),
         (compressed_config("float-quantized", **FLOAT8, strategy="tensor", activations=True),
-         StoredScheme("fp8", 8, band=0)),
+         StoredScheme("fp8", 8, band=0, fp8_activations="token")),
         (compressed_config("naive-quantized", **FLOAT8, strategy="block",
                            block_structure=[128, 64]), StoredScheme("fp8", 8, 64, 128)),
-        (fp8_config(), StoredScheme("fp8", 8, 128, 128)),
+        (fp8_config(), StoredScheme("fp8", 8, 128, 128, fp8_activations="group")),
+        (fp8_config(weight_block_size=None, activation_scheme="static"),
+         StoredScheme("fp8", 8, band=0, fp8_activations="static")),
         (fp8_config(fmt="e5m2"), StoredScheme("fp8", 8, 128, 128, wide=True)),
-        (fp8_config(weight_block_size=None), StoredScheme("fp8", 8, band=0)),
-        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None}, StoredScheme("fp8", 8)),
+        (fp8_config(weight_block_size=None),
+         StoredScheme("fp8", 8, band=0, fp8_activations="token")),
+        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None},
+         StoredScheme("fp8", 8, fp8_activations="token")),
     ],
 )  # fmt: skip
 def test_scheme(config: dict[str, Any], scheme: StoredScheme) -> None:
     stored = read(config)
     assert stored.scheme(DOWN) == scheme
     assert stored.scheme("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "found"),
+    [
+        (None, "float"),
+        ({"dynamic": True, "strategy": "token"}, "token"),
+        ({"dynamic": True, "strategy": "tensor"}, "token"),
+        ({"dynamic": True, "strategy": "group", "group_size": 128}, "group"),
+        ({"dynamic": False, "strategy": "tensor"}, "static"),
+        ({"strategy": "tensor"}, "static"),
+        ({"dynamic": False, "strategy": "token"}, "strategy: must be one of tensor, not 'token'"),
+        ({"dynamic": True, "strategy": "group", "group_size": 64},
+         "group_size: must be that of the weights (128), not 64"),
+        ({"dynamic": True, "type": "int"}, "type: must be one of float, not 'int'"),
+        ({"dynamic": "local"}, "dynamic: must be true or false"),
+        ({"num_bits": 4}, "num_bits: must be"),
+    ],
+)  # fmt: skip
+def test_activations_of_eight_bit_floats(inputs: dict[str, Any] | None, found: str) -> None:
+    config = compressed_config("float-quantized", **FLOAT8 | {"group_size": 128})
+    given = None if inputs is None else {"num_bits": 8, "type": "float"} | inputs
+    config["config_groups"]["group_0"]["input_activations"] = given
+    if " " not in found:
+        scheme = read(config).scheme(DOWN)
+        assert scheme is not None and scheme.fp8_activations == found
+        return
+    with pytest.raises(ModelError, match=re.escape(f"group_0 input_activations {found}")):
+        read(config)
+
+
+def test_a_cache_that_was_calibrated() -> None:
+    assert not read(compressed_config()).kv_scales
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert read(compressed_config() | {"kv_cache_scheme": scheme}).kv_scales
 
 
 @pytest.mark.parametrize("config", [awq_config, fp8_config])
@@ -196,6 +236,10 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
          LayerScheme(8, quantize_activations=True)),
         (StoredScheme("int-quantized", 8, 6), 96, None),
         (StoredScheme("fp8", 8, 128, 128), 96, LayerScheme(8, float8=True)),
+        (StoredScheme("fp8", 8, 128, 128, fp8_activations="group"), 96,
+         LayerScheme(8, float8=True, fp8_activations="token")),
+        (StoredScheme("fp8", 8, 128, 128, fp8_activations="static"), 300,
+         LayerScheme(8, 128, float8=True, fp8_activations="static")),
         (StoredScheme("fp8", 8, 128, 128), 300, LayerScheme(8, 128, float8=True)),
         (StoredScheme("fp8", 8, 6, 6), 96, None),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
 I4, I4_MIN, FP8 = "int4", "int4-min", "fp8"
 NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6}
 INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4)  # by number
-# Names of the kinds, each with the inputs of a group behind a "/", if it has groups.
+# Names of the kinds, each with the inputs of a group behind a "/", if it has groups (0: none), and
+# how weights of fp8 have x rounded.
 ONE_OF_EACH = (
     *(F32, BF16, I8, I8_WEIGHT_ONLY, FP8, "int8/16", "int8-weight-only/32"),
-    *("int4/128", "int4-min/32", "fp8/128"),
+    *("int4/128", "int4-min/32", "fp8/128", "fp8/0-token", "fp8/0-static", "fp8/128-group"),
 )
+FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
+STATIC_SCALE = 3.0 / 448  # cuts a normal number in 370
 KINDS = (
     *ONE_OF_EACH,
     *("int8/32", "int8-weight-only/64", "int4/32", "int4/64-zeros", "int4/128-zeros"),
@@ -53,7 +56,7 @@ class NativeMatrix:
 
     Attributes:
         source, dequantized: see `Values`.
-        order: see `linear` in arguments.hpp.
+        order, fp8_x, x_scale: see `linear` in arguments.hpp.
     """
 
     source: Tensor
@@ -66,6 +69,8 @@ class NativeMatrix:
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None = None
+    fp8_x: int = 0
+    x_scale: Tensor | None = None
 
 
 def random_values(
@@ -176,7 +181,10 @@ def random_matrix(
     runtime: Runtime, kind: str, outputs: int, inputs: int, *, seed: int = 0, paired: bool = False
 ) -> NativeMatrix:
     """Normal weights, rounded to the kind and packed."""
-    return pack(runtime, random_values(kind, outputs, inputs, seed), paired=paired)
+    packed = pack(runtime, random_values(kind, outputs, inputs, seed), paired=paired)
+    rounding = FP8_X.get(kind.rpartition("-")[2], 0)
+    scale = torch.tensor([STATIC_SCALE]) if rounding == FP8_X["static"] else None
+    return replace(packed, fp8_x=rounding, x_scale=scale)
 
 
 def linear(
@@ -215,6 +223,8 @@ def linear(
         y_stride=out.stride,
         dtype=x.dtype,
         out_dtype=out_dtype,
+        fp8_x=matrix.fp8_x,
+        x_scale=matrix.x_scale,
     )
     out.assert_rest_untouched()
     return out.view

@@ -65,8 +65,8 @@ def compressed_config(
         "targets": ["Linear"],
         "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
                     "group_size": 32, "dynamic": False} | weights,
-        "input_activations": {"num_bits": 8, "type": "int", "dynamic": True} if activations
-        else None,
+        "input_activations": {"num_bits": 8, "type": weights.get("type", "int"), "dynamic": True}
+        if activations else None,
         "output_activations": None,
     }  # fmt: skip
     return {

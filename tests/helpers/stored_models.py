@@ -19,6 +19,8 @@ from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import FORMATS
 
+STATIC = torch.tensor([0.01])  # scale of activations, as if calibration had found it
+
 
 def rounded(w: Tensor, scheme: StoredScheme) -> Codes:
     """To the nearest code: the plainest quantiser there is."""
@@ -81,7 +83,7 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
         if isinstance(format, Fp8):
             scales = fp8_scales(tensor, format.dtype, format.block)
             values = round_fp8(tensor, scales, format.dtype, format.block)
-            tensors = format.save(values, scales)
+            tensors = format.save(values, scales, STATIC.clone() if format.static else None)
             plain[name] = unround_fp8(values, scales, format.block)
         else:
             codes = rounded(tensor, scheme)

@@ -65,7 +65,11 @@ def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
             return (torch.empty_like(kept).index_copy_(1, order.long(), kept), args[1], *rest)
         case (Tensor() as x, Int4Weight() | Int4MinWeight() as weight, *rest):
             return (round_tokens(x, weight.group).to(x.dtype), weight, *rest)
-        case (Tensor() as x, Int8Weight(quantize_activations=False) | Fp8Weight() as weight, *rest):
+        case (
+            Tensor() as x,
+            Int8Weight(quantize_activations=False) | Fp8Weight(activations="float") as weight,
+            *rest,
+        ):
             return (x.bfloat16().to(x.dtype), weight, *rest)
     return args
 
@@ -134,6 +138,7 @@ WEIGHTS = (
     Int8Weight(BYTES32.view(torch.int8), SCALES32, False, 32),
     Int4MinWeight(BYTES32[:, :32], SCALES32, MINIMA32, 32),
     Fp8Weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32),
+    Fp8Weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32, "static", torch.tensor([0.01])),
     OrderedWeight(
         Int8Weight(BYTES16.view(torch.int8), SCALES16, True, 16), torch.arange(63, -1, -1).int()
     ),

@@ -26,6 +26,9 @@ NAMES: dict[str, WeightKind] = {
     "int4 group 64": Int4Kind(64, False),
     "int4min group 32": Int4MinKind(32),
     "fp8 group 0": Fp8Kind(),
+    "fp8 group 0 token": Fp8Kind(0, "token"),
+    "fp8 group 128 groups": Fp8Kind(128, "group"),
+    "fp8 group 32 static": Fp8Kind(32, "static"),
     "int4 group 64 ordered": OrderedKind(Int4Kind(64, False)),
     "int4 group 64 zeros ordered": OrderedKind(Int4Kind(64, True)),
 }
@@ -43,6 +46,7 @@ def test_there_and_back(name: str) -> None:
         *("", "int8", "int4 group -8", "int4 group 0", "int4min group 0", "int8 group 8 zeros"),
         *("int2 group 8", "float64", " ordered", "int4 group 64 ordered ordered"),
         *("int4 group 9999999999", "fp8 group 0\n", "int8 group ٣"),
+        *("fp8 group 0 groups", "fp8 group 0 zeros", "int8 group 0 token"),
     ],
 )
 def test_no_kind(name: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.stored_quantization import StoredScheme
+from kvik.config.stored_quantization import Fp8Activations, StoredScheme
 
 # What `EngineConfig.quantization` may be, and what it means in words.
 SCHEMES: Mapping[str, str] = {
@@ -40,10 +40,11 @@ class LayerScheme:
 
     Attributes:
         group: inputs that share a scale; 0: all of them.
-        quantize_activations: its inputs are rounded to 8 bits too.
+        quantize_activations: inputs of integers are rounded to 8 bits too.
         zeros: groups of four bits have zero points, or minima.
         minima: they are minima: w = q * scale - minimum.
         float8: its 8 bits are E4M3 floats.
+        fp8_activations: how their inputs are rounded.
         ordered: inputs are reordered, so that those of a group are neighbours.
     """
 
@@ -53,6 +54,7 @@ class LayerScheme:
     zeros: bool = True
     minima: bool = False
     float8: bool = False
+    fp8_activations: Fp8Activations = "float"
     ordered: bool = False
 
     def weight_bytes(self, inputs: int, outputs: int, *, native: bool = False) -> int:
@@ -63,6 +65,7 @@ class LayerScheme:
         """
         values = inputs * outputs * self.bits // 8
         values += inputs * ORDER_BYTES if self.ordered else 0
+        values += SCALE_BYTES if self.fp8_activations == "static" else 0
         if native or not self.group:
             values += outputs * SCALE_BYTES
         if not self.group:
@@ -94,8 +97,12 @@ def loaded_scheme(stored: StoredScheme, inputs: int) -> LayerScheme | None:
     digits of scales; None: floats, because no kernel multiplies it."""
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
-        multiplied = group % MIN_INT8_GROUP == 0 and not stored.wide
-        return LayerScheme(8, group, float8=True) if multiplied else None
+        if group % MIN_INT8_GROUP or stored.wide:
+            return None
+        rounded = stored.fp8_activations
+        if rounded == "group" and not group:
+            rounded = "token"
+        return LayerScheme(8, group, float8=True, fp8_activations=rounded)
     ordered = stored.ordered and group > 0
     if stored.bits > 4 or stored.layout == "int-quantized":
         if not stored.symmetric or group % MIN_INT8_GROUP:

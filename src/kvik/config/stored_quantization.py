@@ -20,6 +20,9 @@ BlockLayout = Literal[
 ]
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"] | BlockLayout
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
+# How inputs of E4M3 weights are rounded to E4M3: not at all, by a scale for each token, for each
+# token and group of inputs, or by one that calibration has found.
+Fp8Activations = Literal["float", "token", "group", "static"]
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
@@ -41,7 +44,8 @@ class StoredScheme:
         minima: there are numbers in place of zero points: w = q * scale - minimum.
         ordered: the inputs of a group may be anywhere; a tensor names the group of each.
         lessened: zero points are stored less one.
-        quantize_activations: inputs are meant to be rounded to 8 bits too.
+        quantize_activations: inputs of integers are meant to be rounded to 8 bits too.
+        fp8_activations: how inputs of eight-bit floats are rounded.
         wide: eight-bit floats are E5M2 and not E4M3.
     """
 
@@ -54,6 +58,7 @@ class StoredScheme:
     ordered: bool = False
     lessened: bool = False
     quantize_activations: bool = False
+    fp8_activations: Fp8Activations = "float"
     wide: bool = False
 
     @property
@@ -77,6 +82,8 @@ class StoredScheme:
         words += [] if self.symmetric else ["zero points"]
         words += ["act-order"] if self.ordered else []
         words += ["activations in 8 bits"] if self.quantize_activations else []
+        words += ["activations in fp8"] if self.fp8_activations != "float" else []
+        words += ["by calibrated scales"] if self.fp8_activations == "static" else []
         return ", ".join(words)
 
 
@@ -115,11 +122,13 @@ class StoredQuantization:
         method: `quant_method`.
         rules: the first that matches a name decides; without one the layer is plain floats.
         embeddings: the rules are also for the vectors of tokens; else those are plain floats.
+        kv_scales: it was calibrated for a KV cache in few bits.
     """
 
     method: str
     rules: tuple[Rule, ...]
     embeddings: bool = False
+    kv_scales: bool = False
 
     def scheme(self, layer: str) -> StoredScheme | None:
         """Of a linear layer, by its name in the checkpoint."""
@@ -152,7 +161,8 @@ def read_stored_quantization(fields: Fields) -> StoredQuantization | None:
         return None
     inner = fields.inside(KEY)
     method = inner.choice("quant_method", tuple(METHODS))
-    return StoredQuantization(method, tuple(METHODS[method](inner)))
+    kv_scales = inner.raw("kv_cache_scheme") is not None
+    return StoredQuantization(method, tuple(METHODS[method](inner)), kv_scales=kv_scales)
 
 
 def _awq(fields: Fields) -> list[Rule]:
@@ -204,14 +214,17 @@ def _fp8(fields: Fields) -> list[Rule]:
     if "scale_fmt" in fields:
         fields.choice("scale_fmt", ("float",))
     band, group = _block(fields, "weight_block_size") or (0, 0)
-    fields.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
-    return [skipped, _rest(StoredScheme("fp8", 8, group, band, wide=number in E5M2))]
+    if number in E5M2:  # which no kernel multiplies: they become floats, and so meet floats
+        return [skipped, _rest(StoredScheme("fp8", 8, group, band, wide=True))]
+    rounded: Fp8Activations = "static" if static else "group" if group else "token"
+    return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
 
 
 def _fbgemm_fp8(fields: Fields) -> list[Rule]:
     skipped = _skipped(fields, "modules_to_not_convert")
-    return [skipped, _rest(StoredScheme("fp8", 8))]
+    return [skipped, _rest(StoredScheme("fp8", 8, fp8_activations="token"))]
 
 
 def _compressed_tensors(fields: Fields) -> list[Rule]:
@@ -257,6 +270,7 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
         raise weights.error("num_bits", f"must be one of {GPTQ_BITS}, not {bits}")
     band, width = _strategy(weights)
     order = weights.raw("actorder")
+    rounded = _fp8_activations(group, width) if kind == "float" else "float"
     return StoredScheme(
         "fp8" if kind == "float" else "pack-quantized" if packed else "int-quantized",
         bits,
@@ -265,7 +279,31 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
         symmetric=symmetric,
         ordered=order is True or order in ("group", "dynamic"),
         quantize_activations=kind == "int" and inputs is not None,
+        fp8_activations=rounded,
     )
+
+
+def _fp8_activations(group: Fields, width: int) -> Fp8Activations:
+    """Of a config group.
+
+    Args:
+        width: inputs that share a scale of the weights; 0: all of them.
+    """
+    if group.mapping("input_activations") is None:
+        return "float"
+    inputs = group.inside("input_activations")
+    inputs.choice("type", ("float",), "int")
+    inputs.integer("num_bits", 8, 8, 8)
+    if not inputs.boolean("dynamic", False):
+        inputs.choice("strategy", ("tensor",), "tensor")
+        return "static"
+    strategy = inputs.choice("strategy", ("tensor", "token", "group"), "tensor")
+    if strategy != "group":
+        return "token"  # a scale for all tokens of a step would make them depend on each other
+    size = _group(inputs, "group_size")
+    if size != width:
+        raise inputs.error("group_size", f"must be that of the weights ({width}), not {size}")
+    return "group"
 
 
 def _strategy(weights: Fields) -> tuple[int, int]:

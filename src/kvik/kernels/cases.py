@@ -18,6 +18,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.weights import (
     Activation,
     FloatWeight,
+    Fp8Activations,
     Fp8Weight,
     Int4MinWeight,
     Int4Weight,
@@ -208,8 +209,14 @@ def _products() -> list[Case]:
         ("int4-min", _int4_min_weight(32), ((1, 96, 7), (5, 288, 64))),
         ("fp8", _fp8_weight(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", _fp8_weight(128), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-token", _fp8_weight(0, "token"), ((1, 33, 7), (5, 257, 64))),
+        ("fp8-static", _fp8_weight(0, "static"), ((1, 33, 7), (17, 257, 64))),
+        ("fp8-128-group", _fp8_weight(128, "group"), ((1, 33, 7), (5, 257, 64), (17, 300, 33))),
+        ("fp8-128-token", _fp8_weight(128, "token"), ((3, 257, 64),)),
+        ("fp8-32-static", _fp8_weight(32, "static"), ((3, 257, 64),)),
         ("int4-ordered", _ordered(_int4_weight(32, zeros=True)), ((1, 96, 7), (5, 288, 64))),
         ("fp8-ordered", _ordered(_fp8_weight(0)), ((3, 33, 7),)),
+        ("fp8-token-ordered", _ordered(_fp8_weight(0, "token")), ((3, 33, 7),)),
     )
     activations: tuple[Activation | None, ...] = (None, "silu_and_mul", "gelu_tanh")
     cases = []
@@ -223,7 +230,7 @@ def _products() -> list[Case]:
             extras = ("bias",) * bias + ("residual",) * residual
             name = "-".join(("x".join(map(str, shape)), kind, activation or "plain", *extras))
             make = _product(shape, weight, activation, bias, residual)
-            cases.append(Case("linear", name, make, _run_linear, spoiled=(2,), product=True))
+            cases.append(Case("linear", name, make, _run_linear, spoiled=(5,), product=True))
     cases += [
         Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
         for kind, weight in (("float", _float_weight), ("w8a8", _int8_weight(activations=True)))
@@ -281,12 +288,15 @@ def _int4_min_weight(group: int) -> MakePlainWeight:
     return make
 
 
-def _fp8_weight(group: int) -> MakePlainWeight:
+def _fp8_weight(group: int, activations: Fp8Activations = "float") -> MakePlainWeight:
     def make(m: Maker, outputs: int, inputs: int) -> Fp8Weight:
         sizes = m.integers(0, 126, outputs, inputs, dtype=torch.uint8)  # 127 is NaN
         signs = m.integers(0, 1, outputs, inputs, dtype=torch.uint8) * 128
         values = (sizes + signs).view(torch.float8_e4m3fn)
-        return Fp8Weight(values, _scales(m, outputs, inputs, group, 448), group)
+        scales = _scales(m, outputs, inputs, group, 448)
+        static = activations == "static"  # a scale that cuts the largest numbers
+        scale = torch.full((1,), 1.5 / 448, device=m.device) if static else None
+        return Fp8Weight(values, scales, group, activations, scale)
 
     return make
 

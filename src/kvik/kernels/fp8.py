@@ -80,6 +80,31 @@ def unround_fp8(rounded: Tensor, scales: Tensor, block: Block) -> Tensor:
     return rounded.float() * _spread(scales, rounded.shape, block, slice(0, len(rounded)))
 
 
+def round_activations(x: Tensor, group: int = 0, scale: Tensor | None = None) -> Tensor:
+    """What E4M3 keeps of each token: x / scale, clamped and rounded, ties to even.
+
+    Args:
+        x: [tokens, inputs], any float dtype. NaN makes its token NaN, there or as a whole; so does
+            infinity, which a calibrated scale may also cut as any large number.
+        group: neighbouring inputs of a token that share a scale; 0: all of them.
+        scale: [1] fp32, found by calibration, for all tokens; None: absmax / 448 of each token and
+            group, and 1 where all is 0.
+
+    Returns:
+        [tokens, inputs] fp32, multiplied out again.
+    """
+    wide = x.float()
+    if group and scale is None:
+        parts = [round_activations(part) for part in wide.split(group, dim=-1)]
+        return torch.cat(parts, dim=-1)
+    dtype = torch.float8_e4m3fn
+    if scale is None:
+        scale = wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]
+        scale = scale.masked_fill_(scale == 0, 1.0)
+    q = (wide / scale).clamp_(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return q.float().mul_(scale)
+
+
 def _spread(scales: Tensor, shape: torch.Size, block: Block, rows: slice) -> Tensor:
     """The scale of each number of some rows; what all share stays one."""
     spread = scales.view(1, 1) if not scales.dim() else scales

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor
 
 # "silu_and_mul": the first half of the outputs is the gate, the second half is multiplied with it.
 Activation = Literal["silu_and_mul", "gelu_tanh"]
+
+# How x meets weights in E4M3: as it is, or rounded to E4M3 too, by a scale for each token, for each
+# token and group of the weight's inputs, or by one that calibration has found. Else
+# scale = absmax / 448, and 1 where all is 0 (`kernels/fp8.py`, `round_activations`).
+Fp8Activations = Literal["float", "token", "group", "static"]
 
 SYMMETRIC_ZERO = 8  # of four bits without zero points
 
@@ -39,6 +44,7 @@ class Int4MinKind:
 @dataclass(frozen=True, slots=True)
 class Fp8Kind:
     group: int = 0
+    activations: Fp8Activations = "float"
 
 
 PlainKind = FloatKind | Int8Kind | Int4Kind | Int4MinKind | Fp8Kind
@@ -207,15 +213,20 @@ class Fp8Weight:
             output NaN.
         scales: fp32; [outputs] if group is 0, else [outputs, ceil(inputs / group)].
         group: 0: all inputs.
+        activations: how x is rounded; "group" needs a group.
+        input_scale: [1] fp32, with "static" alone: x / input_scale is rounded. Layers that become
+            rows of one matrix share the largest of theirs.
     """
 
     values: Tensor
     scales: Tensor
     group: int = 0
+    activations: Fp8Activations = "float"
+    input_scale: Tensor | None = None
 
     @property
     def kind(self) -> Fp8Kind:
-        return Fp8Kind(self.group)
+        return Fp8Kind(self.group, self.activations)
 
     @property
     def outputs(self) -> int:
@@ -227,7 +238,7 @@ class Fp8Weight:
 
     def rows(self, index: slice | Tensor) -> Fp8Weight:
         """Some outputs: a range, or ids [n]."""
-        return Fp8Weight(self.values[index], self.scales[index], self.group)
+        return replace(self, values=self.values[index], scales=self.scales[index])
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] fp32."""

@@ -9,6 +9,7 @@ import torch
 
 from kvik.kernels.weights import (
     FloatKind,
+    Fp8Activations,
     Fp8Kind,
     Int4Kind,
     Int4MinKind,
@@ -19,6 +20,12 @@ from kvik.kernels.weights import (
 )
 
 ORDERED, GROUP, ZEROS = " ordered", " group ", " zeros"
+ROUNDED: dict[Fp8Activations, str] = {
+    "float": "",
+    "token": " token",
+    "group": " groups",
+    "static": " static",
+}
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,8 +42,8 @@ def name_of_kind(kind: WeightKind) -> str:
             return f"int4{GROUP}{group}{ZEROS if zeros else ''}"
         case Int4MinKind(group):
             return f"int4min{GROUP}{group}"
-        case Fp8Kind(group):
-            return f"fp8{GROUP}{group}"
+        case Fp8Kind(group, activations):
+            return f"fp8{GROUP}{group}{ROUNDED[activations]}"
         case _:
             assert_never(kind)
 
@@ -50,10 +57,16 @@ def kind_named(name: str) -> WeightKind | None:
 def _plain(name: str) -> PlainKind | None:
     if name in FLOATS:
         return FloatKind(FLOATS[name])
-    found = re.fullmatch(rf"(\w+){GROUP}([0-9]{{1,9}})({ZEROS})?", name)
-    if found is None or (found[3] and found[1] != "int4"):
+    found = re.fullmatch(rf"(\w+){GROUP}([0-9]{{1,9}})( \w+)?", name)
+    if found is None:
         return None
-    group = int(found[2])
+    group, rest = int(found[2]), found[3] or ""
+    if found[1] == "fp8":
+        named = {word: activations for activations, word in ROUNDED.items()}
+        fits = rest in named and (group or named[rest] != "group")
+        return Fp8Kind(group, named[rest]) if fits else None
+    if rest and (found[1], rest) != ("int4", ZEROS):
+        return None
     if group == 0 and found[1] in ("int4", "int4min"):
         return None
     match found[1]:
@@ -62,10 +75,8 @@ def _plain(name: str) -> PlainKind | None:
         case "int8":
             return Int8Kind(False, group)
         case "int4":
-            return Int4Kind(group, bool(found[3]))
+            return Int4Kind(group, bool(rest))
         case "int4min":
             return Int4MinKind(group)
-        case "fp8":
-            return Fp8Kind(group)
         case _:
             return None

@@ -29,7 +29,7 @@ def weight_kind(scheme: LayerScheme | None, dtype: torch.dtype) -> WeightKind:
     if scheme is None:
         return FloatKind(dtype)
     if scheme.float8:
-        plain: PlainKind = Fp8Kind(scheme.group)
+        plain: PlainKind = Fp8Kind(scheme.group, scheme.fp8_activations)
     elif scheme.minima:
         plain = Int4MinKind(scheme.group)
     elif scheme.bits == 4:

@@ -11,16 +11,17 @@ import pytest
 import torch
 from helpers.paged_model import PagedModel
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
-from helpers.stored_models import save_quantised
+from helpers.stored_models import STATIC, save_quantised
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.config.quantization import weight_bytes
+from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.linear import stored_weight
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Fp8Kind, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import INDEX, SINGLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -60,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-odd-blocks": fp8_config(weight_block_size=[20, 36]),
     "fp8-cut-blocks": fp8_config(),
     "fp8-e5m2": fp8_config(fmt="e5m2"),
+    "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "fp8-old": fp8_config(weight_block_size=None, ignored_layers=["lm_head", Q]),
 }
 
@@ -76,8 +78,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_logits_are_those_of_the_twin(case: str, plain: Path, tmp_path: Path) -> None:
-    """To rounding in fp32; the same greedy tokens."""
+def test_logits_are_those_of_the_twin(
+    case: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rounding in fp32, activations as they are; the same greedy tokens."""
+    monkeypatch.setattr("kvik.kernels.reference.linear.round_activations", lambda x, *_: x.float())
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
     ids = tokens(24)
     twin = PagedModel(tmp_path / "twin")
@@ -133,6 +138,49 @@ def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path:
         save_quantised(plain, tmp_path / "q", tmp_path / "twin", config)
         down = PagedModel(tmp_path / "q").model.layers[0].mlp.down.matrix.data
         assert down.quantize_activations is activations
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("fp8-rows", Fp8Kind()),
+        ("fp8-one", Fp8Kind(0, "token")),
+        ("fp8-blocks", Fp8Kind(32, "group")),
+        ("fp8-static", Fp8Kind(0, "static")),
+    ],
+)
+def test_activations_of_eight_bit_floats(
+    case: str, kind: Fp8Kind, plain: Path, tmp_path: Path
+) -> None:
+    """What the checkpoint says runs: the matrices of the twin are given rounded inputs."""
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
+    model = PagedModel(tmp_path / "q", ops=TORCH)
+    assert model.model.layers[1].mlp.down.matrix.spec.kind == kind
+
+    def rounding(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+        if matrix.spec.rows != model.spec.vocab_size and kind.activations != "float":
+            scale = STATIC if kind.activations == "static" else None
+            x = round_activations(x, kind.group, scale)
+        return TORCH.linear(x, matrix, residual)
+
+    ids = tokens(24)
+    expected = PagedModel(tmp_path / "twin", ops=replace(TORCH, linear=rounding)).logits(ids)
+    found, floats = model.logits(ids), PagedModel(tmp_path / "twin", ops=TORCH).logits(ids)
+    off = float((found - expected).norm() / expected.norm())
+    rounded = float((floats - expected).norm() / expected.norm())
+    # a sum in another order may tip a number to the other side
+    assert off < (2e-6 if kind.activations == "float" else rounded / 4)
+    assert (rounded == 0) == (kind.activations == "float")
+
+
+def test_layers_of_one_matrix_share_the_largest_scale(plain: Path, tmp_path: Path) -> None:
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS["fp8-static"])
+    tensors = load_file(tmp_path / "q" / SINGLE)
+    for name, scale in (("q", 0.02), ("k", 0.5), ("v", 0.01)):
+        tensors[f"model.layers.1.self_attn.{name}_proj.input_scale"] = torch.tensor(scale)
+    save_file(tensors, tmp_path / "q" / SINGLE)
+    (qkv,) = PagedModel(tmp_path / "q").model.layers[1].attention.qkv.linears
+    assert qkv.matrix.data.input_scale.tolist() == [0.5]
 
 
 def test_a_tied_embedding_stays_as_it_is(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
     "fp8": compressed_config("float-quantized", **FLOAT8),
     "blocks": fp8_config(weight_block_size=[32, 32]),
+    "static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "e5m2": fp8_config(weight_block_size=[32, 32], fmt="e5m2"),
 }
 
@@ -79,6 +80,10 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
         ("blocks", {"weight_block_size": [16, 32]}, "weight_scale_inv' must have shape [4, 2] by "
          "config.json (fp8 in blocks of 16 x 32), not [2, 2]"),
         ("e5m2", {"fmt": "e4m3"}, "weight' must be F8_E4M3, not F8_E5M2"),
+        ("static", {"activation_scheme": "dynamic"}, "it has an input_scale, and its activations "
+         "have no static scale; quantization_config says fp8, one scale, activations in fp8"),
+        ("blocks", {"activation_scheme": "static"}, "is stored as weight, weight_scale_inv; by "
+         "config.json quantization_config it must be weight, weight_scale_inv, input_scale (fp8)"),
         # tensors that the config wants, or does not
         ("packed-order", {"group_0": {"symmetric": False}}, "is stored as weight_g_idx, "
          "weight_packed, weight_scale, weight_shape; by config.json quantization_config it must be "
@@ -125,6 +130,8 @@ def test_a_config_that_lies(
         ("fp8", "weight_scale", float("nan"), "holds NaN or infinity"),
         ("fp8", "weight_scale", -1.0, "holds negative scales"),
         ("blocks", "weight_scale_inv", float("inf"), "holds NaN or infinity"),
+        ("static", "input_scale", float("nan"), "holds NaN or infinity"),
+        ("static", "input_scale", 0.0, "must be positive, not 0"),
         ("blocks", "weight", float("nan"), "holds NaN"),
         ("e5m2", "weight", float("inf"), "holds NaN or infinity"),
         ("gptq", "qzeros", 0, "must be 8 everywhere, because sym is true"),
@@ -158,6 +165,7 @@ def test_values_that_cannot_be(
         ("gptq", "scales", torch.zeros(3, 64, dtype=torch.int8), "must be F32, BF16, F16 or F64, "),
         ("gptq", "g_idx", torch.zeros(96), "must be I64 or I32, not F32"),
         ("order", "g_idx", NATURAL.flip(0).clamp(min=1), "must give each of 3 groups as many"),
+        ("static", "input_scale", torch.ones(64), "must have shape [1] by config.json (static"),
         ("order", "g_idx", NATURAL[:95], "must have shape [96] by config.json, not [95]"),
     ],
 )
@@ -199,8 +207,15 @@ def test_what_is_not_needed_may_be_there(folders: dict[str, Path], tmp_path: Pat
         f"{DOWN}.weight_zero_point": torch.zeros(64, 1, dtype=torch.int8),
         "model.layers.1.self_attn.k_scale": torch.ones(1),
         "model.layers.1.self_attn.v_scale": torch.ones(1),
+        "model.layers.1.self_attn.k_proj.k_scale": torch.ones(()),
+        "model.layers.1.self_attn.v_proj.v_scale": torch.ones(()),
+        "model.layers.0.self_attn.kv_scale": torch.ones(1),
+        "model.layers.1.self_attn.k_proj.output_scale": torch.ones(1),
     }
     load(folders["int8"], tmp_path, CONFIGS["int8"], extra)
+    extra.pop(f"{DOWN}.input_scale")
+    extra.pop(f"{DOWN}.weight_zero_point")
+    load(folders["fp8"], tmp_path, CONFIGS["fp8"], extra)
     load(folders["gptq"], tmp_path, CONFIGS["gptq"], {f"{DOWN}.g_idx": None})
     unset = {f"{DOWN}.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)}
     load(folders["packed"], tmp_path, CONFIGS["packed"], unset)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
-from kvik.kernels.reference.linear import fill_order
+from kvik.kernels.reference.linear import fill_input_scale, fill_order
 from kvik.kernels.weights import (
     Activation,
     FloatKind,
     FloatWeight,
+    Fp8Activations,
     Fp8Kind,
     Fp8Weight,
     Int4Kind,
@@ -36,6 +37,7 @@ ACTIVATIONS: dict[Activation | None, int] = {
     "silu_and_mul": 1,
     "gelu_tanh": 2,
 }  # as arguments.hpp numbers them
+FP8_ACTIVATIONS: dict[Fp8Activations, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
 F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8 = range(7)  # MatrixKind
@@ -49,16 +51,20 @@ class Packed:
     """Attributes:
     weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
     order: [inputs] int32; None: as they come.
+    input_scale: [1] fp32; None: calibration has found none.
     kind: MatrixKind of arguments.hpp.
     group: inputs that share a scale; 0: all of them.
+    fp8_activations: how x is rounded, as arguments.hpp numbers it.
     """
 
     weight: Tensor
     scales: Tensor
     zeros: Tensor
     order: Tensor | None
+    input_scale: Tensor | None
     kind: int
     group: int
+    fp8_activations: int
 
 
 class Matrices:
@@ -77,7 +83,8 @@ class Matrices:
         take = self.native.weights.take
         ordered = isinstance(spec.kind, OrderedKind)
         order = take(4 * spec.inputs).view(torch.int32) if ordered else None
-        packed = packed_over(spec, take(values), take(scales), take(zeros), order)
+        input_scale = torch.zeros(1) if has_input_scale(spec) else None
+        packed = packed_over(spec, take(values), take(scales), take(zeros), order, input_scale)
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         return Matrix(spec, bias, packed)
 
@@ -93,6 +100,9 @@ class Matrices:
             assert packed.order is not None
             fill_order(packed.order, weight.order)
             weight = weight.plain
+        if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+            assert packed.input_scale is not None
+            fill_input_scale(packed.input_scale, weight.input_scale)
         values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
@@ -139,6 +149,8 @@ class Matrices:
             y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
             out_dtype=DTYPES[spec.out_dtype],
+            fp8_x=packed.fp8_activations,
+            x_scale=pointer(packed.input_scale),
         )
         return y
 
@@ -167,11 +179,17 @@ class Matrices:
 
 
 def packed_over(
-    spec: MatrixSpec, weight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
+    spec: MatrixSpec,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    order: Tensor | None,
+    input_scale: Tensor | None,
 ) -> Packed:
     """Over memory of the sizes that `packed_sizes` says."""
     kind = plain_kind(spec)
-    return Packed(weight, scales, zeros, order, _number(kind), _group(kind))
+    rounding = FP8_ACTIVATIONS[kind.activations] if isinstance(kind, Fp8Kind) else 0
+    return Packed(weight, scales, zeros, order, input_scale, _number(kind), _group(kind), rounding)
 
 
 def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
@@ -205,6 +223,12 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
 def plain_kind(spec: MatrixSpec) -> PlainKind:
     """The kind of the weight, whatever the order of its inputs."""
     return spec.kind.plain if isinstance(spec.kind, OrderedKind) else spec.kind
+
+
+def has_input_scale(spec: MatrixSpec) -> bool:
+    """Its inputs are rounded by a scale that calibration has found."""
+    kind = plain_kind(spec)
+    return isinstance(kind, Fp8Kind) and kind.activations == "static"
 
 
 def _group(kind: PlainKind) -> int:

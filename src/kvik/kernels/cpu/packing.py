@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.matrix import Packed, packed_over, packed_sizes
+from kvik.kernels.cpu.matrix import Packed, has_input_scale, packed_over, packed_sizes
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.weights import Matrix, MatrixSpec, OrderedKind
 
@@ -23,6 +23,8 @@ def layout(spec: MatrixSpec) -> Parts:
     }
     if isinstance(spec.kind, OrderedKind):
         found["order"] = _meta(spec.inputs, torch.int32)
+    if has_input_scale(spec):
+        found["input_scale"] = _meta(1, torch.float32)
     if spec.bias:
         found["bias"] = _meta(spec.rows, torch.float32)
     return found
@@ -37,6 +39,7 @@ def parts(matrix: Matrix) -> Parts:
         "scales": packed.scales,
         "zeros": packed.zeros,
         "order": packed.order,
+        "input_scale": packed.input_scale,
         "bias": matrix.bias,
     }
     return {name: part for name, part in all_parts.items() if part is not None and part.numel()}
@@ -49,7 +52,12 @@ def over(spec: MatrixSpec, parts: Parts) -> Matrix:
         check_order(order)
     none = torch.empty(0, dtype=torch.uint8)
     packed = packed_over(
-        spec, parts["weight"], parts.get("scales", none), parts.get("zeros", none), order
+        spec,
+        parts["weight"],
+        parts.get("scales", none),
+        parts.get("zeros", none),
+        order,
+        parts.get("input_scale"),
     )
     return Matrix(spec, parts.get("bias"), packed)
 

@@ -7,6 +7,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.activation import gelu_tanh, silu_and_mul
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
@@ -54,6 +55,8 @@ def _copy(to: Weight, weight: Weight) -> None:
         case Fp8Weight() as rows, Fp8Weight():
             rows.values.copy_(weight.values)
             rows.scales.copy_(weight.scales)
+            if rows.input_scale is not None and weight.input_scale is not None:
+                fill_input_scale(rows.input_scale, weight.input_scale)
         case Int4Weight() as rows, Int4Weight():
             rows.values.copy_(weight.values)
             rows.scales.copy_(weight.scales)
@@ -77,6 +80,15 @@ def fill_order(to: Tensor, order: Tensor) -> None:
     if bool(to.any()) and not torch.equal(to, order):
         raise ValueError("rows of one matrix have their inputs in different orders")
     to.copy_(order)
+
+
+def fill_input_scale(to: Tensor, scale: Tensor) -> None:
+    """Widen the scale of a matrix's inputs to that of some of its rows; 0 until then.
+
+    Fused layers read the same inputs. The largest of their scales cuts nothing that one of them
+    would have kept.
+    """
+    torch.maximum(to, scale.to(to), out=to)
 
 
 def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
@@ -104,6 +116,9 @@ def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
         return as_multiplied(x[:, weight.order], weight.plain)
     if isinstance(weight, Int8Weight) and weight.quantize_activations:
         return round_tokens(x, weight.group), weight
+    if isinstance(weight, Fp8Weight) and weight.activations != "float":
+        group = weight.group if weight.activations == "group" else 0
+        return round_activations(x, group, weight.input_scale), weight
     return x.float(), weight
 
 
@@ -147,8 +162,10 @@ def _unfilled_plain(kind: PlainKind, spec: MatrixSpec) -> PlainWeight:
         case Int4MinKind(group):
             values = empty(rows, inputs // 2, dtype=torch.uint8)
             return Int4MinWeight(values, scales(group), scales(group), group)
-        case Fp8Kind(group):
+        case Fp8Kind(group, activations):
             values = empty(rows, inputs, dtype=torch.float8_e4m3fn)
-            return Fp8Weight(values, scales(group), group)
+            static = activations == "static"
+            scale = torch.zeros(1, dtype=torch.float32, device=spec.device) if static else None
+            return Fp8Weight(values, scales(group), group, activations, scale)
         case _:
             assert_never(kind)

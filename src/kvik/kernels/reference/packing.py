@@ -47,8 +47,12 @@ def _parts(weight: Weight) -> dict[str, Tensor]:
     match weight:
         case FloatWeight(values):
             return {"values": values}
-        case Int8Weight(values, scales) | Fp8Weight(values, scales):
+        case Int8Weight(values, scales):
             return {"values": values, "scales": scales}
+        case Fp8Weight(values, scales):
+            found = {"values": values, "scales": scales}
+            scale = weight.input_scale
+            return found if scale is None else {**found, "input_scale": scale}
         case Int4Weight(values, scales, zeros):
             found = {"values": values, "scales": scales}
             return found if zeros is None else {**found, "zeros": zeros}
@@ -68,7 +72,8 @@ def _with(like: Weight, own: Parts) -> Weight:
         case Int8Weight():
             return replace(like, values=own["values"], scales=own["scales"])
         case Fp8Weight():
-            return replace(like, values=own["values"], scales=own["scales"])
+            scale = own.get("input_scale")
+            return replace(like, values=own["values"], scales=own["scales"], input_scale=scale)
         case Int4Weight():
             return replace(like, values=own["values"], scales=own["scales"], zeros=own.get("zeros"))
         case Int4MinWeight():

@@ -30,9 +30,10 @@ from kvik.nn.formats.integers import (
 
 WEIGHT, PACKED, SCALE, ZERO = "weight", "weight_packed", "weight_scale", "weight_zero_point"
 SHAPE, INDEX = "weight_shape", "weight_g_idx"
-# Calibrated steps of activations, which the engine finds for each token, and zero points of
-# symmetric weights.
-ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+INPUT_SCALE = "input_scale"
+# Calibrated steps of activations. For integers the engine finds its own for each token; those of
+# outputs are older names of the KV cache's.
+ACTIVATIONS = (INPUT_SCALE, "input_zero_point", "output_scale", "output_zero_point")
 BYTE = 8
 
 

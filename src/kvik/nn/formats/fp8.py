@@ -13,7 +13,7 @@ from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.fp8 import Block, unround_fp8
 from kvik.kernels.weights import FloatWeight, Fp8Weight
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
-from kvik.nn.formats.compressed_tensors import ACTIVATIONS, SCALE, WEIGHT, scale_shape
+from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
 
 BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
@@ -23,12 +23,8 @@ NO_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 class Fp8:
     """weight [outputs, inputs] and weight_scale: of the whole tensor, of each output, or of
-    blocks, which may be cut at the ends: [blocks of outputs, blocks of inputs].
-
-    Activations are not rounded, so calibrated scales of theirs are not read.
-    """
-
-    unread = ACTIVATIONS
+    blocks, which may be cut at the ends: [blocks of outputs, blocks of inputs]; with static scales
+    of activations input_scale [1]."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
@@ -40,6 +36,11 @@ class Fp8:
         self.scheme, self.shape = scheme, shape
         self.dtype = torch.float8_e5m2 if scheme.wide else torch.float8_e4m3fn
         self.block: Block = (scheme.band, scheme.group)
+        self.static = scheme.fp8_activations == "static"
+        self.unread = tuple(name for name in ACTIVATIONS if name != INPUT_SCALE or scheme.wide)
+        if INPUT_SCALE in stored and not self.static and not scheme.wide:
+            raise ValueError(f"it has an {INPUT_SCALE}, and its activations have no static scale")
+        self.input_scale = () if stored.get(INPUT_SCALE) == () else (1,)
         blocks = scheme.band > 1 and scheme.group > 0
         self.scale_name = BLOCK_SCALE if BLOCK_SCALE in stored else SCALE
         if blocks:
@@ -54,10 +55,14 @@ class Fp8:
         block = self.block
         why = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
         weight = (self.shape.outputs, self.shape.inputs)
-        return {
+        found = {
             WEIGHT: StoredTensor(weight, self.dtype, axis, because=why),
             self.scale_name: StoredTensor(self.scale, torch.float32, own, because=why),
         }
+        if self.static:
+            why = "static activations"
+            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, None, because=why)
+        return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight | Fp8Weight:
         values = tensors[WEIGHT][rows]
@@ -68,7 +73,19 @@ class Fp8:
         loaded = loaded_scheme(self.scheme, self.shape.inputs)
         if loaded is None:
             return FloatWeight(unround_fp8(values, scales, (1, self.scheme.group)))
-        return Fp8Weight(values, scales if loaded.group else scales[:, 0], loaded.group)
+        scales = scales if loaded.group else scales[:, 0]
+        return Fp8Weight(
+            values, scales, loaded.group, loaded.fp8_activations, self._input_scale(tensors)
+        )
+
+    def _input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """[1] fp32."""
+        if not self.static:
+            return None
+        scale = finite(INPUT_SCALE, tensors[INPUT_SCALE]).float().reshape(1)
+        if bool(scale <= 0):
+            raise TensorError(INPUT_SCALE, f"must be positive, not {float(scale):g}")
+        return scale
 
     def _scales(self, scales: Tensor, rows: slice) -> Tensor:
         """[rows, groups of inputs] fp32."""
@@ -79,11 +96,17 @@ class Fp8:
         band = self.scheme.band or self.shape.outputs
         return wide[torch.arange(rows.start, rows.stop, device=wide.device) // band]
 
-    def save(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    def save(
+        self, values: Tensor, scales: Tensor, input_scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of a whole layer.
 
         Args:
             values: [outputs, inputs] of this format's dtype.
             scales: as `fp8_scales` gives them for the block of this format.
+            input_scale: [1], of static activations.
         """
-        return {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
+        found = {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
+        if input_scale is not None:
+            found[INPUT_SCALE] = input_scale.float().reshape(self.input_scale)
+        return found
