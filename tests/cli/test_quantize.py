@@ -54,6 +54,8 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (("--group-size", "all"), "group_size: must be an integer, not 'all'"),
         (("--method", "fp8", "--asym"), "sym: must be true with fp8"),
         (("--method", "fp8", "--no-sym"), "sym: must be true with fp8"),
+        (("--activation-scheme", "static"), "activation_scheme: static is of fp8, not of gptq"),
+        (("--method", "fp8", "--fp8-format", "e3m4"), "fp8_format: must be e4m3 or e5m2, not"),
         (("--method", "awq", "--act-order"), "act_order: is of gptq"),
         (("--budget-bits", "12"), "budget_bits: must be in [4, 8]"),
         (("--skip", "*"), "skip: leaves no layer to quantise"),

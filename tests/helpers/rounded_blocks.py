@@ -12,7 +12,7 @@ from torch import Tensor
 from kvik.config.model_spec import ModelSpec
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.calibrate import CPU
-from kvik.quantize.float8 import Float8, float8
+from kvik.quantize.float8 import E4M3, E5M2, Float8, float8
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult, LayerResult, Progress
@@ -57,7 +57,10 @@ def rounded_blocks(
 
 def rounded(w: Tensor, recipe: Recipe, name: str, dtype: torch.dtype) -> Quantised | Float8:
     if recipe.method == "fp8":
-        return float8(w, recipe.block, recipe.scale_dtype(dtype))
+        number = E5M2 if recipe.fp8_format == "e5m2" else E4M3
+        absmax = torch.tensor(3.0) if recipe.activation_scheme == "static" else None
+        scales = recipe.scale_dtype(dtype)
+        return float8(w, recipe.block, scales, dtype=number, input_absmax=absmax)
     grid = recipe.grid(name, dtype)
     inputs, group = w.shape[1], recipe.group_size
     if not recipe.act_order or recipe.static_groups or group in (-1, inputs):

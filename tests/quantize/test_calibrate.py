@@ -19,6 +19,7 @@ from kvik.config.fields import Fields
 from kvik.config.model_source import BUNDLED
 from kvik.config.model_spec import read_model_spec
 from kvik.config.stored_quantization import read_stored_quantization
+from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
@@ -164,6 +165,34 @@ def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
         expected = block.run(x, lambda m, given, r=rounds: round_tokens(given) if r else given)  # type: ignore[misc]
         assert torch.equal(found.view_as(x), expected)
         assert not torch.equal(expected, model.block(0).run(x, unwatched))
+
+
+def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> None:
+    """Of each matrix; later blocks see what is made of them."""
+    save_tiny(tmp_path / "model", "Llama")
+    spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
+    model = ModelBlocks(
+        open_checkpoint(tmp_path / "model"), spec, 16, torch.float32, torch.device("cpu")
+    )
+    x = torch.cat(list(model.embed(windows, 4)))
+    recipe = Recipe("fp8", 8, -1, activation_scheme="static")
+    steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, tmp_path / "w", quiet)
+    result = next(steps)
+    found = bytearray((tmp_path / "w" / "hidden-1").read_bytes())
+    block, scales = model.block(0), dict[int, Tensor]()
+
+    def look(matrix: int, given: Tensor) -> Tensor:
+        scales[matrix] = (given.abs().max() / 448).reshape(1)
+        return given
+
+    block.run(x, look)
+    for place, layer in zip(block.layers, result.layers, strict=True):
+        assert isinstance(layer.quantised, Float8) and layer.quantised.input_scale is not None
+        assert torch.equal(layer.quantised.input_scale, scales[place.matrix])
+        assert 0 < layer.error < 0.1 and layer.on_inputs
+        block.set_weight(layer.name, layer.quantised.dequantised())
+    expected = block.run(x, lambda m, given: round_activations(given, 0, scales[m]))
+    assert torch.equal(torch.frombuffer(found, dtype=torch.float32).view_as(x), expected)
 
 
 @pytest.mark.parametrize("saved", [1, 2])

@@ -13,7 +13,7 @@ from kvik.config.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bits import lessen
 from kvik.nn.formats.gptq import natural_index
-from kvik.quantize.float8 import Float8
+from kvik.quantize.float8 import Float8, float8
 from kvik.quantize.grid import Grid, Scales
 from kvik.quantize.layouts import layouts, quantization_config
 from kvik.quantize.quantised import Quantised
@@ -156,6 +156,31 @@ def test_the_keys_of_fp8() -> None:
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head"],
     }
+
+
+def test_the_keys_of_e5m2() -> None:
+    recipe = Recipe("fp8", bits=8, group_size=0, fp8_format="e5m2")
+    config = quantization_config(recipe, NAMES)
+    assert config["fmt"] == "e5m2" and config["weight_block_size"] is None
+    written = layouts(recipe, {LAYER: SHAPE}, torch.bfloat16)[LAYER].tensors(
+        float8(torch.ones(32, 96), recipe.block, dtype=torch.float8_e5m2)
+    )
+    assert {name: (tuple(t.shape), t.dtype) for name, t in written.items()} == {
+        "weight": ((32, 96), torch.float8_e5m2),
+        "weight_scale": ((1,), torch.float32),
+    }
+
+
+def test_the_keys_of_static_activations() -> None:
+    recipe = Recipe("fp8", bits=8, group_size=-1, activation_scheme="static")
+    config: Any = quantization_config(recipe, NAMES)
+    assert config["format"] == "float-quantized"
+    assert config["config_groups"]["group_0"]["input_activations"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    found = float8(torch.ones(32, 96), input_absmax=torch.ones(96))
+    written = layouts(recipe, {LAYER: SHAPE}, torch.bfloat16)[LAYER].tensors(found)
+    assert written["input_scale"].shape == (1,) and written["input_scale"].dtype == torch.bfloat16
 
 
 def test_the_keys_of_compressed_tensors() -> None:

@@ -19,6 +19,19 @@ MODEL = torch.bfloat16
         ({"method": "nf4"}, "method", "must be one of rtn, gptq, awq, smoothquant, fp8, not 'nf4'"),
         ({"bits": 5}, "bits", "must be one of 2, 3, 4, 8 with gptq, not 5"),
         ({"method": "fp8"}, "bits", "must be one of 8 with fp8, not 4"),
+        ({"method": "fp8", "bits": 8, "activation_scheme": "none"}, "activation_scheme",
+         "must be dynamic or static, not 'none'"),
+        ({"method": "fp8", "bits": 8, "fp8_format": "e3m4"}, "fp8_format",
+         "must be e4m3 or e5m2, not 'e3m4'"),
+        ({"method": "rtn", "activation_scheme": "static"}, "activation_scheme",
+         "static is of fp8, not of rtn"),
+        ({"method": "gptq", "fp8_format": "e5m2"}, "fp8_format", "e5m2 is of fp8, not of gptq"),
+        ({"method": "fp8", "bits": 8, "activation_scheme": "static"}, "activation_scheme",
+         "must be dynamic with blocks of 128 x 128"),
+        ({"method": "fp8", "bits": 8, "group_size": 0, "activation_scheme": "static",
+          "fp8_format": "e5m2"}, "activation_scheme", "must be dynamic with e5m2"),
+        ({"method": "fp8", "bits": 8, "group_size": -1, "fp8_format": "e5m2"}, "group_size",
+         "with e5m2: no layout has a scale for each output"),
         ({"method": "smoothquant", "bits": 4}, "bits", "must be one of 8 with smoothquant, not 4"),
         ({"group_size": 0}, "group_size", "-1 .* or a multiple of 8, not 0"),
         ({"group_size": -2}, "group_size", "multiple of 8, not -2"),
@@ -73,6 +86,7 @@ def test_which_layers() -> None:
         ),
         ({"method": "fp8", "bits": 8, "group_size": -1}, "compressed-tensors", torch.bfloat16),
         ({"method": "fp8", "bits": 8, "group_size": 128}, "fp8", torch.float32),
+        ({"method": "fp8", "bits": 8, "group_size": 0, "fp8_format": "e5m2"}, "fp8", torch.float32),
     ],
 )  # fmt: skip
 def test_layouts_and_their_scales(wishes: dict[str, Any], layout: str, scales: torch.dtype) -> None:
@@ -94,6 +108,7 @@ def test_the_grid_of_a_layer() -> None:
 def test_what_needs_data() -> None:
     assert not Recipe("rtn").needs_data
     assert not Recipe("fp8", bits=8, group_size=-1).needs_data
+    assert Recipe("fp8", bits=8, group_size=-1, activation_scheme="static").needs_data
     assert Recipe("rtn", average_bits=5).needs_data
     assert Recipe("gptq").needs_data and Recipe("awq").needs_data
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvik.config.errors import ConfigError, KvikError, ModelError
 from kvik.config.model_spec import read_model_spec
 from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import Fp8Kind, Int8Kind
 from kvik.nn.checkpoint import INDEX, SINGLE, open_checkpoint
 from kvik.nn.formats.registry import choose_format
 from kvik.quantize import output as output_module
@@ -61,6 +62,11 @@ CASES: dict[str, dict[str, Any]] = {
     "smoothquant": {"method": "smoothquant", "bits": 8, "group_size": -1},
     "fp8": {"method": "fp8", "bits": 8, "group_size": -1},
     "fp8-one": {"method": "fp8", "bits": 8, "group_size": 0},
+    "fp8-static": {
+        "method": "fp8", "bits": 8, "group_size": -1, "activation_scheme": "static",
+    },
+    "fp8-e5m2": {"method": "fp8", "bits": 8, "group_size": 128, "fp8_format": "e5m2"},
+    "fp8-e5m2-one": {"method": "fp8", "bits": 8, "group_size": 0, "fp8_format": "e5m2"},
     "fp8-blocks": {"method": "fp8", "bits": 8, "group_size": 128, "skip": (DOWN,)},
     "mixed": {"method": "rtn", "average_bits": 5.0, "layer_bits": OTHER_BITS},
     "mixed-static": {
@@ -146,7 +152,9 @@ def test_the_model_says_what_the_floats_say(case: str, plain: Path, tmp_path: Pa
     expected, found = PagedModel(twin), PagedModel(tmp_path / "q", ops=TORCH)
     if recipe.rounds_activations:
         weight = found.model.layers[0].attention.qkv.linears[0].matrix.data  # type: ignore[attr-defined]
-        assert weight.quantize_activations
+        dynamic = recipe.activation_scheme == "dynamic"
+        float8 = Fp8Kind(0, "token" if dynamic else "static")
+        assert weight.kind == (float8 if recipe.method == "fp8" else Int8Kind(True))
         return
     logits = expected.logits(ids)
     assert float((found.logits(ids) - logits).norm() / logits.norm()) < 2e-6

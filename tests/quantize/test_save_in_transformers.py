@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "smoothquant": {"method": "smoothquant"} | EIGHT,
         "fp8": {"method": "fp8"} | EIGHT,
         "fp8-one": {"method": "fp8", "bits": 8, "group_size": 0},
+        "fp8-static": {"method": "fp8", "activation_scheme": "static"} | EIGHT,
         "mixed": {"method": "rtn", "average_bits": 5.0, "layer_bits": MIXED},
         "mixed-static": {
             "method": "gptq", "average_bits": 5.0, "layer_bits": MIXED, "act_order": True,

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="inputs that share a scale; -1: all of them; fp8 also 0, one scale, and 128, blocks "
         "of 128 x 128 (auto: 128, 64 or 32, the first that divides all inputs; smoothquant and "
-        "fp8: -1)",
+        "fp8: -1; e5m2: 128)",
     )
     group.add_argument(
         "--sym",
@@ -86,6 +86,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--smoothing", type=number, default=0.5, metavar="X", help="smoothquant: alpha (0.5)"
     )
     group.add_argument(
+        "--activation-scheme",
+        default="dynamic",
+        metavar="NAME",
+        help="fp8: dynamic, each token finds the scale of its activations, or static, calibration "
+        "finds one for each layer (dynamic)",
+    )
+    group.add_argument(
+        "--fp8-format",
+        default="e4m3",
+        metavar="NAME",
+        help="fp8: of the weights, e4m3 or e5m2 (e4m3)",
+    )
+    group.add_argument(
         "--skip",
         action="append",
         default=[],
@@ -98,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="average bits of a code: the layers that lose most get 8, the others --bits",
     )
-    group = parser.add_argument_group("calibration (rtn and fp8 need none)")
+    group = parser.add_argument_group("calibration (rtn and dynamic fp8 need none)")
     group.add_argument(
         "--calib", default=BUILTIN, metavar="FILE", help="text in UTF-8 (builtin: short stories)"
     )
@@ -174,20 +187,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
-    from kvik.quantize.recipe import ROW, Recipe, dividing
+    from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
 
     method = arguments.method
     eight = method in ("smoothquant", "fp8")
     usual = 8 if eight else DEFAULT_BITS
+    whole = SQUARE if arguments.fp8_format == "e5m2" else ROW
     recipe = Recipe(
         method=method,
         bits=usual if arguments.bits is None else arguments.bits,
-        group_size=ROW if arguments.group_size == AUTO else arguments.group_size,
+        group_size=whole if arguments.group_size == AUTO else arguments.group_size,
         symmetric=method != "awq" if arguments.sym is None else arguments.sym,
         act_order=arguments.act_order,
         static_groups=arguments.static_groups,
         damping=arguments.damping,
         smoothing=arguments.smoothing,
+        activation_scheme=arguments.activation_scheme,
+        fp8_format=arguments.fp8_format,
         skip=tuple(arguments.skip),
         average_bits=arguments.budget_bits,
     )

@@ -17,13 +17,12 @@ from kvik.config.errors import ConfigError, ModelError
 from kvik.config.fields import shown
 from kvik.config.files import DRAFT
 from kvik.config.model_spec import ModelSpec
-from kvik.kernels.rounding import round_tokens
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, unwatched
 from kvik.quantize.blocks import ModelBlocks
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
 from kvik.quantize.hidden import HiddenFile
-from kvik.quantize.methods import Given, output_error, quantise_layers, weight_error
+from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.statistics import InputStatistics
@@ -166,7 +165,7 @@ class _Pass:
         del statistics
         if self._windows is not None:
             report(f"block {index}: outputs", 1.0 - OUTPUTS)
-            watch = self._rounding(block)
+            watch = self._rounding(block, result)
             self.hidden(index + 1).write(block.run(x, watch) for x in self.hidden(index).read())
         report(f"block {index}", 1.0)
         return result
@@ -287,19 +286,25 @@ class _Pass:
                 if given is None:
                     error = weight_error(weights[name], rounded)
                 else:
-                    error = output_error(
-                        weights[name], rounded, given.sample, recipe.rounds_activations
-                    )
+                    met = as_given(recipe, found, given.sample)
+                    error = output_error(weights[name], rounded, given.sample, met)
                 yield LayerResult(name, found, error, given is not None), rounded
         except ValueError as error:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
 
-    def _rounding(self, block: Block) -> Watch:
+    def _rounding(self, block: Block, result: BlockResult) -> Watch:
         """What quantised layers make of their inputs."""
-        rounding = {la.matrix for la in block.layers if self._recipe.quantises(la.name)}
         if not self._recipe.rounds_activations:
             return unwatched
-        return lambda matrix, x: round_tokens(x).to(x.dtype) if matrix in rounding else x
+        matrices = {layer.name: layer.matrix for layer in block.layers}
+        found = {matrices[la.name]: la.quantised for la in result.layers if la.quantised}
+
+        def watch(matrix: int, x: Tensor) -> Tensor:
+            if matrix not in found:
+                return x
+            return as_given(self._recipe, found[matrix], x).to(x.dtype)
+
+        return watch
 
 
 def by_matrix(layers: Sequence[BlockLinear]) -> list[list[BlockLinear]]:

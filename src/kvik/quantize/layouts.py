@@ -19,7 +19,7 @@ from kvik.config.stored_quantization import HEAD, KEY, LINEAR, read_stored_quant
 from kvik.kernels.fp8 import SQUARE
 from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape
-from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
+from kvik.nn.formats.compressed_tensors import WEIGHT, IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import BLOCK_SCALE, Fp8
 from kvik.nn.formats.gptq import Gptq
 from kvik.nn.formats.registry import FORMATS
@@ -51,9 +51,10 @@ class LayerLayout:
         """By their names within the layer."""
         if isinstance(quantised, Float8):
             assert isinstance(self.format, Fp8)
-            found = self.format.save(quantised.values, quantised.scales)
-            scale = self.format.scale_name
-            return {**found, scale: found[scale].to(self.scales)}
+            scales = quantised.scales, quantised.input_scale
+            found = self.format.save(quantised.values, *scales)
+            narrow = {name: found[name].to(self.scales) for name in found if name != WEIGHT}
+            return {**found, **narrow}
         assert not isinstance(self.format, Fp8)
         codes = quantised.codes()
         codes = replace(codes, scales=codes.scales.to(self.scales))
@@ -78,7 +79,8 @@ def layouts(
     config = quantization_config(recipe, layers)
     stored = read_stored_quantization(Fields({KEY: config}))
     assert stored is not None
-    names = {BLOCK_SCALE: ()} if recipe.layout == "fp8" else {}
+    blocks = recipe.method == "fp8" and recipe.group_size == SQUARE[1]
+    names = {BLOCK_SCALE: ()} if blocks else {}
     scales = dtype if recipe.layout == "compressed-tensors" else torch.float32
     if recipe.method == "fp8":
         scales = recipe.scale_dtype(dtype)
@@ -112,7 +114,7 @@ def quantization_config(recipe: Recipe, layers: Iterable[str]) -> Config:
         case "gptq":
             return _gptq(recipe, skipped)
         case "fp8":
-            return _fp8(skipped)
+            return _fp8(recipe, skipped)
         case "compressed-tensors":
             return _compressed(recipe, names, skipped)
 
@@ -147,12 +149,12 @@ def _gptq(recipe: Recipe, skipped: list[str]) -> Config:
     return config
 
 
-def _fp8(skipped: list[str]) -> Config:
+def _fp8(recipe: Recipe, skipped: list[str]) -> Config:
     return {
         "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(SQUARE),
+        "fmt": recipe.fp8_format,
+        "activation_scheme": recipe.activation_scheme,
+        "weight_block_size": list(SQUARE) if recipe.group_size == SQUARE[1] else None,
         "modules_to_not_convert": [HEAD, *skipped],
     }
 
@@ -191,12 +193,13 @@ def _group(recipe: Recipe, targets: list[str], bits: int, format: str) -> Config
         "actorder": "weight" if recipe.act_order else None,  # groups are of neighbours
         "dynamic": False,
     }
+    dynamic = recipe.activation_scheme == "dynamic"
     activations = {
         "num_bits": 8,
         "type": kind,
         "symmetric": True,
-        "strategy": "token",
-        "dynamic": True,
+        "strategy": "token" if dynamic else "tensor",
+        "dynamic": dynamic,
     }
     rounded = format != "pack-quantized"
     return {

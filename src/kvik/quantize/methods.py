@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.kernels.rounding import round_tokens
 from kvik.quantize.awq import clip, search_clip
-from kvik.quantize.float8 import Float8, float8
+from kvik.quantize.float8 import E4M3, E5M2, Float8, float8
 from kvik.quantize.gptq import gptq
 from kvik.quantize.grid import Grid, Scales
 from kvik.quantize.quantised import Quantised
@@ -57,7 +57,7 @@ def quantise_layers(
         return
     for name, w in weights.items():
         if recipe.method == "fp8":
-            yield name, float8(w, recipe.block, recipe.scale_dtype(dtype))
+            yield name, _float8(w, recipe, given, dtype)
         elif recipe.method == "awq":
             assert given is not None
             yield name, _clipped(w, given.sample, recipe.grid(name, dtype), unclipped.get(name, 0))
@@ -65,16 +65,23 @@ def quantise_layers(
             yield name, rtn(w, recipe.grid(name, dtype))
 
 
-def output_error(w: Tensor, rounded: Tensor, x: Tensor, round_inputs: bool) -> float:
-    """|| (W - Q) X || / || W X ||; 0 where nothing goes in.
+def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
+    """What a quantised layer meets of x [tokens, inputs]; in fp32 where it is rounded."""
+    if isinstance(quantised, Float8):
+        return quantised.given(x)
+    return round_tokens(x) if recipe.rounds_activations else x
+
+
+def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
+    """|| W X - Q X' || / || W X ||; 0 where nothing goes in.
 
     Args:
         w, rounded: [outputs, inputs].
         x: [tokens, inputs] fp32.
-        round_inputs: Q is multiplied with inputs rounded to eight bits.
+        met: what Q meets of it.
     """
     exact = x @ w.float().t()
-    found = (round_tokens(x) if round_inputs else x) @ rounded.t()
+    found = met @ rounded.t()
     whole = float(exact.norm())
     return float((exact - found).norm()) / whole if whole else 0.0
 
@@ -83,6 +90,16 @@ def weight_error(w: Tensor, rounded: Tensor) -> float:
     """|| W - Q || / || W ||."""
     whole = float(w.float().norm())
     return float((w.float() - rounded).norm()) / whole if whole else 0.0
+
+
+def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) -> Float8:
+    absmax = None
+    if recipe.activation_scheme == "static":
+        assert given is not None
+        absmax = given.statistics.absmax
+    number = E5M2 if recipe.fp8_format == "e5m2" else E4M3
+    scales = recipe.scale_dtype(dtype)
+    return float8(w, recipe.block, scales, dtype=number, input_absmax=absmax)
 
 
 def _gptq(

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
 Layout = Literal["awq", "gptq", "compressed-tensors", "fp8"]
+ActivationScheme = Literal["dynamic", "static"]
+Fp8Format = Literal["e4m3", "e5m2"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
+SCHEMES: tuple[ActivationScheme, ...] = get_args(ActivationScheme)
+FP8_FORMATS: tuple[Fp8Format, ...] = get_args(Fp8Format)
 BITS: Mapping[Method, tuple[int, ...]] = {
     "rtn": (2, 3, 4, 8),
     "gptq": (2, 3, 4, 8),
@@ -51,6 +55,9 @@ class Recipe:
         static_groups: with `act_order`: groups stay neighbours in the layer.
         damping: of GPTQ, a share of the mean diagonal.
         smoothing: of SmoothQuant, alpha.
+        activation_scheme: of fp8: "dynamic", each token (and block of inputs) finds its own scale,
+            or "static", calibration finds one for each layer.
+        fp8_format: of the weights. Activations are E4M3, and stay floats beside weights in E5M2.
         skip: layers that stay floats, by name; * and ? stand for any letters and any one.
         average_bits: of a code, over all quantised weights: each layer has `bits` or 8, and those
             that lose most have 8. None: all have `bits`.
@@ -70,6 +77,8 @@ class Recipe:
     static_groups: bool = False
     damping: float = 0.01
     smoothing: float = 0.5
+    activation_scheme: ActivationScheme = "dynamic"
+    fp8_format: Fp8Format = "e4m3"
     skip: tuple[str, ...] = ()
     average_bits: float | None = None
     layer_bits: Mapping[str, int] = field(default_factory=dict)
@@ -85,6 +94,7 @@ class Recipe:
             raise ConfigError(
                 "bits", f"must be one of {listed} with {self.method}, not {self.bits}"
             )
+        self._check_fp8()
         self._check_group()
         if self.method in ("smoothquant", "fp8") and not self.symmetric:
             raise ConfigError("sym", f"must be true with {self.method}")
@@ -110,6 +120,26 @@ class Recipe:
                     f"must be in [{self.bits}, {MANY}] (from bits up), not {self.average_bits}",
                 )
 
+    def _check_fp8(self) -> None:
+        for field_name, value, allowed in (
+            ("activation_scheme", self.activation_scheme, SCHEMES),
+            ("fp8_format", self.fp8_format, FP8_FORMATS),
+        ):
+            if value not in allowed:
+                raise ConfigError(field_name, f"must be {' or '.join(allowed)}, not {shown(value)}")
+            if value != allowed[0] and self.method != "fp8":
+                raise ConfigError(field_name, f"{value} is of fp8, not of {self.method}")
+        wide, static = self.fp8_format == "e5m2", self.activation_scheme == "static"
+        if static and (wide or self.group_size == SQUARE):
+            beside = "e5m2, whose activations stay floats" if wide else "blocks of 128 x 128"
+            raise ConfigError("activation_scheme", f"must be dynamic with {beside}")
+        if wide and self.group_size == ROW:
+            raise ConfigError(
+                "group_size",
+                f"must be {TENSOR} (one scale) or {SQUARE} (blocks) with e5m2: no layout has a "
+                "scale for each output",
+            )
+
     def _check_group(self) -> None:
         size = self.group_size
         if self.method == "fp8":
@@ -131,19 +161,22 @@ class Recipe:
     @property
     def needs_data(self) -> bool:
         """Whether calibration text has to run through the model."""
-        return self.method in ("gptq", "awq", "smoothquant") or self.average_bits is not None
+        if self.method in ("gptq", "awq", "smoothquant") or self.average_bits is not None:
+            return True
+        return self.activation_scheme == "static"
 
     @property
     def rounds_activations(self) -> bool:
-        """The model is run with inputs of its layers rounded to 8 bits, token by token."""
-        return self.method == "smoothquant"
+        """The model is run with inputs of its layers rounded to 8 bits."""
+        return self.method in ("smoothquant", "fp8") and self.fp8_format == "e4m3"
 
     @property
     def layout(self) -> Layout:
         """How the checkpoint is written. AWQ's and GPTQ's have layers of one kind, AWQ's of 4 bits
         alone."""
         if self.method == "fp8":
-            return "fp8" if self.group_size == SQUARE else "compressed-tensors"
+            wide = self.fp8_format == "e5m2"
+            return "fp8" if self.group_size == SQUARE or wide else "compressed-tensors"
         if self.average_bits is not None:
             return "compressed-tensors"
         if self.method == "gptq":

@@ -84,7 +84,10 @@ class Report:
 def _recipe(recipe: Recipe) -> str:
     if recipe.method == "fp8":
         shares = {-1: "a scale for each output", 0: "one scale for each layer"}
-        return f"fp8 (E4M3), {shares.get(recipe.group_size, 'blocks of 128 x 128')}"
+        share = shares.get(recipe.group_size, "blocks of 128 x 128")
+        if recipe.fp8_format == "e5m2":
+            return f"fp8 (E5M2), {share}, activations in floats"
+        return f"fp8 (E4M3), {share}, activations in fp8 with {recipe.activation_scheme} scales"
     words: list[str] = [recipe.method]
     if recipe.average_bits is None:
         words.append(f"{recipe.bits} bits")
