@@ -12,6 +12,7 @@ from kvik.config.hardware import Hardware
 from kvik.config.kv_formats import KV_FORMATS
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
+from kvik.config.stored_quantization import StoredQuantization
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 64 * GIB, "RAM", frozenset({"avx2", "fma", "avx512_bf16"}), native=True)
@@ -95,8 +96,24 @@ def test_it_is_told(format: str) -> None:
     assert reason.endswith("; layers 0, 3 in bfloat16")
 
 
+@pytest.mark.parametrize(("name", "known"), [("fp8_e4m3", "fp8"), ("bfloat16", "bf16")])
+def test_names_of_other_engines(name: str, known: str) -> None:
+    found, same = plan(kv_cache_dtype=name), plan(kv_cache_dtype=known)
+    assert decision(found, "kv_cache_dtype") == decision(same, "kv_cache_dtype")
+    assert found.cache == same.cache
+
+
 def test_the_default_is_the_models() -> None:
     assert decision(plan(), "kv_cache_dtype") == ("bfloat16", "the model's")
+
+
+@pytest.mark.parametrize("format", ["auto", "fp8"])
+def test_calibrated_scales_are_told_of(format: str) -> None:
+    spec = replace(llama(), quantization=StoredQuantization("fp8", (), kv_scales=True))
+    _, reason = decision(plan(spec, kv_cache_dtype=format), "kv_cache_dtype")
+    assert reason.endswith(
+        "the checkpoint's calibrated scales are not needed: each vector has its own"
+    )
 
 
 @pytest.mark.parametrize(

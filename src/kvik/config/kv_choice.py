@@ -25,11 +25,18 @@ def choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, note: No
     if name == AUTO:
         if skipped:
             raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
-        note("kv_cache_dtype", dtype, "the model's")
+        note("kv_cache_dtype", dtype, f"the model's{_calibrated(spec)}")
         return
     if name == "int4" and spec.head_dim % 2:
         raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {spec.head_dim}")
     reason = f"as asked: keys and values {KV_FORMATS[name].meaning}"
     if skipped:
         reason += f"; layers {', '.join(map(str, skipped))} in {dtype}"
-    note("kv_cache_dtype", name, reason)
+    note("kv_cache_dtype", name, reason + _calibrated(spec))
+
+
+def _calibrated(spec: ModelSpec) -> str:
+    """What becomes of scales that the checkpoint has for keys and values."""
+    if spec.quantization is None or not spec.quantization.kv_scales:
+        return ""
+    return "; the checkpoint's calibrated scales are not needed: each vector has its own"

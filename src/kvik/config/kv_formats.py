@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 AUTO = "auto"  # the model's dtype
+SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # as other engines call them
 
 
 @dataclass(frozen=True, slots=True)

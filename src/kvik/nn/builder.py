@@ -35,8 +35,9 @@ from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 
 BIAS = "bias"
-# Calibrated steps of a quantised cache; the engine finds its own.
-KV_SCALES = ("q_scale", "k_scale", "v_scale")
+# Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its
+# own.
+KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +330,12 @@ class Builder:
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
-        shapes = {name: size for name, size in self._stored.get(layer, {}).items() if name != BIAS}
+        others = (BIAS, *KV_SCALES)
+        stored = self._stored.get(layer, {}).items()
+        shapes = {name: size for name, size in stored if name not in others}
         format = choose_format(layer, shapes, scheme, shape)
-        self.declared.ignored.update(f"{layer}.{name}" for name in format.unread)
+        unread = (*format.unread, *KV_SCALES)
+        self.declared.ignored.update(f"{layer}.{name}" for name in unread)
         return format
 
     def _gain(self, name: str, dim: int) -> Tensor:
