@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.optional_triton import interpret_without_gpu
 from hypothesis import settings
 
 # The same examples in every run: a failure must not depend on luck. Explore with
 # `pytest --hypothesis-profile=default`.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+interpret_without_gpu()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

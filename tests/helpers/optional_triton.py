@@ -1,0 +1,48 @@
+"""Triton's kernels in test files: on the GPU if there is one, else in Triton's interpreter.
+
+A file that imports kvik.kernels.triton starts with
+`pytest.importorskip("triton", reason=NO_TRITON)`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kvik.config.gpus import find_gpus
+
+if TYPE_CHECKING:
+    import torch
+
+TRITON = find_spec("triton") is not None
+NO_TRITON = "triton is not installed: it has wheels for Linux on x86-64 only"
+
+
+def interpret_without_gpu() -> None:
+    """Before anything imports triton, which reads the variable as it is imported."""
+    if not find_gpus():
+        os.environ["TRITON_INTERPRET"] = "1"
+        if TRITON:
+            _take_scalars_as_bounds()
+
+
+def _take_scalars_as_bounds() -> None:
+    """The interpreter keeps a scalar as an array of one number, which numpy 2.4 no longer takes for
+    an index: `range(0, n)` of an argument n would fail."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def device() -> torch.device:
+    """Where kernels run in tests."""
+    import torch
+
+    return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
