@@ -168,7 +168,10 @@ def random_tree(nodes: int, seed: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, threads, cached, window):
     """The native kernel cuts long contexts at every 512 keys, for one thread or several."""
-    backend = type(backend)(type(backend.native)(threads=threads))
+    from kvik.kernels.cpu.ops import native_ops
+
+    native = type(backend.native)(threads=threads)
+    backend = type(backend)(native, native_ops(native))
     for seed, (heads, kv_heads) in enumerate([(8, 1), (2, 2)]):
         nodes = 63 if seed % 2 else 7
         tree = words(random_tree(nodes, seed + 1))

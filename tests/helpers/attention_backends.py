@@ -17,8 +17,10 @@ def make_backend(name: str) -> AttentionBackend:
     if name == "cpu":
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.native import Native
+        from kvik.kernels.cpu.ops import native_ops
 
-        return CpuAttention(Native(threads=1))
+        native = Native(threads=1)
+        return CpuAttention(native, native_ops(native))
     return ReferenceAttention(REFERENCE) if name == "reference" else SdpaAttention(TORCH)
 
 

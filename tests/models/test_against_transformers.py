@@ -139,7 +139,7 @@ def paged_model(
     ops = native_ops(native)
     backend: AttentionBackend = SdpaAttention(ops)
     if read_model_spec(folder).head_dim % LANES == 0:
-        backend, block_size = CpuAttention(native), LANES
+        backend, block_size = CpuAttention(native, ops), LANES
     return PagedModel(folder, dtype=dtype, block_size=block_size, ops=ops, backend=backend)
 
 

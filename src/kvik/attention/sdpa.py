@@ -102,7 +102,10 @@ class SdpaAttention:
         kv: LayerKV,
         metadata: AttentionMetadata,
         scale: float,
+        rotation: Tensor | None = None,
     ) -> Tensor:
+        if rotation is not None:
+            q, k = self._ops.rotary(q, k, rotation)
         assert isinstance(metadata, SdpaMetadata)
         k, v = store(self._ops, k, v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:

@@ -13,13 +13,12 @@ from torch import Tensor
 from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
-from kvik.nn.rope import Rope
 
 
 class LlamaAttention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -28,7 +27,6 @@ class LlamaAttention:
             dim,
             bias=spec.qkv_bias,
         )
-        self.rope = rope
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear(
             "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
@@ -40,8 +38,7 @@ class LlamaAttention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
-        q, k = self.rope.rotate(q, k, rotation)
-        return self.o(self.attend(q, k, v, ctx), residual)
+        return self.o(self.attend(q, k, v, ctx, rotation), residual)
 
 
 class AttentionBlock(Protocol):
@@ -52,18 +49,18 @@ class AttentionBlock(Protocol):
         ...
 
 
-MakeAttention = Callable[[ModelSpec, Builder, int, Rope], AttentionBlock]
+MakeAttention = Callable[[ModelSpec, Builder, int], AttentionBlock]
 
 
 class LlamaLayer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
     def __init__(
-        self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope, attention: MakeAttention
+        self, spec: ModelSpec, builder: Builder, layer: int, attention: MakeAttention
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps)
-        self.attention = attention(spec, builder.at("self_attn"), layer, rope)
+        self.attention = attention(spec, builder.at("self_attn"), layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
@@ -86,7 +83,7 @@ class Llama:
         )
         self.rope = builder.rope(spec.rope, spec.head_dim)
         self.layers = [
-            LlamaLayer(spec, trunk.at("layers").at(layer), layer, self.rope, attention)
+            LlamaLayer(spec, trunk.at("layers").at(layer), layer, attention)
             for layer in range(spec.num_layers)
         ]
         self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)

@@ -8,13 +8,12 @@ from kvik.config.model_spec import ModelSpec
 from kvik.models.llama import Llama
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
-from kvik.nn.rope import Rope
 
 
 class Qwen3Attention:
     """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int, rope: Rope) -> None:
+    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -25,7 +24,6 @@ class Qwen3Attention:
         )
         self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
         self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
-        self.rope = rope
         self.attend = builder.attention(layer, dim)
         self.o = builder.linear(
             "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
@@ -36,8 +34,8 @@ class Qwen3Attention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
-        q, k = self.rope.rotate(self.q_norm(q), self.k_norm(k), rotation)
-        return self.o(self.attend(q, k, v, ctx), residual)
+        attended = self.attend(self.q_norm(q), self.k_norm(k), v, ctx, rotation)
+        return self.o(attended, residual)
 
 
 def qwen3(spec: ModelSpec, builder: Builder) -> Llama:

@@ -19,14 +19,18 @@ class Attention:
         self.group = group  # KV group of the layer
         self.scale = scale
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """Store k and v, attend.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, rotation: Tensor | None = None
+    ) -> Tensor:
+        """Turn q and k, store k and v, attend.
 
         Args:
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+            rotation: [tokens, head_dim] fp32, of `Rope.at`; None where nothing turns.
 
         Returns:
             [tokens, heads * head_dim].
         """
-        out = self.backend.run(q, k, v, ctx.kv[self.layer], ctx.metadata[self.group], self.scale)
+        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        out = self.backend.run(q, k, v, kv, metadata, self.scale, rotation)
         return out.flatten(1)

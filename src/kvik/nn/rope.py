@@ -12,7 +12,7 @@ from kvik.kernels.ops import Ops
 
 
 class Rope:
-    """Turns each pair (i, i + head_dim / 2) of q and k by an angle of position * frequency i."""
+    """By what each pair (i, i + head_dim / 2) of q and k is turned: position * frequency i."""
 
     def __init__(
         self, ops: Ops, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
@@ -28,11 +28,6 @@ class Rope:
             positions: [tokens] int64, below max_model_len.
         """
         return self.ops.gather_rows(self.table, positions)
-
-    def rotate(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim], turned; the old ones may
-        be overwritten."""
-        return self.ops.rotary(q, k, rotation)
 
 
 def _table(spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device) -> Tensor:
