@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.optional_triton import NO_TRITON
 
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
-from kvik.attention.select import BACKENDS, NATIVE, select
+from kvik.attention.select import BACKENDS, NATIVE, TRITON, select
 from kvik.config.check import CHOICES
 from kvik.config.errors import ConfigError
 from kvik.kernels.reference.ops import REFERENCE
@@ -21,7 +22,7 @@ def test_by_name(dtype: torch.dtype) -> None:
 
 def test_every_backend_can_be_asked_for() -> None:
     names = {backend.caps.name for backend in BACKENDS}
-    assert {"auto", NATIVE, *names} == set(CHOICES["attention_backend"])
+    assert {"auto", NATIVE, TRITON, *names} == set(CHOICES["attention_backend"])
 
 
 def test_unknown_name_lists_what_is_known() -> None:
@@ -39,3 +40,15 @@ def test_the_native_backend_needs_native_kernels() -> None:
 def test_what_a_backend_cannot_serve() -> None:
     with pytest.raises(ConfigError, match="'sdpa' cannot serve float64 on cpu"):
         select("sdpa", REFERENCE, CPU, torch.float64)
+
+
+def test_triton_is_for_gpus() -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    with pytest.raises(ConfigError, match="'triton' cannot serve float32 on cpu"):
+        select("triton", REFERENCE, CPU, torch.float32)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvik.attention.select.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'triton' needs Triton: install kvik\[gpu\]"):
+        select("triton", REFERENCE, torch.device("cuda"), torch.float32)

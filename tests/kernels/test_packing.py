@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.optional_native import NATIVE, instruction_sets, needs_native
+from helpers.optional_triton import TRITON, device
 
 from kvik.kernels.cases import filled_matrix
 from kvik.kernels.ops import Ops
@@ -53,6 +54,9 @@ def plain_weights() -> dict[str, PlainWeight]:
         "int4 with minima": Int4MinWeight(bytes_, groups, zeros.float(), GROUP),
         "fp8": Fp8Weight(whole.float().to(torch.float8_e4m3fn), scales),
         "fp8 in groups": Fp8Weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
+        "fp8, static": Fp8Weight(
+            whole.float().to(torch.float8_e4m3fn), scales, 0, "static", torch.tensor([0.25])
+        ),
     }
 
 
@@ -65,6 +69,11 @@ def weights() -> dict[str, Weight]:
 def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:
     if name == "torch":
         return TORCH, PLAIN
+    if name == "triton":
+        from kvik.kernels.triton.ops import triton_ops
+        from kvik.kernels.triton.packing import GPU
+
+        return triton_ops(device()), GPU
     from kvik.kernels.cpu.native import Native
     from kvik.kernels.cpu.ops import native_ops
     from kvik.kernels.cpu.packing import TILES
@@ -76,7 +85,13 @@ def made(ops: Ops, weight: Weight, activation: Activation | None = None) -> Matr
     return filled_matrix(ops, weight, integers(-8, 8, ROWS).float(), activation, torch.float32)
 
 
-IMPLEMENTATIONS = ["torch", *(["native"] if NATIVE else [])]
+# Triton's in its interpreter alone: here all is on the CPU.
+INTERPRETED = TRITON and device().type == "cpu"
+IMPLEMENTATIONS = [
+    "torch",
+    *(["native"] if NATIVE else []),
+    *(["triton"] if INTERPRETED else []),
+]
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
@@ -118,8 +133,9 @@ def digest(packing: Packing, matrix: Matrix) -> str:
 # If this fails the bytes of folders that users have are no longer those that kernels take: give the
 # packing another name.
 BYTES = {
-    "plain-1": "6e9734787200f8e5d674b06a2ba19c18786242e47b825dc55d13db8db1c1d8de",
-    "tiles-1": "a0a8dd5f387f0926f56b9a00b5ae6745fd38d3b33b75265528d336c304b0f083",
+    "gpu-1": "06a0fe8abf3b5babeaefe5f964de8b6423d51fd6aac5190b4e453e6c11636ee7",
+    "plain-1": "c22b1a20bfe00bac7492713952fc8075347cc37476149f133d7e712d36f47912",
+    "tiles-1": "ab3b771384ff3aab4f81ceb1c59e32fee7b546c928ea61278be5967fb3c5b3d3",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,12 @@ from kvik.config.errors import ConfigError
 from kvik.kernels.ops import Ops
 
 if TYPE_CHECKING:
+    from kvik.attention.triton import TritonAttention
     from kvik.kernels.cpu.native import Native
 
 BACKENDS = (SdpaAttention, ReferenceAttention)
 NATIVE = "cpu"  # the backend whose kernels a build may lack
+TRITON = "triton"  # the backend of a package that may be missing
 
 
 def select(
@@ -37,8 +40,15 @@ def select(
     if name == NATIVE and native is not None:
         from kvik.attention.cpu import CpuAttention
 
-        return CpuAttention(native)
-    for backend in BACKENDS:
+        return CpuAttention(native, ops)
+    backends: tuple[type[SdpaAttention | ReferenceAttention | TritonAttention], ...] = BACKENDS
+    if name == TRITON:
+        if find_spec("triton") is None:
+            raise ConfigError("attention_backend", f"{name!r} needs Triton: install kvik[gpu]")
+        from kvik.attention.triton import TritonAttention
+
+        backends = (TritonAttention,)
+    for backend in backends:
         if backend.caps.name == name:
             if device.type in backend.caps.devices and dtype in backend.caps.dtypes:
                 return backend(ops)
@@ -49,4 +59,4 @@ def select(
     known = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
     if name == NATIVE:
         raise ConfigError("attention_backend", f"{name!r} needs the native kernels, or {known}")
-    raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")
+    raise ConfigError("attention_backend", f"must be one of {TRITON!r}, {known}, not {name!r}")

@@ -26,7 +26,8 @@ class Ops:
         in runs of any size and order. The weight is of the matrix' kind, floats of any float dtype;
         its memory is not used afterwards
     linear(x [tokens, inputs], matrix, residual [tokens, outputs] or None) -> [tokens, outputs],
-        activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided.
+        activation(x W^T + bias) + residual in the matrix' out_dtype; rows of x may be strided. The
+        residual may be overwritten and returned.
         Where the weight says so, x is first rounded to x_scale * (-127..127), half to even.
         x_scale = absmax / 127, or else 1, of a token (of each group, where the weight has groups)
     matrix_rows(matrix, ids [n] int64, dtype) -> [n, inputs], rows of the weight; only of a matrix

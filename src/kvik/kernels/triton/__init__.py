@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: the rows of `Ops` and paged attention."""

@@ -1,0 +1,86 @@
+"""Activations. Everything is computed in fp32 and rounded once, at the end.
+
+Floor: memory. silu_and_mul reads 2 and writes 1 number for each output, gelu_tanh reads and writes
+one; a program takes a piece of a row, so that few long rows also fill the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+
+MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
+
+
+@triton.jit
+def sigmoid(x):
+    z = tl.exp(-tl.abs(x))  # of nothing that could overflow
+    return tl.where(x < 0, z, 1.0) / (1.0 + z)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up, out, inner, row_stride, BLOCK: tl.constexpr):
+    """grid [rows, pieces]; gate_up [rows, 2 * inner], out [rows, inner]"""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + inner + at, mask=inside, other=0.0).to(tl.float32)
+    y = gate * sigmoid(gate) * up
+    tl.store(out + row * inner + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_tanh_kernel(x, out, n, BLOCK: tl.constexpr):
+    """grid [pieces]; x, out [n]"""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (x + 0.044715 x^3)
+    double = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    y = wide * sigmoid(double)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=at < n)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020): gate_up [tokens, 2 * inner] -> [tokens, inner]."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(MOST, power_of_two(inner))
+    grid = (rows, ceil_div(inner, block))
+    silu_and_mul_kernel[grid](gate_up, out, inner, gate_up.stride(0), block)
+    return out
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016), of any shape."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    block = min(MOST, power_of_two(x.numel()))
+    gelu_tanh_kernel[(ceil_div(x.numel(), block),)](x, out, x.numel(), block)
+    return out
+
+
+_BF16 = "*" + TYPES[torch.bfloat16]
+
+RESOURCES = (
+    Resources(
+        silu_and_mul_kernel,
+        "bf16",
+        {"gate_up": _BF16, "out": _BF16, "inner": "i32", "row_stride": "i32"},
+        {"BLOCK": MOST},
+        aligned=frozenset({"inner", "row_stride"}),
+        max_registers=40,
+    ),
+    Resources(
+        gelu_tanh_kernel,
+        "bf16",
+        {"x": _BF16, "out": _BF16, "n": "i32"},
+        {"BLOCK": MOST},
+        aligned=frozenset({"n"}),
+        max_registers=40,
+    ),
+)

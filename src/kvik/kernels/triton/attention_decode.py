@@ -1,0 +1,282 @@
+"""Attention of few queries over a long context: the keys are split between programs.
+
+"Flash-decoding" (Dao et al. 2023): one query leaves a GPU idle unless its keys are read by many
+programs at once, whose results attention_merge.py joins. The query heads of a KV head share a tile
+(they are its rows, 16 at least), so K and V are read once. Several queries, of drafts or of a short
+chunk, are more rows of the tile.
+
+Invariance: where a context is cut depends on the sequence alone (`attention_shapes.split`), not on
+the batch; a program takes every `programs`-th split of its sequence, one after the other, so that
+neither short nor many sequences leave programs idle. The tile's rows depend on the sequence's own
+number of queries. So a sequence has the same bits in any company. (One of several queries that fill
+64 rows has smaller tiles in a step with trees, and differs by rounding.)
+
+Captured graphs: the grid comes from the host's maxima, lengths are read on the device. A row whose
+seq_len is 0 writes zeros. One of fewer queries than were captured is computed in tiles of the
+captured height, and may differ by rounding from a step of its own.
+
+Trees: a query sees of this step's keys those in its word (see attention/base.py).
+
+Floor: memory. Reads context * kv_heads * head_dim * 2 numbers per sequence, and 4 bytes per
+query head, number of its head and split, twice, for what is merged.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.attention_shapes import block_d, split, split_tiles
+from kvik.kernels.triton.attention_tile import attend, begin, bits_set, finish, log2_weight
+from kvik.kernels.triton.kv_load import KINDS, operand, pointers
+from kvik.kernels.triton.launch import Resources
+
+
+@triton.jit
+def sequence_of(
+    query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW: tl.constexpr
+):
+    """What split and merge kernel must agree on.
+
+    Returns:
+        first token, queries, keys before them, first key that any query sees, keys of a split,
+        number of splits.
+    """
+    start = tl.load(query_start + sequence)
+    queries = tl.load(query_start + sequence + 1) - start
+    context = tl.load(seq_lens + sequence)
+    cached = context - queries
+    first = tl.maximum(cached - window + 1, 0) if WINDOW else 0
+    keys, splits = split(
+        tl.maximum(context - first, 0), KV_HEADS * tl.cdiv(queries * GROUP, BLOCK_M)
+    )
+    return start, queries, cached, first, keys, splits
+
+
+@triton.jit
+def nodes_at(tree, node, inside, cached, words, place):
+    """Where keys stand that are nodes of a tree, and which rows have them on their path.
+
+    Args:
+        tree: words of the sequence's tokens.
+        node: [n], negative where a key is none. place: [n], where that one stands.
+        words: [m], of the rows.
+
+    Returns:
+        position [n]; [m, n], true also where a key is no node.
+    """
+    is_node = node >= 0
+    ancestors = tl.load(tree + node, mask=inside & is_node, other=0)
+    position = tl.where(is_node, cached + bits_set(ancestors).to(tl.int32) - 1, place)
+    bit = tl.minimum(tl.maximum(node, 0), 62)
+    among = ((words[:, None] >> bit[None, :]) & 1) != 0
+    return position, among | ~is_node[None, :]
+
+
+# Numbers that change from step to step must not compile anew.
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "window",
+        "first_sequence",
+        "above",
+        "most",
+        "programs",
+        "slab",
+    ]
+)
+def attention_decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    block_table,
+    query_start,
+    seq_lens,
+    tree,
+    out,
+    part_out,
+    part_weight,
+    q_stride,
+    table_stride,
+    scale,
+    window,
+    first_sequence,
+    above,
+    most,
+    programs,
+    slab,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """grid [KV heads * programs * tiles, sequences]
+
+    q, out [tokens, heads, HEAD_DIM]; part_out [sequences, slab, HEAD_DIM] and part_weight
+    [sequences, slab] fp32: result of each split and log2 of its total weight, of query i and head h
+    from (i * heads + h) * splits on.
+
+    Args:
+        above, most: sequences of other numbers of queries than above + 1 .. most are left alone.
+        DIRECT: no sequence has more than one split, which is the result.
+    """
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    program = tl.program_id(0) // KV_HEADS % programs
+    tile = tl.program_id(0) // (KV_HEADS * programs)
+    sequence = first_sequence + tl.program_id(1)
+    start, queries, cached, first, keys, splits = sequence_of(
+        query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
+    )
+    if (queries <= above) | (queries > most) | (tile * BLOCK_M >= queries * GROUP):
+        return
+    context = cached + queries
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    query_head = head * GROUP + row % GROUP
+    wanted = query < queries
+    d = tl.arange(0, BLOCK_D)
+    store = wanted[:, None] & (d < HEAD_DIM)[None, :]
+    lane = (query_head * HEAD_DIM)[:, None] + d[None, :]
+    token = (start + query).to(tl.int64)
+    rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=store, other=0.0), DTYPE)
+
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
+    end = cached + last + 1  # behind the last key that a row of the tile sees
+    position = cached + query
+    is_tree = False
+    if TREE:
+        is_tree = tl.load(tree + start) != 0
+        words = tl.load(tree + token, mask=wanted, other=0)
+        if is_tree:
+            end = context
+            position = cached + bits_set(words).to(tl.int32) - 1
+    table = block_table + sequence.to(tl.int64) * table_stride
+
+    if DIRECT:
+        splits = tl.maximum(splits, 1)  # a row without a key has a result
+    for part in range(program, splits, programs):
+        state = begin(BLOCK_M, BLOCK_D)
+        begins = first + part * keys
+        ends = tl.minimum(begins + keys, end)
+        for at in range(begins, ends, BLOCK_N):
+            place = at + tl.arange(0, BLOCK_N)
+            inside = place < ends
+            visible = inside[None, :]
+            where = place
+            if TREE:
+                node = tl.where(is_tree, place - cached, -1)
+                where, among = nodes_at(tree + start, node, inside, cached, words, place)
+                visible &= among
+                visible &= (node >= 0)[None, :] | (where[None, :] <= position[:, None])
+            else:
+                visible &= where[None, :] <= position[:, None]
+            if WINDOW:
+                visible &= where[None, :] > position[:, None] - window
+            state = attend(
+                rows,
+                state,
+                k_cache,
+                v_cache,
+                k_scales,
+                v_scales,
+                table,
+                head,
+                place,
+                inside,
+                visible,
+                scale,
+                DTYPE,
+                KIND,
+                KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                BLOCK_D,
+                False,
+            )
+        sums, largest, total = state
+        result = finish(sums, total)
+        if DIRECT:
+            target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
+            tl.store(target, result.to(DTYPE), mask=store)
+        else:
+            piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits + part
+            target = part_out + (piece.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
+            tl.store(target, result, mask=store)
+            tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
+
+
+def _resources(head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = False) -> Resources:
+    """Of Llama-3's groups of 4 heads, in bf16."""
+    tiles = split_tiles(m, head_dim, 2, tree=tree)
+    pointer, scales = pointers(cache)
+    absent = [] if tree else ["tree"]
+    absent += [] if scales else ["k_scales", "v_scales"]
+    return Resources(
+        kernel=attention_decode_kernel,
+        what=f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}",
+        types={
+            "q": "*bf16",
+            "k_cache": pointer,
+            "v_cache": pointer,
+            "k_scales": scales,
+            "v_scales": scales,
+            "block_table": "*i32",
+            "query_start": "*i32",
+            "seq_lens": "*i32",
+            "tree": "*i64",
+            "out": "*bf16",
+            "part_out": "*fp32",
+            "part_weight": "*fp32",
+            "q_stride": "i32",
+            "table_stride": "i32",
+            "scale": "fp32",
+            "window": "i32",
+            "first_sequence": "i32",
+            "above": "i32",
+            "most": "i32",
+            "programs": "i32",
+            "slab": "i32",
+        },
+        constants={
+            **dict.fromkeys(absent),
+            "GROUP": 4,
+            "KV_HEADS": 8,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_M": tiles.m,
+            "BLOCK_N": tiles.n,
+            "BLOCK_SIZE": 16,
+            "KIND": KINDS[cache],
+            "WINDOW": False,
+            "TREE": tree,
+            "DIRECT": False,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        aligned=frozenset({"q_stride"}),
+    )
+
+
+RESOURCES = (
+    *(
+        _resources(head_dim, cache)
+        for head_dim in (64, 128, 256)
+        for cache in (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+    ),
+    _resources(128, torch.uint8),
+    _resources(128, torch.bfloat16, m=32, tree=True),
+    _resources(128, torch.bfloat16, m=64),
+    _resources(128, torch.bfloat16, m=64, tree=True),
+)

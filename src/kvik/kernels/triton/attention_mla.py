@@ -1,0 +1,262 @@
+"""Decoding in latent space: multi-head latent attention (DeepSeek-V2, 2024, section 2.1.2).
+
+`kernels/reference/mla.py` says what is computed. All heads share one vector of each token, its
+latent part being key and value at once: a tile of heads (rows) reads it once and multiplies it
+twice. Splits, grid and merge are those of attention_decode.py, with all heads as one group.
+
+No model of kvik has latent attention yet, so nothing calls this but its tests.
+
+Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
+bf16), so both memory and tensor cores; with fewer heads memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.attention_decode import sequence_of
+from kvik.kernels.triton.attention_merge import attention_merge_kernel
+from kvik.kernels.triton.attention_shapes import LAUNCHED, SPREAD, STAGES, most_splits
+from kvik.kernels.triton.attention_tile import LOG2_E, begin, finish, log2_weight, weigh
+from kvik.kernels.triton.kv_load import operand, product, vectors_at
+from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+
+KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
+
+
+@triton.jit(do_not_specialize=["table_stride", "most", "programs", "slab"])
+def mla_decode_kernel(
+    q_latent,
+    q_rope,
+    cache,
+    block_table,
+    query_start,
+    seq_lens,
+    out,
+    part_out,
+    part_weight,
+    latent_stride,
+    latent_head_stride,
+    rope_stride,
+    rope_head_stride,
+    table_stride,
+    scale,
+    most,
+    programs,
+    slab,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """grid [programs * tiles, sequences]; arguments as of `attention_decode_kernel`"""
+    DTYPE: tl.constexpr = q_latent.dtype.element_ty
+    WIDTH: tl.constexpr = LATENT + ROPE
+    program = tl.program_id(0) % programs
+    tile = tl.program_id(0) // programs
+    sequence = tl.program_id(1)
+    start, queries, cached, _, keys, splits = sequence_of(
+        query_start, seq_lens, sequence, 0, HEADS, 1, BLOCK_M, False
+    )
+    if (queries > most) | (tile * BLOCK_M >= queries * HEADS):
+        return
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = row // HEADS
+    head = row % HEADS
+    wanted = query < queries
+    token = (start + query).to(tl.int64)
+    d = tl.arange(0, BLOCK_LATENT)
+    r = tl.arange(0, BLOCK_ROPE)
+    store = wanted[:, None] & (d < LATENT)[None, :]
+    # Projections of each head may have made the heads the outer dimension.
+    at_latent = (token * latent_stride + head * latent_head_stride)[:, None] + d[None, :]
+    at_rope = (token * rope_stride + head * rope_head_stride)[:, None] + r[None, :]
+    rope = wanted[:, None] & (r < ROPE)[None, :]
+    rows = operand(tl.load(q_latent + at_latent, mask=store, other=0.0), DTYPE)
+    rope_rows = operand(tl.load(q_rope + at_rope, mask=rope, other=0.0), DTYPE)
+    position = cached + query
+    end = cached + queries
+    table = block_table + sequence.to(tl.int64) * table_stride
+    if DIRECT:
+        splits = tl.maximum(splits, 1)
+    for part in range(program, splits, programs):
+        sums, largest, total = begin(BLOCK_M, BLOCK_LATENT)
+        ends = tl.minimum((part + 1) * keys, end)
+        for at in range(part * keys, ends, BLOCK_N):
+            place = at + tl.arange(0, BLOCK_N)
+            inside = place < ends
+            vectors = vectors_at(table, place, inside, 0, BLOCK_SIZE, 1)
+            latent = load_part(cache, vectors, inside, DTYPE, WIDTH, LATENT, BLOCK_LATENT)
+            key = load_part(cache + LATENT, vectors, inside, DTYPE, WIDTH, ROPE, BLOCK_ROPE)
+            scores = product(rope_rows, tl.trans(key), None)
+            scores = product(rows, tl.trans(latent), scores)
+            visible = (place[None, :] <= position[:, None]) & inside[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+            weights, factor, largest, total = weigh(scores, largest, total, scale, True)
+            sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
+        result = finish(sums, total)
+        if DIRECT:
+            target = out + ((token * HEADS + head) * LATENT)[:, None] + d[None, :]
+            tl.store(target, result.to(DTYPE), mask=store)
+        else:
+            piece = sequence * slab + row * splits + part
+            target = part_out + (piece.to(tl.int64) * LATENT)[:, None] + d[None, :]
+            tl.store(target, result, mask=store)
+            tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
+
+
+@triton.jit
+def load_part(
+    cache,
+    vectors,
+    inside,
+    DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[n, BLOCK] of vectors of WIDTH numbers, as operands; 0 behind the first PART of them."""
+    d = tl.arange(0, BLOCK)
+    at = cache + (vectors * WIDTH)[:, None] + d[None, :]
+    if PART == BLOCK:
+        x = tl.load(at, mask=inside[:, None], other=0.0)
+    else:
+        x = tl.load(at, mask=inside[:, None] & (d < PART)[None, :], other=0.0)
+    return operand(x, DTYPE)
+
+
+def mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    most_queries: int = 1,
+    longest: int,
+) -> Tensor:
+    """See `kernels/reference/mla.py`; the cache is contiguous, of a float dtype; of
+    queries the last dimension is.
+
+    Args:
+        most_queries, longest: of any sequence, queries and keys, on the host.
+        scale: > 0.
+    """
+    heads, latent, rope = q_latent.shape[1], q_latent.shape[2], q_rope.shape[2]
+    sequences = len(seq_lens)
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    m = _rows(most_queries * heads)
+    stacked = ceil_div(most_queries * heads, m)
+    splits = most_splits(longest, ceil_div(heads, m))
+    programs = min(splits, ceil_div(LAUNCHED, sequences * stacked))
+    slab = min(most_queries * heads * splits, max(m * SPREAD.value, most_queries * heads))
+    part_out = part_weight = None
+    if splits > 1:
+        part_out = q_latent.new_empty(sequences, slab, latent, dtype=torch.float32)
+        part_weight = q_latent.new_empty(sequences, slab, dtype=torch.float32)
+    mla_decode_kernel[(programs * stacked, sequences)](
+        q_latent,
+        q_rope,
+        cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        part_out,
+        part_weight,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        block_table.stride(0),
+        scale * LOG2_E,
+        most_queries,
+        programs,
+        slab,
+        HEADS=heads,
+        LATENT=latent,
+        ROPE=rope,
+        BLOCK_LATENT=max(16, power_of_two(latent)),
+        BLOCK_ROPE=max(16, power_of_two(rope)),
+        BLOCK_M=m,
+        BLOCK_N=KEYS,
+        BLOCK_SIZE=cache.shape[1],
+        DIRECT=splits == 1,
+        num_warps=_warps(m),
+        num_stages=STAGES,
+    )
+    if splits > 1:
+        attention_merge_kernel[(heads, most_queries, sequences)](
+            part_out,
+            part_weight,
+            query_start_loc,
+            seq_lens,
+            out,
+            0,
+            0,
+            0,
+            most_queries,
+            slab,
+            GROUP=heads,
+            KV_HEADS=1,
+            HEAD_DIM=latent,
+            BLOCK_D=max(16, power_of_two(latent)),
+            BLOCK_M=m,
+            WINDOW=False,
+        )
+    return out
+
+
+def _rows(rows: int) -> int:
+    """Of a tile. 64 rows of 512 sums would spill."""
+    return min(32, max(16, power_of_two(rows)))
+
+
+def _warps(m: int) -> int:
+    """32 rows of 512 sums take 64 registers of 256 threads."""
+    return 8 if m == 32 else 4
+
+
+def _resources(heads: int) -> Resources:
+    m = _rows(heads)
+    pointers = ("q_latent", "q_rope", "cache", "out")
+    strides = ("latent_stride", "latent_head_stride", "rope_stride", "rope_head_stride")
+    integers = ("table_stride", "most", "programs", "slab")
+    return Resources(
+        kernel=mla_decode_kernel,
+        what=f"{heads} heads of 512 + 64, bf16",
+        types={
+            **dict.fromkeys(pointers, "*bf16"),
+            **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
+            **dict.fromkeys(("part_out", "part_weight"), "*fp32"),
+            **dict.fromkeys(strides + integers, "i32"),
+            "scale": "fp32",
+        },
+        constants={
+            "HEADS": heads,
+            "LATENT": 512,
+            "ROPE": 64,
+            "BLOCK_LATENT": 512,
+            "BLOCK_ROPE": 64,
+            "BLOCK_M": m,
+            "BLOCK_N": KEYS,
+            "BLOCK_SIZE": 16,
+            "DIRECT": False,
+        },
+        num_warps=_warps(m),
+        num_stages=STAGES,
+        aligned=frozenset(strides),
+    )
+
+
+RESOURCES = (_resources(16), _resources(128))

@@ -1,0 +1,264 @@
+"""Attention of one step over the paged cache: which kernel takes which sequences.
+
+Sequences of few queries (decodes, drafts, trees, short chunks) take the split kernel, in a launch
+for each height of tiles, and the rest the prefill kernel, in one launch. Which of them is a matter
+of a sequence's own number of queries. Launches cover a range of the batch and pass over those
+sequences in it that are not theirs, so nothing but plain integers is prepared on the host: no copy
+to the device, no synchronisation, and a step may be captured in a CUDA graph with its maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.triton.attention_decode import attention_decode_kernel
+from kvik.kernels.triton.attention_merge import attention_merge_kernel
+from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
+from kvik.kernels.triton.attention_shapes import (
+    LAUNCHED,
+    SPREAD,
+    TALLEST,
+    block_d,
+    is_roomy,
+    most_queries,
+    most_splits,
+    prefill_tiles,
+    split_tiles,
+)
+from kvik.kernels.triton.attention_tile import LOG2_E
+from kvik.kernels.triton.kv_load import kind_of, stored
+from kvik.kernels.triton.launch import ceil_div, power_of_two
+
+MAX_HEAD_DIM = 256
+WORKSPACE = 64 << 20  # bytes of results of splits in one launch; a larger batch takes several
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Sequences of one number of queries: the range from the first of them to the last.
+
+    Attributes:
+        first, last: sequences. start, end: their tokens in the flat batch.
+        context: the longest.
+    """
+
+    queries: int
+    first: int
+    last: int
+    start: int
+    end: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """Of one step and KV group; tensors as in `StepLayout`, and `runs` by number of queries."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    tree: Tensor | None
+    block_size: int
+    window: int | None
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """One layer's; tensors as in `LayerKV`, contiguous."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
+
+def runs_of(num_scheduled: Sequence[int], contexts: Sequence[int]) -> tuple[Run, ...]:
+    """Summary of a batch, which has few different numbers of queries; once for all layers."""
+    runs: dict[int, Run] = {}
+    start = 0
+    for i, (queries, context) in enumerate(zip(num_scheduled, contexts, strict=True)):
+        end = start + queries
+        run = runs.get(queries)
+        if run is None:
+            runs[queries] = Run(queries, i, i, start, end, context)
+        else:
+            longest = max(run.context, context)
+            runs[queries] = Run(queries, run.first, i, run.start, end, longest)
+        start = end
+    return tuple(runs[queries] for queries in sorted(runs))
+
+
+def paged_attention(q: Tensor, cache: PagedCache, step: PagedStep, scale: float) -> Tensor:
+    """Of queries over keys and values that are in the cache, those of this step included.
+
+    Args:
+        q: [tokens, heads, head_dim], each token's heads contiguous.
+        scale: > 0.
+
+    Returns:
+        [tokens, heads, head_dim].
+
+    Raises:
+        ValueError: head_dim is above 256.
+    """
+    heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads = cache.k.shape[2]
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = heads // kv_heads
+    long = most_queries(group, kv_heads)
+    floor = 0
+    for most in (16 // group, 32 // group, long):
+        runs = [run for run in step.runs if floor < run.queries <= most]
+        if runs:
+            # Alone in the step, so that a graph serves sequences of fewer queries as well.
+            above = floor if len(runs) < len(step.runs) else 0
+            _split(q, cache, step, scale, out, _joined(runs), above)
+        floor = max(floor, most)
+    runs = [run for run in step.runs if run.queries > long]
+    if runs:
+        _prefill(q, cache, step, scale, out, _joined(runs), long)
+    return out
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    """The range of all of them, with the largest of each number."""
+    return Run(
+        max(run.queries for run in runs),
+        min(run.first for run in runs),
+        max(run.last for run in runs),
+        min(run.start for run in runs),
+        max(run.end for run in runs),
+        max(run.context for run in runs),
+    )
+
+
+def _split(
+    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor, run: Run, above: int
+) -> None:
+    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
+    group = heads // kv_heads
+    m = min(TALLEST, max(16, power_of_two(run.queries * group)))
+    itemsize = max(q.element_size(), cache.k.element_size())
+    tree, roomy = step.tree is not None, is_roomy(q.device)
+    tiles = split_tiles(m, head_dim, itemsize, tree=tree, roomy=roomy)
+    stacked = ceil_div(run.queries * group, m)
+    window = step.window or 0
+    seen = min(run.context, window + run.queries - 1) if window else run.context
+    splits = most_splits(seen, kv_heads)
+    # Of a sequence: queries * heads * its splits, which are fewer where its tiles are more.
+    slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
+    direct = splits == 1
+    at_once = run.last + 1 - run.first
+    if not direct:
+        at_once = min(at_once, max(1, WORKSPACE // (4 * slab * (head_dim + 1))))
+    for first in range(run.first, run.last + 1, at_once):
+        sequences = min(at_once, run.last + 1 - first)
+        programs = min(splits, ceil_div(LAUNCHED, sequences * kv_heads * stacked))
+        part_out = part_weight = None
+        if not direct:
+            part_out = q.new_empty(sequences, slab, head_dim, dtype=torch.float32)
+            part_weight = q.new_empty(sequences, slab, dtype=torch.float32)
+        attention_decode_kernel[(kv_heads * programs * stacked, sequences)](
+            q,
+            stored(cache.k),
+            stored(cache.v),
+            cache.k_scales,
+            cache.v_scales,
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            step.tree,
+            out,
+            part_out,
+            part_weight,
+            q.stride(0),
+            step.block_table.stride(0),
+            scale * LOG2_E,
+            window,
+            first,
+            above,
+            run.queries,
+            programs,
+            slab,
+            GROUP=group,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d(head_dim),
+            BLOCK_M=m,
+            BLOCK_N=tiles.n,
+            BLOCK_SIZE=step.block_size,
+            KIND=kind_of(cache.k),
+            WINDOW=window > 0,
+            TREE=tree,
+            DIRECT=direct,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        if direct:
+            continue
+        attention_merge_kernel[(heads, run.queries, sequences)](
+            part_out,
+            part_weight,
+            step.query_start_loc,
+            step.seq_lens,
+            out,
+            window,
+            first,
+            above,
+            run.queries,
+            slab,
+            GROUP=group,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d(head_dim),
+            BLOCK_M=m,
+            WINDOW=window > 0,
+        )
+
+
+def _prefill(
+    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor, run: Run, above: int
+) -> None:
+    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
+    group = heads // kv_heads
+    itemsize = max(q.element_size(), cache.k.element_size())
+    rounded = cache.k_scales is not None
+    tiles = prefill_tiles(head_dim, itemsize, rounded=rounded, roomy=is_roomy(q.device))
+    sequences = run.last + 1 - run.first
+    most = (run.end - run.start) * group // tiles.m + sequences
+    attention_prefill_kernel[(kv_heads * most,)](
+        q,
+        stored(cache.k),
+        stored(cache.v),
+        cache.k_scales,
+        cache.v_scales,
+        step.block_table,
+        step.query_start_loc,
+        step.seq_lens,
+        out,
+        q.stride(0),
+        step.block_table.stride(0),
+        scale * LOG2_E,
+        step.window or 0,
+        run.first,
+        sequences,
+        above,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d(head_dim),
+        BLOCK_M=tiles.m,
+        BLOCK_N=tiles.n,
+        BLOCK_SIZE=step.block_size,
+        KIND=kind_of(cache.k),
+        WINDOW=step.window is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

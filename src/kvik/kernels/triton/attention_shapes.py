@@ -1,0 +1,128 @@
+"""How attention is cut for a GPU: plain data and arithmetic, the same in kernels and launchers.
+
+Nothing is tuned at run time: an answer must not depend on which shape happened to be timed first.
+The numbers are for Hopper by reasoning (bytes in flight, registers), with room for Ampere's smaller
+shared memory; no GPU has confirmed them yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.launch import ceil_div, power_of_two
+
+# Programs that one sequence alone may be spread over: about the multiprocessors of the largest
+# GPUs, and a plain number so that results differ neither between GPUs nor between batches.
+SPREAD = tl.constexpr(128)
+LEAST_SPLIT = tl.constexpr(128)  # keys; fewer are not worth a program and a row to merge
+ROOMY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})  # compute capabilities
+SHORT = 64  # queries; a tree has no more
+TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
+# Programs that a launch of the split kernel aims at: with 264 at a time on 132 multiprocessors the
+# last ones, which leave some idle, are a few in a hundred.
+LAUNCHED = 8192
+# A tile's block ids are loaded before its keys, so the loop runs in three steps (ids, copies to
+# shared memory, products): two more stages for each tile in flight.
+STAGES = 5
+IN_FLIGHT = 32 << 10  # bytes of K and V in a tile: 25 to 40 KiB hide the latency of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Attributes:
+    m, n: rows (queries times query heads of a KV head) and keys of a tile.
+    """
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+def split_tiles(
+    m: int, head_dim: int, itemsize: int, *, tree: bool = False, roomy: bool = True
+) -> Tiles:
+    """Of the split kernel, whose time is that of reading K and V.
+
+    Args:
+        m: 16, 32 or 64 rows. The queries of one decode are 16, the least a tensor core takes.
+        itemsize: bytes of a number of the queries or of the cache, whichever are larger: so large
+            is what is multiplied.
+        tree: the step has trees. roomy: see `is_roomy`.
+    """
+    n = min(128, IN_FLIGHT // (2 * block_d(head_dim) * itemsize))
+    if tree and m == TALLEST:  # which keys a node sees takes registers
+        n //= 2
+    if not roomy:
+        n //= 2
+    stages = STAGES
+    # Two tiles in flight, as a long sequence alone has one program for each multiprocessor.
+    if roomy and m < TALLEST:
+        stages += 2
+    if itemsize == 4 and not roomy:  # no room for a tile in flight
+        stages = 3
+    return Tiles(m, max(16, n), 4, stages)
+
+
+def prefill_tiles(head_dim: int, itemsize: int, *, rounded: bool, roomy: bool = True) -> Tiles:
+    """Of the prefill kernel, whose time is that of its products.
+
+    128 rows for two groups of warps that take turns at the tensor cores; 64 keys, as scores,
+    weights and sums of a row share 255 registers a thread.
+    """
+    wide = block_d(head_dim)
+    if itemsize == 4:  # no tensor cores, and twice the registers
+        return Tiles(32, 32 if roomy else 16, 4, STAGES)
+    if rounded:  # half the bytes, so half the rows can share them; numbers are widened in registers
+        return Tiles(64, 64 if wide <= 128 and roomy else 32, 4, STAGES)
+    if not roomy:
+        return Tiles(64, 32 if wide <= 128 else 16, 4, STAGES)
+    if wide > 128:  # of heads so large there is room for 32 keys, so two tiles are in flight
+        return Tiles(128, 32, 8, STAGES + 2)
+    return Tiles(128, 8192 // wide if wide > 64 else 128, 8, STAGES)
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Whether programs have the shared memory of a data centre's GPU: 163 KiB on Ampere, 227 KiB on
+    Hopper and Blackwell. Consumers' have 99 KiB."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ROOMY
+
+
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: of other sizes the rest is zeros, which are computed with but not read."""
+    return max(32, power_of_two(head_dim))
+
+
+def most_queries(group: int, kv_heads: int) -> int:
+    """Up to so many queries a sequence takes the split kernel: those of a tree always, and others
+    while their tiles alone would leave half of a GPU idle.
+
+    It does not depend on the batch, so that a sequence's answer does not depend on its company.
+    """
+    return max(SHORT, TALLEST * (SPREAD.value // 2 // kv_heads) // group)
+
+
+def most_splits(context: int, tiles: int) -> int:
+    """What `split` never exceeds, of contexts up to this.
+
+    Args:
+        tiles: of one sequence: KV heads times tiles of rows, at least.
+    """
+    return max(1, min(SPREAD.value // tiles, ceil_div(context, LEAST_SPLIT.value)))
+
+
+@triton.jit
+def split(seen, tiles):
+    """(keys of a split, number of splits), of a sequence that sees so many keys.
+
+    A function of the sequence alone. Sequences of few keys have few splits; of many, as many as
+    spread a single one over a GPU.
+    """
+    most = tl.maximum(SPREAD // tiles, 1)
+    keys = tl.cdiv(tl.cdiv(seen, most), LEAST_SPLIT) * LEAST_SPLIT
+    keys = tl.maximum(keys, LEAST_SPLIT)
+    return keys, tl.cdiv(seen, keys)

@@ -1,0 +1,124 @@
+"""One tile of queries meets one tile of keys: what every attention kernel does in its inner loop.
+
+Softmax is computed as it goes (Dao et al. 2022, "FlashAttention", algorithm 1; Milakov and
+Gimelshein 2018): a row keeps the largest score so far and sums relative to it. Exponentials have
+base 2, with log2(e) folded into the scale, so that each is one multiply-add and one instruction.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, product, vectors_at
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def begin(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(sums [m, d], largest [m], total [m]) of no keys."""
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return sums, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+
+
+@triton.jit
+def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
+    """The online softmax of one tile.
+
+    Args:
+        scores: [m, n] fp32, not yet scaled; -inf where a key is not seen.
+        largest: [m], of the scores so far, not scaled either. total: [m].
+        scale: > 0, with log2(e) folded in.
+        GUARDED: whether a row may have seen no key so far, this tile included.
+
+    Returns:
+        weights [m, n], factor [m] of what was summed before, largest, total.
+    """
+    new = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new) if GUARDED else new
+    weights = tl.exp2(scores * scale - (base * scale)[:, None])
+    factor = tl.exp2((largest - base) * scale)
+    return weights, factor, new, total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend(
+    q,
+    state,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    table,
+    head,
+    place,
+    inside,
+    visible,
+    scale,
+    DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """The state after one more tile of keys.
+
+    Args:
+        q: [m, BLOCK_D], an operand.
+        state: (sums [m, BLOCK_D], largest [m], total [m]).
+        place: [n], of the keys in their sequence.
+        inside: [n], which of them there are: others are not read. visible: [m, n].
+        ALL: every row sees every key, and inside and visible are not used.
+    """
+    sums, largest, total = state
+    vectors = vectors_at(table, place, inside, head, BLOCK_SIZE, KV_HEADS)
+    k_zero, v_zero = 0, 0
+    if KIND != "float":
+        k_scale, k_zero, v_scale, v_zero = load_scales(
+            k_scales, v_scales, vectors, inside, head, KIND, KV_HEADS
+        )
+    k = load_vectors(k_cache, vectors, inside, k_zero, DTYPE, KIND, HEAD_DIM, BLOCK_D, ALL)
+    scores = product(q, tl.trans(k), None)
+    if KIND != "float":
+        scores *= k_scale[None, :]
+    if not ALL:
+        scores = tl.where(visible, scores, float("-inf"))
+    weights, factor, largest, total = weigh(scores, largest, total, scale, not ALL)
+    v = load_vectors(v_cache, vectors, inside, v_zero, DTYPE, KIND, HEAD_DIM, BLOCK_D, ALL)
+    if KIND != "float" and tl.float16 == DTYPE:
+        # A weight times a scale may be too small for fp16.
+        v = operand(v.to(tl.float32) * v_scale[:, None], DTYPE)
+    elif KIND != "float":
+        weights *= v_scale[None, :]
+    sums = product(operand(weights, DTYPE), v, sums * factor[:, None])
+    return sums, largest, total
+
+
+@triton.jit
+def finish(sums, total):
+    """[m, d] results; 0 for a row that saw no key."""
+    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def log2_weight(largest, total, scale):
+    """[m] the logarithm of what a row's weights sum up to, not relative to its largest score; -inf
+    for a row that saw no key."""
+    return largest * scale + tl.log2(tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def bits_set(words):
+    """How many, of int64 >= 0."""
+    x = words - ((words >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return x & 127

@@ -1,0 +1,163 @@
+"""Keys and values out of the paged cache, as operands of tensor cores, in whatever it is stored.
+
+A vector is K or V of one token and KV head; kernels/kv_rounding.py says what the cache holds of it.
+Vectors of few bits are loaded as the integers (or small floats) that they are: those are exact in
+bf16 and fp16, and a vector's scale is a factor of its column of scores, or of its weight, so that
+one multiplication serves the whole vector.
+
+Products are taken in the dtype of the queries with fp32 sums; fp32 without TF32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.launch import TYPES
+
+# Triton's interpreter keeps bf16 as words, of which it cannot take products.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+KINDS: Mapping[torch.dtype, str] = {
+    torch.float32: "float",
+    torch.bfloat16: "float",
+    torch.float16: "float",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.uint8: "int4",
+}
+
+
+def kind_of(cache: torch.Tensor) -> str:
+    """What the kernels call the numbers of a cache.
+
+    "fp8 bits" where the GPU cannot convert fp8 itself: before compute capability 8.9.
+    """
+    kind = KINDS[cache.dtype]
+    if kind == "fp8" and (
+        cache.device.type != "cuda" or torch.cuda.get_device_capability(cache.device) < (8, 9)
+    ):
+        return "fp8 bits"
+    return kind
+
+
+def stored(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as the kernels take it: fp8 as bytes, since older GPUs have no such pointers."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def pointers(dtype: torch.dtype) -> tuple[str, str]:
+    """How a signature spells pointers to a cache of `dtype`, and to its scales or "" if none."""
+    spelled = "*u8" if dtype == torch.float8_e4m3fn else f"*{TYPES[dtype]}"
+    scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}
+    return spelled, scales.get(KINDS[dtype], "")
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr):
+    """x as a factor of `product`."""
+    if INTERPRETED:
+        wide = x.to(tl.float32)
+        if tl.bfloat16 == DTYPE:
+            wide = wide.to(tl.bfloat16).to(tl.float32)
+        elif tl.float16 == DTYPE:
+            wide = wide.to(tl.float16).to(tl.float32)
+    else:
+        wide = x.to(DTYPE)
+    return wide
+
+
+@triton.jit
+def product(a, b, total):
+    """total + a b, with sums in fp32; total may be None."""
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def vectors_at(table, place, inside, head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Where the vectors of a sequence's places lie: [n] int64, in vectors.
+
+    Args:
+        table: the sequence's row of the block table.
+        place, inside: [n]; places that are not inside are not looked up.
+    """
+    block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return (block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + head
+
+
+@triton.jit
+def load_scales(
+    k_scales, v_scales, vectors, inside, head, KIND: tl.constexpr, KV_HEADS: tl.constexpr
+):
+    """Of keys and of values, each ([n] fp32 scales, [n] int8 zero points of four bits).
+
+    Scales have 16 bits, and what is copied to shared memory ahead of its use has at least 32, so
+    each is loaded with its neighbour. Both sides are one load of at least as many numbers as there
+    are threads, because Triton spreads a smaller one over the layout of the scores, where many
+    threads would load the same.
+    """
+    pairs = k_scales.to(tl.pointer_type(tl.int32))
+    apart = (v_scales.to(tl.int64) - k_scales.to(tl.int64)) // 4
+    side = tl.arange(0, 2)[None, :] * apart
+    words = tl.load(pairs + ((vectors >> 1)[:, None] + side), mask=inside[:, None], other=0)
+    odd = head & 1 if KV_HEADS % 2 == 0 else (vectors & 1)[:, None]
+    words = (words >> (odd * 16).to(tl.int32)) & 0xFFFF
+    if KIND == "int4":
+        scales = ((words & 0xFFF0) << 15).to(tl.float32, bitcast=True)
+    else:  # bf16 is the upper half of fp32
+        scales = (words << 16).to(tl.float32, bitcast=True)
+    if KIND == "fp8 bits":  # see load_vectors
+        scales *= 256.0
+    k_scale, v_scale = tl.split(scales)
+    k_zero, v_zero = tl.split((words & 15).to(tl.int8))
+    return k_scale, k_zero, v_scale, v_zero
+
+
+@triton.jit
+def load_vectors(
+    cache,
+    vectors,
+    inside,
+    zero,
+    DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """[n, BLOCK_D] numbers as operands, without their scale; 0 behind HEAD_DIM.
+
+    Args:
+        inside: [n]; what is not inside is 0, unread. Unused with ALL: then everything is inside.
+        zero: as of `load_scales`.
+    """
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND == "int4" else HEAD_DIM
+    BLOCK: tl.constexpr = BLOCK_D // 2 if KIND == "int4" else BLOCK_D
+    d = tl.arange(0, BLOCK)
+    at = cache + vectors[:, None] * WIDTH + d[None, :]
+    if ALL and WIDTH == BLOCK:
+        x = tl.load(at)
+    elif ALL:
+        x = tl.load(at, mask=(d < WIDTH)[None, :], other=0)
+    elif WIDTH == BLOCK:
+        x = tl.load(at, mask=inside[:, None], other=0)
+    else:
+        x = tl.load(at, mask=inside[:, None] & (d < WIDTH)[None, :], other=0)
+    if KIND == "int4":
+        low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
+        x = tl.interleave(low, high)
+        if HEAD_DIM == BLOCK_D:
+            x -= zero[:, None]
+        else:
+            x = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x - zero[:, None], 0)
+    elif KIND == "fp8":
+        x = x.to(tl.float8e4nv, bitcast=True)
+    elif KIND == "fp8 bits":
+        # Moved to where fp16 keeps sign, exponent and mantissa they mean 1/256 of what they did,
+        # denormals included.
+        word = x.to(tl.uint16)
+        x = (((word & 0x80) << 8) | ((word & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return operand(x, DTYPE)

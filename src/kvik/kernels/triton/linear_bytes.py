@@ -1,0 +1,166 @@
+"""Eight-bit weights times x rounded to eight bits, both int8 or both E4M3.
+
+Tensor cores multiply the codes as they are. Integers are summed in 32 bits: over all inputs where
+an output and a token have one scale each (Dettmers et al. 2022, "LLM.int8()", section 2.1), or over
+a group of inputs. E4M3 is summed in what the tensor cores have for 128 inputs at most, and beyond
+in fp32 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2).
+
+Integers in groups of 16 are too few for tensor cores of int8, so they are multiplied as fp16, in
+which they and their products are exact. So is E4M3, also where the device cannot multiply it: its
+bits are those of fp16 numbers that are 2^8 times smaller.
+
+Floor: for few tokens the bytes of the weights, for many 2 * tokens * rows * inputs operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.launch import TYPES, Resources
+from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
+from kvik.kernels.triton.matrix_shapes import FEW, MANY, MANY_NARROW, Tile
+
+# How codes are multiplied.
+INT8 = tl.constexpr(0)
+INT8_IN_FP16 = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+E4M3_IN_FP16 = tl.constexpr(3)
+
+
+@triton.jit
+def small_fp16(codes):
+    """Bits of E4M3, int8 -> fp16 numbers that are 2^8 times smaller."""
+    wide = codes.to(tl.int16)
+    return (((wide & 0x7F) << 7) | (wide & -0x8000)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def bytes_kernel(
+    x,
+    x_scales,
+    values,
+    scales,
+    bias,
+    residual,
+    y,
+    partials,
+    arrivals,
+    tokens,
+    rows,
+    steps,
+    split_steps,
+    residual_stride,
+    scale_stride,
+    HOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """grid [tiles, SPLITS]; x [tokens, 128 * steps], values [filled rows, 128 * steps], both int8,
+    or float8_e4m3fn where they are multiplied as that.
+
+    scales: [groups, scale_stride]; [scale_stride] where GROUP is 0. x_scales: [groups, tokens] or,
+    where X_GROUP is 0, [tokens].
+    """
+    pid, split = tl.program_id(0), tl.program_id(1)
+    first, first_token = tile_at(pid, rows, tokens, BO, BT)
+    o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
+
+    k = tl.arange(0, SPAN)
+    known = tl.minimum(t, tokens - 1)
+    inputs = steps * 128
+    lines = values + o.to(tl.int64)[:, None] * inputs + k[None, :]
+    columns = x + known.to(tl.int64)[None, :] * inputs + k[:, None]
+
+    IN_ALL: tl.constexpr = HOW == INT8 and GROUP == 0 and X_GROUP == 0
+    sums = tl.zeros((BO, BT), tl.int32 if IN_ALL else tl.float32)
+    begin = split * split_steps
+    for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
+        for s in tl.static_range(128 // SPAN):
+            start = step * 128 + s * SPAN
+            w, xs = tl.load(lines + start), tl.load(columns + start)
+            if IN_ALL:
+                sums = tl.dot(w, xs, sums, out_dtype=tl.int32)
+            else:
+                if HOW == INT8:
+                    part = tl.dot(w, xs, out_dtype=tl.int32).to(tl.float32)
+                elif HOW == INT8_IN_FP16:
+                    part = tl.dot(w.to(tl.float16), xs.to(tl.float16))
+                elif HOW == E4M3:
+                    part = tl.dot(w, xs)
+                else:
+                    part = tl.dot(small_fp16(w), small_fp16(xs)) * 65536.0
+                if GROUP:
+                    part *= tl.load(scales + start // GROUP * scale_stride + o)[:, None]
+                if X_GROUP:
+                    part *= tl.load(x_scales + start // X_GROUP * tokens + known)[None, :]
+                sums += part
+
+    if SPLITS == 1:
+        last, total = True, sums
+    else:
+        last, total = sum_of_splits(sums, t < tokens, partials, arrivals, pid, split, SPLITS)
+    if last:
+        z = total.to(tl.float32)
+        if GROUP == 0:
+            z *= tl.load(scales + o)[:, None]
+        if X_GROUP == 0:
+            z *= tl.load(x_scales + known)[None, :]
+        end_and_store(z, first, t, bias, residual, y, tokens, rows, residual_stride, ACTIVATION)
+
+
+_BF16, _FP32, _INT32 = (TYPES[t] for t in (torch.bfloat16, torch.float32, torch.int32))
+
+
+def _resources(what: str, tile: Tile, splits: int, how: tl.constexpr, group: int = 0) -> Resources:
+    """With a residual and without a bias, x in the groups of the weight."""
+    codes = TYPES[torch.float8_e4m3fn if how == E4M3 else torch.int8]
+    pointers = {
+        "x": codes,
+        "x_scales": _FP32,
+        "values": codes,
+        "scales": _FP32,
+        "residual": _BF16,
+        "y": _BF16,
+        "partials": _INT32 if how == INT8 and not group else _FP32,
+        "arrivals": _INT32,
+    }
+    integers = ["tokens", "rows", "steps", "split_steps", "residual_stride", "scale_stride"]
+    absent = {"bias": None, "partials": None} if splits == 1 else {"bias": None}
+    constants = absent | {
+        "HOW": how.value,
+        "GROUP": group,
+        "X_GROUP": group,
+        "SPAN": 128,
+        "ACTIVATION": 0,
+        "SPLITS": splits,
+        "BO": tile.outputs,
+        "BT": tile.tokens,
+        "STAGES": tile.stages,
+    }
+    return Resources(
+        bytes_kernel,
+        f"{what}, {tile.tokens} tokens",
+        {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(integers, "i32"),
+        constants,
+        num_warps=tile.num_warps,
+        aligned=frozenset({"rows", "residual_stride", "scale_stride"}),
+    )
+
+
+RESOURCES = (
+    _resources("int8", FEW[0], 4, INT8),
+    _resources("int8", MANY, 1, INT8),
+    _resources("int8 in groups of 128", MANY, 1, INT8, 128),
+    _resources("E4M3", FEW[0], 4, E4M3),
+    _resources("E4M3 in groups of 128", FEW[1], 4, E4M3, 128),
+    _resources("E4M3 in groups of 128", MANY, 1, E4M3, 128),
+    _resources("E4M3 as fp16 in groups of 128", MANY_NARROW, 1, E4M3_IN_FP16, 128),
+)

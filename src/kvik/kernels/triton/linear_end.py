@@ -1,0 +1,189 @@
+"""How products of matrices end: parts of a sum are put together, then bias, activation, residual.
+
+Where the inputs are cut into splits, so that few tokens occupy the whole GPU, every program leaves
+its part in memory, and the one that arrives last adds them in the order of the splits: the sum
+never depends on who was last. The counter of arrivals is an integer, and is left at 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.activation import sigmoid
+from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+from kvik.kernels.weights import Activation
+
+# What an activation is called among the constants of a kernel.
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu_and_mul": 1, "gelu_tanh": 2}
+SILU_AND_MUL = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+
+BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
+
+
+@triton.jit
+def tile_at(pid, rows, tokens, BO: tl.constexpr, BT: tl.constexpr):
+    """First output and first token of a program. Eight tiles of outputs after each other share what
+    they read of x, and then the same tiles what they read of the weight."""
+    token_tiles = tl.cdiv(tokens, BT)
+    band = pid // (8 * token_tiles) * 8
+    within, width = pid % (8 * token_tiles), tl.minimum(tl.cdiv(rows, BO) - band, 8)
+    return (band + within % width) * BO, within // width * BT
+
+
+@triton.jit
+def sum_of_splits(part, here, partials, arrivals, tile, split, SPLITS: tl.constexpr):
+    """(whether this program is the last of its tile, and if so the sum of all splits).
+
+    part: [BO, BT], int32 or fp32. here: [BT], which tokens there are. partials: SPLITS * BT * BO of
+    its dtype for each tile. arrivals: [tiles] int32, 0.
+    """
+    BO: tl.constexpr = part.shape[0]
+    BT: tl.constexpr = part.shape[1]
+    at = tl.arange(0, BT)[None, :] * BO + tl.arange(0, BO)[:, None]
+    mine = partials + tile.to(tl.int64) * (SPLITS * BO * BT) + at
+    here = here[None, :]
+    tl.store(mine + split * (BO * BT), part, mask=here)
+    tl.debug_barrier()  # all threads of this program have stored before it is counted
+    arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+    last = arrived == SPLITS - 1
+    total = part
+    if last:
+        # Not through the first cache, which other programs' stores do not reach.
+        total = tl.load(mine, mask=here, other=0, cache_modifier=".cg")
+        for _ in range(1, SPLITS):
+            mine += BO * BT
+            total += tl.load(mine, mask=here, other=0, cache_modifier=".cg")
+        tl.store(arrivals + tile, 0)
+    return last, total
+
+
+@triton.jit
+def _gelu_tanh(x):
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (x + 0.044715 x^3)
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def end_and_store(
+    sums,
+    first,
+    t,
+    bias,
+    residual,
+    y,
+    tokens,
+    rows,
+    residual_stride,
+    ACTIVATION: tl.constexpr,
+):
+    """sums: [BO, BT] fp32, of rows first.. and tokens t; of "silu_and_mul" rows of gate and up take
+    turns, while bias [rows] has all of gate first. bias and residual: None if there is none.
+    y: [tokens, outputs]."""
+    BO: tl.constexpr = sums.shape[0]
+    BT: tl.constexpr = sums.shape[1]
+    o = first + tl.arange(0, BO)
+    if bias is not None:
+        at = o // 2 + o % 2 * (rows // 2) if ACTIVATION == SILU_AND_MUL else o
+        sums += tl.load(bias + at, mask=o < rows, other=0.0).to(tl.float32)[:, None]
+    z = tl.trans(sums)  # [BT, BO]: outputs of a token are neighbours in y
+    outputs = rows
+    if ACTIVATION == SILU_AND_MUL:
+        gate, up = tl.split(tl.reshape(z, (BT, BO // 2, 2)))
+        z = gate * sigmoid(gate) * up
+        o = first // 2 + tl.arange(0, BO // 2)
+        outputs = rows // 2
+    elif ACTIVATION == GELU_TANH:
+        z = _gelu_tanh(z)
+    inside = (t < tokens)[:, None] & (o < outputs)[None, :]
+    token = t.to(tl.int64)[:, None]
+    if residual is not None:
+        at = residual + token * residual_stride + o[None, :]
+        z += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + token * outputs + o[None, :], z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_kernel(
+    z,
+    bias,
+    residual,
+    y,
+    rows,
+    z_stride,
+    residual_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [tokens, pieces]; z [tokens, rows], of "silu_and_mul" all of gate first"""
+    token = tl.program_id(0).to(tl.int64)
+    outputs = rows // 2 if ACTIVATION == SILU_AND_MUL else rows
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < outputs
+    at = z + token * z_stride + o
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + o, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == SILU_AND_MUL:
+        up = tl.load(at + outputs, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            up += tl.load(bias + outputs + o, mask=inside, other=0.0).to(tl.float32)
+        x = x * sigmoid(x) * up
+    elif ACTIVATION == GELU_TANH:
+        x = _gelu_tanh(x)
+    if residual is not None:
+        near = residual + token * residual_stride + o
+        x += tl.load(near, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + token * outputs + o, x.to(y.dtype.element_ty), mask=inside)
+
+
+def finish(
+    z: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """activation(z + bias) + residual, for products that a library has made.
+
+    Floor: memory; z is read and y written once.
+
+    Args:
+        z: [tokens, rows], rows of gate before those of up.
+    """
+    tokens, rows = z.shape
+    outputs = rows // 2 if activation == "silu_and_mul" else rows
+    y = torch.empty(tokens, outputs, dtype=out_dtype, device=z.device)
+    if not tokens:
+        return y
+    block = min(BLOCK, power_of_two(outputs))
+    kernel: Any = finish_kernel[(tokens, ceil_div(outputs, block))]
+    stride = 0 if residual is None else residual.stride(0)
+    kernel(z, bias, residual, y, rows, z.stride(0), stride, ACTIVATIONS[activation], block)
+    return y
+
+
+_BF16 = "*" + TYPES[torch.bfloat16]
+
+RESOURCES = (
+    Resources(
+        finish_kernel,
+        "silu_and_mul, bf16",
+        {
+            "z": _BF16,
+            "residual": _BF16,
+            "y": _BF16,
+            "rows": "i32",
+            "z_stride": "i32",
+            "residual_stride": "i32",
+        },
+        {"bias": None, "ACTIVATION": SILU_AND_MUL.value, "BLOCK": BLOCK},
+        aligned=frozenset({"rows", "z_stride", "residual_stride"}),
+        max_registers=64,
+    ),
+)

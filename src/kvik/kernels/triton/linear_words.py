@@ -1,0 +1,214 @@
+"""Weights of four or eight bits times x as it is: outputs are the rows of the product of tensor
+cores, so that the weights, unpacked in registers, need not leave them, and tokens its columns.
+
+What unpacking adds to integers of four bits, 16, is taken off again together with the zero point:
+from every weight, or, for few tokens, by a second product with a constant, which costs tensor
+cores, that have nothing else to do, instead of instructions. Both are exact. Scales are applied in
+fp32 to the sums of a group, not to weights.
+
+Floor: for few tokens the bytes of the words and scales, once; for many 2 * tokens * rows * inputs
+FLOPs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvik.kernels.triton.launch import MAX_REGISTERS, MAX_SHARED, TYPES, Resources
+from kvik.kernels.triton.linear_end import SILU_AND_MUL, end_and_store, sum_of_splits, tile_at
+from kvik.kernels.triton.matrix_shapes import FEW, MANY, MANY_NARROW, Tile
+from kvik.kernels.triton.words import (
+    E4M3,
+    INT4,
+    INT8,
+    INTERPRETED,
+    MINIMUM,
+    NOTHING,
+    ZERO,
+    fp16_pair,
+    plus,
+    scale_and_zero,
+    weights_of,
+)
+
+
+@triton.jit
+def _dot(w, xs, sums):
+    """sums + w xs, summed in fp32."""
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), xs.to(tl.float32), sums)
+    return tl.dot(w, xs, sums, input_precision="ieee")
+
+
+@triton.jit
+def words_kernel(
+    x,
+    words,
+    scales,
+    factors,
+    bias,
+    residual,
+    y,
+    partials,
+    arrivals,
+    tokens,
+    rows,
+    inputs,
+    steps,
+    split_steps,
+    x_stride,
+    residual_stride,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    BESIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BO: tl.constexpr,
+    BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """grid [tiles, SPLITS]. A step is 128 inputs: one tile [64, 16] of words for each 64 outputs,
+    or two of eight bits.
+
+    scales: [groups, scale_stride] words or fp32; [scale_stride] fp32 where GROUP is 0.
+    factors: [2, scale_stride] fp32 of MINIMUM, which make scales and minima what they are.
+    WHOLE: inputs are whole steps. SUBTRACT: take 16 + zero off every weight.
+    """
+    pid, split = tl.program_id(0), tl.program_id(1)
+    first, first_token = tile_at(pid, rows, tokens, BO, BT)
+    o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)
+
+    TILES: tl.constexpr = 1 if FORMAT == INT4 else 2
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = (o // 64 * steps * (1024 * TILES) + o % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+    k = tl.arange(0, SPAN)
+    # Tokens behind the last read it again: what comes of them is not stored.
+    known = tl.minimum(t, tokens - 1).to(tl.int64)
+    columns = x + known[None, :] * x_stride + k[:, None]
+    if BESIDE == MINIMUM:
+        scale_factor, minimum_factor = tl.load(factors + o), tl.load(factors + scale_stride + o)
+
+    nothing = tl.zeros((BO, BT), tl.float32)
+    sums = nothing
+    begin = split * split_steps
+    for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
+        tile = words + at + step * (1024 * TILES)
+        w0 = tl.load(tile)
+        w1 = tl.load(tile + 1024) if TILES == 2 else w0
+        for s in tl.static_range(128 // SPAN):
+            start = step * 128 + s * SPAN
+            if WHOLE:
+                xs = tl.load(columns + start)
+            else:
+                xs = tl.load(columns + start, mask=(start + k < inputs)[:, None], other=0.0)
+            w = weights_of(w0, w1, s, SPAN, FORMAT, dtype)
+            if GROUP == 0:
+                sums = _dot(w, xs, sums)
+            elif BESIDE == NOTHING:
+                scale = tl.load(scales + start // GROUP * scale_stride + o)
+                sums += _dot(w, xs, nothing) * scale[:, None]
+            elif BESIDE == ZERO:
+                scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
+                beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
+                if SUBTRACT:
+                    part = _dot(plus(w, beyond), xs, nothing)
+                else:
+                    part = _dot(w, xs, nothing)
+                    part = _dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
+                sums += part * scale[:, None]
+            else:
+                word = tl.load(scales + start // GROUP * scale_stride + o)
+                scale, minimum = fp16_pair(word)
+                scale, minimum = scale * scale_factor, minimum * minimum_factor
+                of_x = _dot(tl.full((BO, SPAN), 1.0, tl.float32).to(dtype), xs, nothing)
+                part = _dot(w, xs, nothing) - 16.0 * of_x
+                sums += part * scale[:, None] - of_x * minimum[:, None]
+
+    last = True
+    if SPLITS > 1:
+        last, sums = sum_of_splits(sums, t < tokens, partials, arrivals, pid, split, SPLITS)
+    if last:
+        if GROUP == 0:
+            sums *= tl.load(scales + o)[:, None]
+        end_and_store(sums, first, t, bias, residual, y, tokens, rows, residual_stride, ACTIVATION)
+
+
+_BF16, _FP32, _INT32 = (TYPES[t] for t in (torch.bfloat16, torch.float32, torch.int32))
+
+
+def _resources(
+    what: str,
+    tile: Tile,
+    splits: int,
+    *,
+    code: tl.constexpr = INT4,
+    beside: tl.constexpr = ZERO,
+    group: int = 128,
+    span: int = 128,
+    activation: tl.constexpr = NOTHING,
+    ones: tuple[str, ...] = (),
+) -> Resources:
+    """Of whole steps, with a residual and without a bias."""
+    pointers = {
+        "x": _BF16,
+        "words": _INT32,
+        "scales": _FP32 if beside == NOTHING else _INT32,
+        "factors": _FP32,
+        "residual": _BF16,
+        "y": _BF16,
+        "partials": _FP32,
+        "arrivals": _INT32,
+    }
+    sizes = ("tokens", "rows", "inputs", "steps", "split_steps")
+    strides = ("x_stride", "residual_stride", "scale_stride")
+    absent: dict[str, object] = {"bias": None, **dict.fromkeys(ones, 1)}
+    if splits == 1:
+        absent["partials"] = None
+    if beside != MINIMUM:
+        absent["factors"] = None
+    constants = absent | {
+        "FORMAT": code.value,
+        "BESIDE": beside.value,
+        "GROUP": group,
+        "SPAN": span,
+        "WHOLE": True,
+        "SUBTRACT": tile not in FEW,
+        "ACTIVATION": activation.value,
+        "SPLITS": splits,
+        "BO": tile.outputs,
+        "BT": tile.tokens,
+        "STAGES": tile.stages,
+    }
+    return Resources(
+        words_kernel,
+        f"{what}, bf16, tile of {tile.tokens} tokens",
+        {name: f"*{kind}" for name, kind in pointers.items()}
+        | dict.fromkeys((*sizes, *strides), "i32"),
+        constants,
+        num_warps=tile.num_warps,
+        aligned=frozenset({"rows", "inputs", *strides}),
+        # As many programs of a few tokens as memory needs must fit on a processor: six.
+        max_registers=80 if tile is FEW[0] else MAX_REGISTERS,
+        max_shared=MAX_SHARED // 6 if tile is FEW[0] else MAX_SHARED,
+    )
+
+
+RESOURCES = (
+    *(_resources("int4 in groups of 128", tile, 4) for tile in FEW),
+    # Triton compiles arguments that are 1 as constants.
+    _resources("int4 in groups of 128, one token", FEW[0], 8, ones=("tokens",)),
+    _resources("int4 with silu_and_mul", FEW[0], 1, activation=SILU_AND_MUL),
+    _resources("int4 with silu_and_mul", MANY, 1, activation=SILU_AND_MUL),
+    _resources("int4 with minima", FEW[0], 4, beside=MINIMUM, group=32, span=32),
+    _resources("int4 with minima", MANY_NARROW, 1, beside=MINIMUM, group=32, span=32),
+    _resources("int8", FEW[0], 4, code=INT8, beside=NOTHING, group=0),
+    _resources("int8", MANY, 1, code=INT8, beside=NOTHING, group=0),
+    _resources("E4M3", FEW[0], 4, code=E4M3, beside=NOTHING, group=0),
+    _resources("E4M3 in groups of 128", MANY, 1, code=E4M3, beside=NOTHING),
+)

@@ -1,0 +1,74 @@
+"""Sizes of the tiles of matrix products, and into how many splits their inputs are cut: by the kind
+of product, the class of the number of tokens and the shape alone, so that a row's sum has one order
+in a class.
+
+The numbers follow from counting instructions, registers and bytes in flight, for a GPU of about 132
+processors that needs 24 to 32 KiB in flight on each to keep its memory busy. They are not tuned on
+one yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvik.kernels.triton.launch import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Attributes:
+    outputs, tokens: of a program.
+    stages: steps of 128 inputs that it has loaded or is loading.
+    splits: of the inputs, at most. Only of tiles that all tokens fit into.
+    """
+
+    outputs: int
+    tokens: int
+    num_warps: int
+    stages: int
+    splits: int = 1
+
+
+LEAST_OUTPUTS = 32  # of a tile
+
+# Few tokens: the time is that of reading weights. 64 outputs and 128 inputs of four bits are 4 KiB,
+# of which each program has three on the way, and about six programs fit on a processor. Classes
+# differ by the columns that tensor cores compute in vain. Parts of sums are written and read once,
+# 4 bytes for each token, so the more tokens, the fewer splits keep them small beside the weights.
+FEW = (
+    Tile(outputs=64, tokens=8, num_warps=4, stages=4, splits=16),
+    Tile(outputs=64, tokens=16, num_warps=4, stages=4, splits=16),
+    Tile(outputs=64, tokens=32, num_warps=4, stages=4, splits=8),
+    Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
+)
+# Many tokens: the time is that of the tensor cores. 128 x 128 sums are 64 registers of 256 threads.
+MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
+# What needs a second product of the same size (groups with minima), or registers for conversions
+# (E4M3 as fp16), has half as many sums.
+MANY_NARROW = Tile(outputs=128, tokens=64, num_warps=8, stages=3)
+# fp32 is multiplied without tensor cores, with both factors in registers.
+FEW_FP32 = Tile(outputs=LEAST_OUTPUTS, tokens=8, num_warps=4, stages=2, splits=16)
+MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
+
+PROGRAMS = 512  # that occupy the GPU: about four for each processor
+LEAST_STEPS = 4  # of 128 inputs in a split: less would be spent on filling the pipeline
+
+
+def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False) -> Tile:
+    """The smallest that holds the tokens, or else one that is repeated."""
+    if fp32:
+        return FEW_FP32 if tokens <= FEW_FP32.tokens else MANY_FP32
+    for tile in FEW:
+        if tokens <= tile.tokens:
+            return tile
+    return MANY_NARROW if narrow else MANY
+
+
+def splits_for(tile: Tile, rows: int, steps: int) -> int:
+    """A power of two: until the programs occupy the GPU, as long as splits have enough steps."""
+    row_tiles = ceil_div(rows, tile.outputs)
+    most = min(tile.splits, steps // LEAST_STEPS)
+    splits = 1
+    while 2 * splits <= most and row_tiles * splits < PROGRAMS:
+        splits *= 2
+    return splits

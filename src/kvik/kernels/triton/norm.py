@@ -1,0 +1,134 @@
+"""Normalisation. Everything is computed in fp32 and rounded once, at the end.
+
+Floor: memory, each number is read and written once. A row lies in registers as a whole; a program
+takes several short ones, such as the heads that Qwen3 normalises.
+
+The residual is not added here: the product before a norm ends with that sum, in place in the
+residual stream (`linear`), which is then read once, here. A norm that added would read the product
+and the stream and write the stream and its result: five numbers for each of the hidden state, where
+the product and a plain norm move four, in as many launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+
+TILE = 1024  # numbers of a program, where rows are shorter
+LONGEST = 65536  # numbers of a row, which has to fit the registers of a program
+
+
+@triton.jit
+def _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """This program's rows: where they are in x and in out, and which elements are there."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, DIM)
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner) * inner_stride
+    mask = (row < rows)[:, None] & (at < dim)[None, :]
+    own = row.to(tl.int64)[:, None] * dim + at[None, :]
+    return start[:, None] + at[None, :], own, at, mask
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]"""
+    there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
+    wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
+    by = tl.load(weight + at, mask=at < dim, other=0.0).to(tl.float32)
+    tl.store(out + own, (wide * scale[:, None] * by[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]"""
+    there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
+    wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
+    centred = tl.where(mask, wide - (tl.sum(wide, 1) / dim)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / dim + eps)
+    by = tl.load(weight + at, mask=at < dim, other=0.0).to(tl.float32)
+    plus = tl.load(bias + at, mask=at < dim, other=0.0).to(tl.float32)
+    y = centred * scale[:, None] * by[None, :] + plus[None, :]
+    tl.store(out + own, y.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Ops`."""
+    x, inner, outer_stride, inner_stride = _as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
+    block, at_once, warps = shape_of(dim)
+    rms_norm_kernel[(ceil_div(rows, at_once),)](
+        x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `Ops`."""
+    x, inner, outer_stride, inner_stride = _as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
+    block, at_once, warps = shape_of(dim)
+    layer_norm_kernel[(ceil_div(rows, at_once),)](
+        x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def shape_of(dim: int) -> tuple[int, int, int]:
+    """Columns and rows of a program, and its warps: 16 numbers for each thread.
+
+    Raises:
+        ValueError: a row does not fit.
+    """
+    if dim > LONGEST:
+        raise ValueError(f"rows of {dim} numbers: at most {LONGEST} can be normalised")
+    block = power_of_two(dim)
+    rows = max(1, TILE // block)
+    return block, rows, min(16, max(1, block * rows // 512))
+
+
+def _as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x, how many rows are a run of one stride, and the strides of such runs and of rows."""
+    if x.dim() == 3 and x.stride(2) == 1:
+        return x, x.shape[1], x.stride(0), x.stride(1)
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x, 1, x.stride(0), 0
+    x = x.contiguous()
+    return x, 1, x.shape[-1], 0
+
+
+def _resources(dim: int, what: str) -> tuple[Resources, Resources]:
+    block, rows, warps = shape_of(dim)
+    types = {"x": "*bf16", "weight": "*bf16", "bias": "*bf16", "out": "*bf16", "rows": "i32"}
+    types |= {"inner": "i32", "outer_stride": "i32", "inner_stride": "i32", "dim": "i32"}
+    types |= {"eps": "fp32"}
+    constants = {"ROWS": rows, "DIM": block}
+    if rows == 1:
+        constants["inner"] = 1  # as of two dimensions, which Triton compiles apart
+    aligned = frozenset({"outer_stride", "inner_stride", "dim"})
+    rms, layer = (
+        Resources(k, what, types, constants, num_warps=warps, aligned=aligned, max_registers=128)
+        for k in (rms_norm_kernel, layer_norm_kernel)
+    )
+    return rms, layer
+
+
+RESOURCES = (
+    *_resources(4096, "hidden 4096, bf16"),
+    *_resources(16384, "hidden 16384, bf16"),
+    _resources(128, "heads of 128, bf16")[0],
+)

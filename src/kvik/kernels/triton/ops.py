@@ -1,0 +1,33 @@
+"""The table of operations on a GPU. What torch does in one launch and as well stays torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from kvik.kernels.ops import Ops
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.triton import activation, draw, norm, rotary, rows
+from kvik.kernels.triton.matrix import Matrices
+
+
+def triton_ops(device: torch.device) -> Ops:
+    """For tensors on one device: a GPU, or a CPU where Triton's interpreter runs the kernels."""
+    matrices = Matrices(device)
+    return Ops(
+        matrix=matrices.matrix,
+        pack_rows=matrices.pack_rows,
+        linear=matrices.linear,
+        matrix_rows=matrices.rows,
+        gather_rows=rows.gather_rows,
+        add=TORCH.add,
+        largest=rows.largest,
+        draw=draw.draw,
+        probabilities=draw.probabilities,
+        rms_norm=norm.rms_norm,
+        layer_norm=norm.layer_norm,
+        rotary=rotary.rotary,
+        silu_and_mul=activation.silu_and_mul,
+        gelu_tanh=activation.gelu_tanh,
+        store_kv=rows.store_kv,
+        copy_blocks=rows.copy_blocks,
+    )

@@ -1,0 +1,297 @@
+"""How quantised matrices lie in GPU memory.
+
+**Words** (weights that meet x as it is): 16 words of 32 bits of an output are 64 neighbouring
+bytes, those of 64 outputs a tile of 4 KiB, and the tiles of 64 outputs follow each other along the
+inputs. So a program reads memory from one end to the other, 16 bytes for each thread. Word c of a
+tile, plane p: the weights of inputs 32 p + 2 c in its lower and 32 p + 2 c + 1 in its upper half,
+four bits at 4 p or eight at 8 p; in groups of 16 those of inputs 32 p + c and 32 p + 16 + c.
+
+**Bytes** (weights that meet x rounded to eight bits): rows of outputs as they come.
+
+Both: inputs are filled up to whole steps of 128 and outputs to whole tiles of 128 with zeros.
+Scales: [groups, outputs], so that those of a tile of outputs are neighbours. With zero points the
+four lowest bits of an fp32 scale are the zero point; with minima, both are fp16, in a word, times
+factors of the output that are powers of two. "silu_and_mul": rows of gate and up take turns, where
+the kernel that multiplies applies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.reference.linear import fill_input_scale, fill_order
+from kvik.kernels.reference.linear import matrix as plain_matrix
+from kvik.kernels.triton.launch import ceil_div
+from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
+from kvik.kernels.weights import (
+    SYMMETRIC_ZERO,
+    FloatKind,
+    Fp8Kind,
+    Fp8Weight,
+    Int4Kind,
+    Int4MinKind,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Kind,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    OrderedKind,
+    OrderedWeight,
+    PlainKind,
+    PlainWeight,
+    Weight,
+)
+
+STEP = 128  # inputs that are always there
+ROW_STEP = 128  # outputs likewise
+TILE_ROWS = 64
+TILE_WORDS = 16  # of an output
+LEAST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Attributes:
+    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of a row in each block.
+    equal: [rows / 128] bool, on the CPU: whether all rows of a block have these scales.
+    """
+
+    scales: Tensor
+    equal: Tensor
+
+    def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:
+        """After rows first..last of the matrix were filled: row_scales [groups, filled rows]."""
+        for block in range(first // ROW_STEP, ceil_div(last, ROW_STEP)):
+            of_rows = row_scales[:, block * ROW_STEP : min(rows, (block + 1) * ROW_STEP)]
+            self.scales[block, : len(of_rows)] = of_rows[:, 0]
+            self.equal[block] = bool((of_rows == of_rows[:, :1]).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A quantised weight on a GPU.
+
+    Attributes:
+        values: words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or
+            float8_e4m3fn, filled up.
+        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 with something beside.
+        factors: [2, rows] fp32 of scales and minima; None: there are no minima.
+        order: [inputs] int32; None: as they come.
+        input_scale: [1] fp32 of calibrated activations.
+        squares: scales of square blocks, of E4M3 in groups of 128 that meets x in such groups.
+        arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
+            with one matrix follow each other, on one stream or on several that wait.
+    """
+
+    values: Tensor
+    scales: Tensor
+    factors: Tensor | None
+    order: Tensor | None
+    input_scale: Tensor | None
+    squares: Squares | None
+    arrivals: Tensor
+
+
+def plain_kind(spec: MatrixSpec) -> PlainKind:
+    """The kind of the weight, whatever the order of its inputs."""
+    return spec.kind.plain if isinstance(spec.kind, OrderedKind) else spec.kind
+
+
+def group_of(kind: PlainKind) -> int:
+    return 0 if isinstance(kind, FloatKind) else kind.group
+
+
+def in_words(kind: PlainKind) -> bool:
+    """Whether x stays as it is."""
+    match kind:
+        case Int8Kind(quantize_activations):
+            return not quantize_activations
+        case Fp8Kind():
+            return kind.activations == "float"
+        case _:
+            return not isinstance(kind, FloatKind)
+
+
+def interleaved(spec: MatrixSpec) -> bool:
+    """Whether rows of gate and up take turns. Those of E4M3 times E4M3 do not: a library multiplies
+    them too, which knows scales of square blocks alone."""
+    kind = plain_kind(spec)
+    return spec.activation == "silu_and_mul" and (in_words(kind) or isinstance(kind, Int8Kind))
+
+
+def span_of(group: int) -> int:
+    """Inputs that are multiplied at once: the largest of 16, 32, 64, 128 that divides the group."""
+    return min(group & -group, STEP) if group else STEP
+
+
+def is_packed(spec: MatrixSpec) -> bool:
+    """Whether the kernels here multiply it. Not floats, and not groups that tensor cores cannot
+    take: torch does, from the weight as it is."""
+    kind = plain_kind(spec)
+    return not isinstance(kind, FloatKind) and group_of(kind) % LEAST_GROUP == 0
+
+
+def empty(spec: MatrixSpec) -> Packed:
+    """Filled with zeros, as the inputs beyond the last must be."""
+    kind = plain_kind(spec)
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=spec.device)
+
+    rows, inputs = _up(spec.rows, ROW_STEP), _up(spec.inputs, STEP)
+    group = group_of(kind)
+    scale_shape = (ceil_div(inputs, group), rows) if group else (rows,)
+    if in_words(kind):
+        bits = 4 if isinstance(kind, Int4Kind | Int4MinKind) else 8
+        tiles = inputs * bits // (32 * TILE_WORDS)
+        values = zeros(rows // TILE_ROWS, tiles, TILE_ROWS, TILE_WORDS, dtype=torch.int32)
+    else:
+        fp8 = isinstance(kind, Fp8Kind)
+        values = zeros(rows, inputs, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
+    words = isinstance(kind, Int4Kind | Int4MinKind)
+    scales = zeros(*scale_shape, dtype=torch.int32 if words else torch.float32)
+    factors = zeros(2, rows, dtype=torch.float32) if isinstance(kind, Int4MinKind) else None
+    ordered = isinstance(spec.kind, OrderedKind)
+    order = zeros(spec.inputs, dtype=torch.int32) if ordered else None
+    static = isinstance(kind, Fp8Kind) and kind.activations == "static"
+    input_scale = zeros(1, dtype=torch.float32) if static else None
+    squares = squares_of(spec)
+    return Packed(values, scales, factors, order, input_scale, squares, arrivals_of(spec))
+
+
+def fill(spec: MatrixSpec, packed: Packed, first: int, weight: Weight) -> None:
+    """Rows first.. of it.
+
+    Raises:
+        ValueError: rows from before have their inputs in another order.
+    """
+    device = packed.values.device
+    if isinstance(weight, OrderedWeight):
+        assert packed.order is not None
+        fill_order(packed.order, weight.order.to(device))
+        weight = weight.plain
+    weight = _moved(weight, device)  # as it was read; the device makes words of it
+    rows = torch.arange(first, first + weight.outputs, device=device)
+    if interleaved(spec):
+        half = spec.rows // 2
+        rows = rows % half * 2 + rows // half
+    if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+        assert packed.input_scale is not None
+        fill_input_scale(packed.input_scale, weight.input_scale)
+    if in_words(plain_kind(spec)):
+        words = words_of(weight, packed.values.shape[1])
+        packed.values[rows // TILE_ROWS, :, rows % TILE_ROWS] = words
+    else:
+        assert isinstance(weight, Int8Weight | Fp8Weight)
+        # Bytes, as rows of eight-bit floats cannot be written at indices everywhere.
+        raw = packed.values.view(torch.uint8)
+        raw[rows, : spec.inputs] = weight.values.view(torch.uint8)
+    scales, factors = _scales(weight)
+    if scales.dim() == 1:
+        packed.scales[rows] = scales
+    else:
+        packed.scales[: scales.shape[1], rows] = scales.t()
+    if factors is not None and packed.factors is not None:
+        packed.factors[:, rows] = factors
+    if packed.squares is not None:
+        packed.squares.update(packed.scales, spec.rows, first, first + weight.outputs)
+
+
+def _moved(weight: PlainWeight, device: torch.device) -> PlainWeight:
+    parts = (getattr(weight, field.name) for field in fields(weight))
+    kind: Any = type(weight)
+    moved: PlainWeight = kind(*(p.to(device) if isinstance(p, Tensor) else p for p in parts))
+    return moved
+
+
+def words_of(weight: PlainWeight, tiles: int) -> Tensor:
+    """[rows, tiles, 16] int32."""
+    match weight:
+        case Int4Weight() | Int4MinWeight():
+            codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
+            planes, bits = 4, 4
+        case Int8Weight() | Fp8Weight():
+            codes, planes, bits = weight.values.view(torch.uint8), 2, 8
+        case _:
+            raise TypeError(f"{type(weight).__name__} is not kept in words")
+    missing = tiles * planes * 32 - codes.shape[1]
+    codes = torch.nn.functional.pad(codes, (0, missing))
+    if span_of(weight.group) == LEAST_GROUP:
+        halves = codes.view(len(codes), tiles, planes, 2, TILE_WORDS).transpose(-1, -2)
+    else:
+        halves = codes.view(len(codes), tiles, planes, TILE_WORDS, 2)
+    words = torch.zeros(len(codes), tiles, TILE_WORDS, dtype=torch.int32, device=codes.device)
+    for plane in range(planes):
+        for half in range(2):
+            code = halves[:, :, plane, :, half].to(torch.int32)
+            words |= code << (16 * half + bits * plane)
+    return words
+
+
+def _scales(weight: PlainWeight) -> tuple[Tensor, Tensor | None]:
+    """Scales [rows] or [rows, groups] as they are kept, and factors [2, rows]."""
+    match weight:
+        case Int4Weight(_, scales, zeros):
+            bits = scales.float().view(torch.int32)
+            points = SYMMETRIC_ZERO if zeros is None else zeros.to(torch.int32)
+            # Nineteen of its digits are kept, rounded half up: of numbers that have no more of
+            # them nothing is lost, and infinity does not become NaN.
+            return ((bits + (bits & 8)) & -16) | points, None
+        case Int4MinWeight(_, scales, minima):
+            scale_factor, scales = _in_fp16(scales.float())
+            minimum_factor, minima = _in_fp16(minima.float())
+            word = (minima.int() & 0xFFFF) << 16 | (scales.int() & 0xFFFF)
+            return word, torch.stack((scale_factor, minimum_factor))
+        case Int8Weight(_, scales):
+            return scales.float(), None
+        case Fp8Weight(values, scales):
+            # Its bits are not looked at for NaN when it is multiplied: the scale says it.
+            nan = (values.view(torch.uint8) & 0x7F) == 0x7F
+            if weight.group:
+                missing = scales.shape[1] * weight.group - nan.shape[1]
+                nan = torch.nn.functional.pad(nan, (0, missing))
+                nan = nan.view(len(nan), -1, weight.group)
+            return scales.float().masked_fill(nan.any(-1), torch.nan), None
+        case _:
+            raise TypeError(f"{type(weight).__name__} has no scales")
+
+
+def _in_fp16(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, groups] -> factors [rows], powers of two, and int16 [rows, groups], bits of fp16: the
+    largest of a row is just below 2^15, so that numbers 2^28 times smaller keep eleven digits."""
+    exponent = torch.frexp(numbers.abs().amax(1))[1].clamp(-110, 127)
+    wide = torch.ldexp(numbers, (15 - exponent)[:, None])
+    factors = torch.ldexp(torch.ones_like(numbers[:, 0]), exponent - 15)
+    return factors, wide.half().view(torch.int16)
+
+
+def squares_of(spec: MatrixSpec) -> Squares | None:
+    kind = plain_kind(spec)
+    if not isinstance(kind, Fp8Kind) or kind.activations != "group" or kind.group != STEP:
+        return None
+    blocks = ceil_div(spec.rows, ROW_STEP)
+    shape = (blocks, _up(ceil_div(spec.inputs, STEP), 4))
+    scales = torch.zeros(shape, dtype=torch.float32, device=spec.device)
+    return Squares(scales, torch.zeros(blocks, dtype=torch.bool))
+
+
+def arrivals_of(spec: MatrixSpec) -> Tensor:
+    tiles = _up(spec.rows, ROW_STEP) // LEAST_OUTPUTS
+    return torch.zeros(tiles, dtype=torch.int32, device=spec.device)
+
+
+def _up(n: int, to: int) -> int:
+    return ceil_div(n, to) * to
+
+
+def unfilled(spec: MatrixSpec) -> Matrix:
+    """See `Ops.matrix`. Biases of floats have their dtype, as cuBLAS wants; others are fp32."""
+    if not is_packed(spec):
+        return plain_matrix(spec)
+    bias = torch.empty(spec.rows, dtype=torch.float32, device=spec.device) if spec.bias else None
+    return Matrix(spec, bias, empty(spec))

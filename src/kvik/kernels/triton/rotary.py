@@ -1,0 +1,253 @@
+"""Rotary positions, and K and V on their way into the cache, in one launch.
+
+Floor: memory. Of each token q is read and written in place, k and v are read once and written to
+the cache once, rotated and rounded on the way; k is written nowhere else, as attention reads it
+from the cache. A program takes a tile of heads of q, of k or of v of one token, about 1024 numbers,
+so that a single token also keeps several SMs busy. At one token the launch is the time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+from kvik.kernels.triton.rounding import round_in_eight_bits, round_in_four_bits
+
+TILE = 1024  # numbers of a program
+Kind = Literal["float", "int8", "fp8", "int4"]
+_KINDS: dict[torch.dtype, Kind] = {
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.uint8: "int4",
+}
+
+
+@triton.jit
+def _turn(low, high, rotation, at, inside, DIM: tl.constexpr):
+    """Both halves of some heads by the angles at `rotation`: fp32."""
+    cos = tl.load(rotation + at, mask=inside, other=0.0)[None, :]
+    sin = tl.load(rotation + DIM // 2 + at, mask=inside, other=0.0)[None, :]
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _halves(x, head, heads, at, inside, DIM: tl.constexpr):
+    """Offsets of a tile of heads, which are in it, and both halves in fp32."""
+    mask = (head < heads)[:, None] & inside[None, :]
+    offset = head[:, None] * DIM + at[None, :]
+    low = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x + offset + DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    return offset, mask, low, high
+
+
+@triton.jit
+def _turn_in_place(x, rotation, head, heads, at, inside, DIM: tl.constexpr):
+    offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
+    low, high = _turn(low, high, rotation, at, inside, DIM)
+    tl.store(x + offset, low.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + offset + DIM // 2, high.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _keep(
+    x, rotation, cache, scales, slot, head, heads, at, inside,
+    DIM: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Heads of k or v of one token into the cache at position `slot`."""
+    offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
+    if TURNED:
+        low, high = _turn(low, high, rotation, at, inside, DIM)
+        low = low.to(x.dtype.element_ty).to(tl.float32)  # as if it had been written
+        high = high.to(x.dtype.element_ty).to(tl.float32)
+    mask = mask & (slot >= 0)
+    first = slot * heads  # vectors of the cache before this token
+    if KIND == "float":
+        to = cache + first * DIM + offset
+        tl.store(to, low.to(cache.dtype.element_ty), mask=mask)
+        tl.store(to + DIM // 2, high.to(cache.dtype.element_ty), mask=mask)
+    else:
+        if KIND == "int4":
+            low, high, words = round_in_four_bits(low, high)
+            low = _pairs(low, HALF)
+            high = _pairs(high, HALF)
+            at = tl.arange(0, HALF // 2)
+            mask = (head < heads)[:, None] & (at < DIM // 4)[None, :] & (slot >= 0)
+            to = cache + first * (DIM // 2) + head[:, None] * (DIM // 2) + at[None, :]
+            tl.store(to, low.to(cache.dtype.element_ty), mask=mask)
+            tl.store(to + DIM // 4, high.to(cache.dtype.element_ty), mask=mask)
+        else:
+            low, high, words = round_in_eight_bits(low, high, KIND == "fp8")
+            to = cache + first * DIM + offset
+            tl.store(to, low.to(cache.dtype.element_ty), mask=mask)
+            tl.store(to + DIM // 2, high.to(cache.dtype.element_ty), mask=mask)
+        tl.store(scales + first + head, words.to(tl.int16), mask=(head < heads) & (slot >= 0))
+
+
+@triton.jit
+def _pairs(codes, HALF: tl.constexpr):
+    """[rows, half] codes of four bits -> [rows, half / 2] bytes, the first in the low bits."""
+    even, odd = tl.split(tl.reshape(codes, (codes.shape[0], HALF // 2, 2)))
+    return even | (odd << 4)
+
+
+@triton.jit
+def rotary_kernel(
+    q, k, rotation, q_stride, k_stride, heads, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """grid [tokens, tiles of q, then of k]; both in place"""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    at = tl.arange(0, HALF)
+    inside = at < DIM // 2
+    q_tiles = tl.cdiv(heads, HEADS)
+    rotation += token * DIM
+    if tile < q_tiles:
+        head = tile * HEADS + tl.arange(0, HEADS)
+        _turn_in_place(q + token * q_stride, rotation, head, heads, at, inside, DIM)
+    else:
+        head = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
+        _turn_in_place(k + token * k_stride, rotation, head, kv_heads, at, inside, DIM)
+
+
+@triton.jit
+def store_kernel(
+    q, k, v, rotation, k_cache, v_cache, k_scales, v_scales, slots,
+    q_stride, k_stride, v_stride, heads, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """grid [tokens, tiles of q (where it is turned), then of k, then of v]"""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    at = tl.arange(0, HALF)
+    inside = at < DIM // 2
+    slot = tl.load(slots + token)
+    kv_tiles = tl.cdiv(kv_heads, HEADS)
+    if TURNED:
+        rotation += token * DIM
+        tile -= tl.cdiv(heads, HEADS)
+    if tile < 0:
+        if TURNED:  # else there is no such tile
+            head = (tile + tl.cdiv(heads, HEADS)) * HEADS + tl.arange(0, HEADS)
+            _turn_in_place(q + token * q_stride, rotation, head, heads, at, inside, DIM)
+    elif tile < kv_tiles:
+        head = tile * HEADS + tl.arange(0, HEADS)
+        _keep(
+            k + token * k_stride, rotation, k_cache, k_scales, slot, head, kv_heads, at, inside,
+            DIM, HALF, TURNED, KIND,
+        )  # fmt: skip
+    else:
+        head = (tile - kv_tiles) * HEADS + tl.arange(0, HEADS)
+        _keep(
+            v + token * v_stride, rotation, v_cache, v_scales, slot, head, kv_heads, at, inside,
+            DIM, HALF, False, KIND,
+        )  # fmt: skip
+
+
+def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Ops`; q and k are overwritten, and returned."""
+    q, k = _with_whole_heads(q), _with_whole_heads(k)
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    half, tile = _tile(dim, heads)
+    rotary_kernel[tokens, ceil_div(heads, tile) + ceil_div(kv_heads, tile)](
+        q, k, rotation, q.stride(0), k.stride(0), heads, kv_heads, dim, half, tile,
+        num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q, k
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Tensor | None,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+) -> Tensor:
+    """Turn q and k, and write k and v to the cache, rounded as it holds them.
+
+    Args:
+        q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]: head_dim is even. q is
+            overwritten; k is not, as only the cache gets what was turned.
+        rotation: [tokens, head_dim] fp32, cosines, then sines; None: nothing is turned.
+        caches: of k and v, [blocks, block_size, kv_heads, head_dim], in four bits
+            [..., head_dim / 2], contiguous. In four bits head_dim is a multiple of 4.
+        scales: of both, [blocks, block_size, kv_heads], where caches are rounded.
+        slots: [tokens] int64, the position of each token; -1: it is stored nowhere.
+
+    Returns:
+        q, turned.
+    """
+    q, k, v = _with_whole_heads(q), _with_whole_heads(k), _with_whole_heads(v)
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    half, tile = _tile(dim, kv_heads)
+    kind = "float" if scales is None else _KINDS[caches[0].dtype]
+    k_cache, v_cache = (c.view(torch.uint8) if kind == "fp8" else c for c in caches)
+    # of the bits of scales; where there are none, nothing is written there
+    k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
+    turned = rotation is not None
+    tiles = (ceil_div(heads, tile) if turned else 0) + 2 * ceil_div(kv_heads, tile)
+    store_kernel[tokens, tiles](
+        q, k, v, q if rotation is None else rotation, k_cache, v_cache, k_scales, v_scales, slots,
+        q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, dim, half, tile, turned, kind,
+        num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q
+
+
+def _tile(dim: int, heads: int) -> tuple[int, int]:
+    """Columns of half a head, and heads, of a program's tile."""
+    half = power_of_two(max(2, dim // 2))
+    return half, min(max(1, TILE // (2 * half)), power_of_two(heads))
+
+
+def _with_whole_heads(x: Tensor) -> Tensor:
+    """[tokens, heads, head_dim] whose heads lie one behind the other; tokens may be apart."""
+    whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if whole else x.contiguous()
+
+
+_STRIDES = frozenset({"q_stride", "k_stride", "v_stride"})
+_TYPES = {
+    "q_stride": "i32",
+    "k_stride": "i32",
+    "v_stride": "i32",
+    "heads": "i32",
+    "kv_heads": "i32",
+}
+
+
+def _stored(kind: Kind, cache: str) -> Resources:
+    types = dict.fromkeys(("q", "k", "v"), "*bf16")
+    types |= {"rotation": "*fp32", "k_cache": cache, "v_cache": cache, "slots": "*i64"}
+    types |= {"k_scales": "*i16", "v_scales": "*i16"}
+    constants = {"DIM": 128, "HALF": 64, "HEADS": 8, "TURNED": True, "KIND": kind}
+    return Resources(
+        store_kernel, f"8 heads of 128, bf16 to {kind}", types | _TYPES, constants,
+        num_warps=2, aligned=_STRIDES, fused_products=False, max_registers=128,
+    )  # fmt: skip
+
+
+RESOURCES = (
+    Resources(
+        rotary_kernel,
+        "8 heads of 128, bf16",
+        {"q": "*bf16", "k": "*bf16", "rotation": "*fp32", **_TYPES},
+        {"DIM": 128, "HALF": 64, "HEADS": 8},
+        num_warps=2,
+        aligned=_STRIDES,
+        fused_products=False,
+        max_registers=96,
+    ),
+    _stored("float", "*bf16"),
+    _stored("fp8", "*u8"),
+    _stored("int8", "*i8"),
+    _stored("int4", "*u8"),
+)

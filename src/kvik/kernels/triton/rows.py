@@ -1,0 +1,166 @@
+"""Operations that move rows, and the largest of each row.
+
+Floor: memory. What is moved is read and written once, whatever its type, as the largest integers
+that its rows are made of. Of a row of logits many programs look for the largest number: one SM
+reads 0.1 TB/s or less, and a row of 128k logits is 512 KiB.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
+
+PIECE = 1024  # elements of a row that a program moves
+CHUNK = 4096  # logits of a program
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def gather_kernel(table, ids, out, dim, table_stride, BLOCK: tl.constexpr):
+    """grid [n, pieces]; table [rows, dim], ids [n], out [n, dim]"""
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + n).to(tl.int64)
+    values = tl.load(table + row * table_stride + at, mask=at < dim)
+    tl.store(out + n * dim + at, values, mask=at < dim)
+
+
+@triton.jit
+def store_rows_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, dim, BLOCK: tl.constexpr):
+    """grid [tokens, pieces]; k, v [tokens, dim], caches [positions, dim], slots [tokens]"""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + token)
+    mask = (at < dim) & (slot >= 0)
+    tl.store(k_cache + slot * dim + at, tl.load(k + token * k_stride + at, mask=mask), mask=mask)
+    tl.store(v_cache + slot * dim + at, tl.load(v + token * v_stride + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def scatter_kernel(rows, ids, out, dim, BLOCK: tl.constexpr):
+    """grid [n, pieces]; rows [n, dim], out [.., dim]: out[ids[i]] = rows[i]"""
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + n).to(tl.int64)
+    tl.store(out + row * dim + at, tl.load(rows + n * dim + at, mask=at < dim), mask=at < dim)
+
+
+@triton.jit
+def _largest(values, ids):
+    """The largest of some numbers, the least of the ids that have it; NaN if one is among them."""
+    nan = tl.max((values != values).to(tl.int32), 0)
+    numbers = tl.where(values != values, float("-inf"), values)
+    top = tl.max(numbers, 0)
+    first = tl.min(tl.where(numbers == top, ids, 0x7FFFFFFF), 0)
+    return tl.where(nan > 0, float("nan"), top), first
+
+
+@triton.jit
+def largest_of_chunks_kernel(logits, tops, firsts, vocab, stride, CHUNK: tl.constexpr):
+    """grid [rows, chunks]; logits [rows, vocab], tops and firsts [rows, chunks]"""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    values = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    top, first = _largest(values, tl.where(inside, ids, 0x7FFFFFFF))
+    at = row * tl.num_programs(1) + chunk
+    tl.store(tops + at, top)
+    tl.store(firsts + at, first)
+
+
+@triton.jit
+def largest_of_rows_kernel(tops, firsts, top, ids, chunks, CHUNKS: tl.constexpr):
+    """grid [rows]; tops and firsts [rows, chunks], top and ids [rows]"""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, CHUNKS)
+    inside = at < chunks
+    values = tl.load(tops + row * chunks + at, mask=inside, other=float("-inf"))
+    found = tl.load(firsts + row * chunks + at, mask=inside, other=0x7FFFFFFF)
+    largest, first = _largest(values, found)
+    tl.store(top + row, largest)
+    tl.store(ids + row, first.to(tl.int64))
+
+
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """See `Ops`."""
+    out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device)
+    source, to = _as_integers(table, out)
+    dim = source.shape[1]
+    block = min(PIECE, power_of_two(dim))
+    gather_kernel[len(ids), ceil_div(dim, block)](source, ids, to, dim, source.stride(0), block)
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `Ops`; what has slot -1 is stored nowhere. Tokens may be apart in memory."""
+    tokens = (x if x.dim() == 2 and x.stride(1) == 1 else x.flatten(1) for x in (k, v))
+    positions = (cache.flatten(0, 1).flatten(1) for cache in (k_cache, v_cache))
+    k, v, k_cache, v_cache = _as_integers(*tokens, *positions)
+    dim = k.shape[1]
+    block = min(PIECE, power_of_two(dim))
+    store_rows_kernel[len(k), ceil_div(dim, block)](
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), dim, block
+    )
+
+
+def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """See `Ops`: by way of a copy, as a block may be source and target."""
+    blocks = cache.flatten(1)
+    rows, kept = _as_integers(blocks, gather_rows(blocks, source))
+    dim = rows.shape[1]
+    block = min(PIECE, power_of_two(dim))
+    scatter_kernel[len(source), ceil_div(dim, block)](kept, target, rows, dim, block)
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Ops`."""
+    rows, vocab = logits.shape
+    device = logits.device
+    chunk = min(CHUNK, power_of_two(vocab))
+    chunks = ceil_div(vocab, chunk)
+    tops = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    firsts = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    top = torch.empty(rows, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows:
+        largest_of_chunks_kernel[rows, chunks](
+            logits, tops, firsts, vocab, logits.stride(0), chunk, num_warps=8
+        )
+        largest_of_rows_kernel[(rows,)](tops, firsts, top, ids, chunks, power_of_two(chunks))
+    return top, ids
+
+
+def _as_integers(*rows: Tensor) -> list[Tensor]:
+    """The same memory, each [n, dim] of one type whose elements lie side by side, as the largest
+    integers that all of it is made of."""
+    item = size = rows[0].element_size()
+    numbers = [n for x in rows for n in (x.shape[1], x.stride(0), x.storage_offset())]
+    while size < 8 and all(n * item % (2 * size) == 0 for n in numbers):
+        size *= 2
+    # first to integers of the same size: torch views no fp8 as wider numbers
+    return [x.view(_INTEGERS[item]).view(_INTEGERS[size]) for x in rows]
+
+
+RESOURCES = (
+    Resources(
+        gather_kernel,
+        "rows of 4096 bf16",
+        {"table": "*i64", "ids": "*i64", "out": "*i64", "dim": "i32", "table_stride": "i32"},
+        {"BLOCK": PIECE},
+        aligned=frozenset({"dim", "table_stride"}),
+        max_registers=64,
+    ),
+    Resources(
+        largest_of_chunks_kernel,
+        "fp32",
+        {"logits": "*fp32", "tops": "*fp32", "firsts": "*i32", "vocab": "i32", "stride": "i32"},
+        {"CHUNK": CHUNK},
+        num_warps=8,
+        aligned=frozenset({"vocab", "stride"}),
+        max_registers=96,
+    ),
+)

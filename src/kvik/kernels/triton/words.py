@@ -1,0 +1,160 @@
+"""Weights of four or eight bits in words, unpacked in registers.
+
+A word of 32 bits holds weights of one output; sixteen words of it hold 32 inputs in each of their
+"planes" (four planes of four bits, two of eight), so that a plane is unpacked with a shift and an
+AND for two weights at once, and lies in registers as tensor cores take it. `packed.py` says where
+the words lie.
+
+Integers of four bits become 16 + q by their bits alone: q is the upper mantissa of a number whose
+exponent is that of 16. Small floats become larger ones likewise, with an exponent to make up for.
+
+Frantar et al. 2024, "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large Language
+Models", section 3.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter keeps bf16 as words, with which it cannot calculate.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+# Formats of words.
+INT4 = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+
+# What is known of a group beside its scale.
+NOTHING = tl.constexpr(0)
+ZERO = tl.constexpr(1)
+MINIMUM = tl.constexpr(2)
+
+
+@triton.jit
+def plus(w, number):
+    """w + number, exact, in the dtype of w."""
+    if INTERPRETED:
+        return (w.to(tl.float32) + number.to(tl.float32)).to(w.dtype)
+    return w + number
+
+
+@triton.jit
+def _times(w, number: tl.constexpr):
+    """w * number, exact, in the dtype of w."""
+    if INTERPRETED:
+        return (w.to(tl.float32) * number).to(w.dtype)
+    return w * number
+
+
+@triton.jit
+def _halves(both, dtype: tl.constexpr):
+    """Bits of two numbers of 16 bits in each word."""
+    low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
+    """-> two tiles of 16 + q, of the weights in the lower and the upper halves of the words."""
+    if dtype == tl.bfloat16:  # q goes to bits 3..6
+        shifted = words << 3 if PLANE == 0 else words >> (4 * PLANE - 3)
+        low, high = _halves((shifted & 0x00780078) + 0x41804180, dtype)
+    elif dtype == tl.float16:  # q goes to bits 6..9
+        shifted = words << (6 - 4 * PLANE) if PLANE < 2 else words >> (4 * PLANE - 6)
+        low, high = _halves((shifted & 0x03C003C0) + 0x4C004C00, dtype)
+    else:
+        both = words >> (4 * PLANE)
+        low, high = ((both & 15) + 16).to(dtype), (((both >> 16) & 15) + 16).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _int8_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
+    """-> two tiles, of bytes PLANE and PLANE + 2 of the words."""
+    low, high = (words << (24 - 8 * PLANE)) >> 24, (words << (8 - 8 * PLANE)) >> 24
+    return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _e4m3_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
+    """-> two tiles, of bytes PLANE and PLANE + 2 of the words. Their bits are those of a number
+    whose exponent is too small, which a product with a power of two makes up for, exactly."""
+    both = words << 8 if PLANE == 0 else words
+    if dtype == tl.bfloat16:
+        low, high = _halves(((both >> 4) & 0x07F007F0) | (both & -0x7FFF8000), dtype)
+        low, high = _times(low, 2.0**120), _times(high, 2.0**120)
+    elif dtype == tl.float16:
+        low, high = _halves(((both >> 1) & 0x3F803F80) | (both & -0x7FFF8000), dtype)
+        low, high = _times(low, 2.0**8), _times(high, 2.0**8)
+    else:
+        low, high = both << 16, both
+        low = ((low >> 4) & 0x07F00000) | (low & -0x80000000)
+        high = ((high >> 4) & 0x07F00000) | (high & -0x80000000)
+        low = low.to(tl.float32, bitcast=True) * 2.0**120
+        high = high.to(tl.float32, bitcast=True) * 2.0**120
+    return low, high
+
+
+@triton.jit
+def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """[BO, 16] words -> two tiles [BO, 16] of `dtype`."""
+    if FORMAT == INT4:
+        low, high = _int4_plane(words, PLANE, dtype)
+    elif FORMAT == INT8:
+        low, high = _int8_plane(words, PLANE, dtype)
+    else:
+        low, high = _e4m3_plane(words, PLANE, dtype)
+    return low, high
+
+
+@triton.jit
+def _pairs(first, second, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Plane J = 0..3 of 128 inputs as [BO, 16, 2], which are 32 inputs in order."""
+    if FORMAT == INT4 or J < 2:
+        low, high = plane_of(first, J, FORMAT, dtype)
+    else:
+        low, high = plane_of(second, J - 2, FORMAT, dtype)
+    return tl.join(low, high)
+
+
+@triton.jit
+def weights_of(
+    first, second, S: tl.constexpr, SPAN: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr
+):
+    """Weights of the S-th span of 128 inputs: [BO, SPAN]. Only names of what lies in registers are
+    changed here, nothing is moved."""
+    BO: tl.constexpr = first.shape[0]
+    if SPAN == 128:
+        even = tl.join(
+            _pairs(first, second, 0, FORMAT, dtype), _pairs(first, second, 2, FORMAT, dtype)
+        )
+        odd = tl.join(
+            _pairs(first, second, 1, FORMAT, dtype), _pairs(first, second, 3, FORMAT, dtype)
+        )
+        w = tl.permute(tl.join(even, odd), (0, 3, 4, 1, 2))
+    elif SPAN == 64:
+        low = _pairs(first, second, 2 * S, FORMAT, dtype)
+        w = tl.permute(tl.join(low, _pairs(first, second, 2 * S + 1, FORMAT, dtype)), (0, 3, 1, 2))
+    elif SPAN == 32:
+        w = _pairs(first, second, S, FORMAT, dtype)
+    else:  # lower and upper halves of the words are groups of their own
+        words = first if (FORMAT == INT4 or S < 4) else second
+        plane: tl.constexpr = S // 2 if FORMAT == INT4 else S // 2 % 2
+        low, high = plane_of(words, plane, FORMAT, dtype)
+        w = low if S % 2 == 0 else high
+    return tl.reshape(w, (BO, SPAN))
+
+
+@triton.jit
+def fp16_pair(word):
+    """The two fp16 numbers in the halves of a word, as fp32."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def scale_and_zero(word):
+    """A scale, and a zero point in its four lowest bits."""
+    return (word & -16).to(tl.float32, bitcast=True), word & 15

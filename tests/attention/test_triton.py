@@ -1,0 +1,216 @@
+"""The Triton kernels: on a GPU if there is one, else under Triton's interpreter, so few and small.
+
+Steps are those of the other backends' tests. What is already cached is stored by the reference:
+both order a block as torch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.optional_triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+import torch
+from helpers.attention_backends import make_backend
+from helpers.optional_triton import device
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.attention.stored import store
+from kvik.attention.triton import TritonAttention
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.triton import attention_paged
+from kvik.kernels.triton.attention_paged import PagedCache, paged_attention
+
+FORMATS = {
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+formats = pytest.mark.parametrize("format", FORMATS)
+windows = pytest.mark.parametrize("window", [None, 17])
+# parents -1 0 0 1 1 3 2 0: each node's word holds itself and its ancestors
+TREE = (0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1000101, 0b10000001)
+
+
+@pytest.fixture
+def backend() -> AttentionBackend:
+    """Who stores what is cached before a step."""
+    return make_backend("reference")
+
+
+@pytest.fixture(params=["split", "prefill"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which one takes sequences of several queries, whatever their size would say."""
+    if request.param == "prefill":
+        monkeypatch.setattr(attention_paged, "most_queries", lambda group, kv_heads: 1)
+    return request.param
+
+
+def there(value):
+    """A tensor, or a dataclass of them, where the kernels run."""
+    if isinstance(value, Tensor):
+        return value.to(device())
+    moved = {n: getattr(value, n) for n in value.__dataclass_fields__}
+    return type(value)(
+        **{n: x.to(device()) if isinstance(x, Tensor) else x for n, x in moved.items()}
+    )
+
+
+def attend(step, window: int | None = None) -> Tensor:
+    """Of the kernels alone: tests/kernels/triton/test_rotate_and_store.py is about the store."""
+    kv = LayerKV(*(t if t is None else t.clone() for t in _tensors(step.kv)))
+    store(TORCH, step.k, step.v, kv, step.layout.slot_mapping)
+    # on a CPU the strided view that it is
+    q = step.q if device().type == "cpu" else step.q.to(device())
+    plan = TritonAttention(TORCH).plan(there(step.layout), window)
+    cache = PagedCache(*_tensors(there(kv)))
+    return paged_attention(q, cache, plan.step, step.scale).cpu()
+
+
+def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
+    return kv.k, kv.v, kv.k_scales, kv.v_scales
+
+
+def with_tree(step, *trees: tuple[int, ...]):
+    """The step with a tree, or none, for each of its sequences."""
+    every = [
+        word
+        for tree, new in zip(trees, step.layout.num_scheduled, strict=True)
+        for word in tree or (0,) * new
+    ]
+    layout = replace(step.layout, tree=torch.tensor(every), tree_words=tuple(every))
+    return replace(step, layout=layout)
+
+
+@windows
+def test_matches_the_definition(kernel, make_step, window):
+    step = make_step([(12, 1), (0, 9), (33, 1), (0, 1), (50, 18)])
+    found = attend(step, window).double()
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 64])
+def test_windows_across_tiles(kernel, make_step, window):
+    step = make_step([(70, 20), (130, 1)], 16, 1, 1)
+    found = attend(step, window).double()
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (18, 1)])
+def test_groups_of_any_size_share_a_tile(kernel, make_step, heads, kv_heads):
+    step = make_step([(12, 1), (33, 9)], 16, heads, kv_heads)
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [5, 80])
+def test_head_dims(kernel, make_step, dim):
+    step = make_step([(12, 1), (33, 9)], 16, 2, 1, dim)
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_off_by_rounding_alone(kernel, make_step, dtype):
+    step = make_step([(12, 1), (33, 9)], dtype=dtype)
+    found, eps = attend(step, 20), torch.finfo(dtype).eps
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), step.expected(20), rtol=2 * eps, atol=2 * eps)
+
+
+@formats
+def test_attends_over_what_the_cache_keeps(kernel, make_step, format):
+    """Of an odd number of KV heads too, whose scales lie two to a word."""
+    step = make_step([(20, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format])
+    expected = step.run(make_backend("reference"))
+    torch.testing.assert_close(attend(step), expected, rtol=1e-4, atol=4e-6)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_small_values_in_fp16(make_step, format):
+    """A weight times a scale of 2e-6 would have five bits left in fp16."""
+    value = 1e-4 * torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(0))
+    dtypes = {"dtype": torch.float16, "kv_dtype": FORMATS[format]}
+    step = make_step([(20, 1)], dim=32, value=value.half(), **dtypes)
+    expected = step.run(make_backend("reference"))
+    torch.testing.assert_close(attend(step), expected, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_long_contexts_are_split_and_merged(make_step, window):
+    """Into three splits, of a step whose other sequence has one."""
+    step = make_step([(300, 1), (20, 3)], 16, 4, 1)
+    torch.testing.assert_close(
+        attend(step, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
+    )
+
+
+def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch):
+    """To the bit: however many programs share its splits, whether results are merged or not, and
+    however many launches a batch takes."""
+    shape = {"heads": 2, "kv_heads": 1, "dtype": torch.bfloat16}
+    for sequence in [(37, 1), (270, 1)]:
+        alone = attend(make_step([sequence], **shape))
+        crowd = make_step([(290, 1), (0, 9), sequence], **shape)
+        assert torch.equal(attend(crowd)[-1:], alone)
+    for name in ("LAUNCHED", "WORKSPACE"):
+        monkeypatch.setattr(attention_paged, name, 1)
+        assert torch.equal(attend(crowd)[-1:], alone)
+        monkeypatch.undo()
+
+
+def test_block_size_does_not_matter(kernel, make_step):
+    first, *others = (attend(make_step([(50, 1), (9, 7)], size, 2, 1)) for size in (16, 1, 48))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_garbage_outside_the_window_is_never_read(kernel, make_step):
+    """Blocks that slid out of the window may belong to others by now, or be block 0."""
+    step = make_step([(116, 1), (100, 12)])
+    table = step.layout.block_table.clone()
+    table[0, :7] = 0  # positions 0..111; the window begins at 112
+    table[1, :6] = 0  # positions 0..95; the first query's window begins at 96
+    dirty = replace(step, layout=replace(step.layout, block_table=table))
+    assert torch.equal(attend(dirty, 5), attend(step, 5))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_node_sees_its_path(make_step, window):
+    """Among plain sequences, which see what they always see."""
+    step = make_step([(12, 1), (33, len(TREE)), (30, 3), (0, 4)])
+    step = with_tree(step, (), TREE, (), TREE[:4])
+    found = attend(step, window).double()
+    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+
+
+def test_the_largest_tree_over_a_border_of_splits(make_step):
+    nodes = [1]
+    for parent in range(62):
+        nodes.append(nodes[parent // 2] | 1 << (parent + 1))
+    step = with_tree(make_step([(100, 63)], 16, 1, 1), tuple(nodes))
+    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
+
+
+def test_a_captured_step_serves_any_lengths(make_step):
+    """The plan knows maxima alone. Rows of padding have no keys and store nothing; a row may have
+    fewer queries than were captured."""
+    step = make_step([(40, 3), (150, 1), (0, 1)], 16, 2, 1)
+    expected = attend(step)
+    slots = step.layout.slot_mapping.clone()
+    lens = step.layout.seq_lens.clone()
+    slots[-1], lens[-1] = -1, 0
+    captured = replace(
+        step.layout,
+        seq_lens=lens,
+        slot_mapping=slots,
+        num_scheduled=(3, 3, 3),
+        contexts=(500, 500, 500),
+    )
+    backend = TritonAttention(TORCH)
+    q, k, v, kv = (there(x) for x in (step.q, step.k, step.v, step.kv))
+    found = backend.run(q, k, v, kv, backend.plan(there(captured), None), step.scale).cpu()
+    assert torch.equal(found[:4], expected[:4])
+    assert not found[4].any()

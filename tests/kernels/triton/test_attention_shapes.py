@@ -1,0 +1,88 @@
+"""How attention is cut: by the sequence alone, and never beyond the room made for it."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.optional_triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+import torch
+import triton
+import triton.language as tl
+from helpers.optional_triton import device
+
+from kvik.kernels.triton.attention_paged import Run, runs_of
+from kvik.kernels.triton.attention_shapes import (
+    TALLEST,
+    Tiles,
+    most_queries,
+    most_splits,
+    prefill_tiles,
+    split,
+    split_tiles,
+)
+
+
+@triton.jit
+def split_kernel(seen, tiles, out):
+    keys, splits = split(tl.load(seen), tl.load(tiles))
+    tl.store(out, keys)
+    tl.store(out + 1, splits)
+
+
+def cut(seen: int, tiles: int) -> tuple[int, int]:
+    """Keys of a split and number of splits, by the device."""
+    arguments = [torch.tensor([n], dtype=torch.int32, device=device()) for n in (seen, tiles)]
+    out = torch.zeros(2, dtype=torch.int32, device=device())
+    split_kernel[(1,)](*arguments, out)
+    keys, splits = out.tolist()
+    return keys, splits
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 8, 48, 128, 300])
+def test_splits_cover_a_context_and_fit_the_room_made_on_the_host(tiles):
+    for seen in (0, 1, 127, 128, 129, 1000, 8192, 8193, 131072):
+        keys, splits = cut(seen, tiles)
+        assert keys % 128 == 0 and (splits - 1) * keys < max(seen, 1) <= max(splits, 1) * keys
+        assert splits <= most_splits(seen, tiles)
+
+
+def test_a_single_long_sequence_is_spread_over_a_gpu():
+    keys, splits = cut(8192, 8)
+    assert (keys, splits) == (512, 16)  # of 8 KV heads: 128 programs
+    assert cut(1024, 8) == (128, 8)
+    assert cut(100, 8) == (128, 1)
+
+
+def test_which_sequences_are_short():
+    assert most_queries(4, 8) == 128  # 8 tiles of 64 rows for each of 8 KV heads: half a GPU
+    assert most_queries(1, 64) == 64  # a tree may have so many nodes
+    assert most_queries(8, 1) == TALLEST * 64 // 8
+
+
+def test_a_batch_is_summed_up_by_number_of_queries():
+    assert runs_of((1, 1, 7, 1, 7), (9, 30, 7, 4, 20)) == (
+        Run(1, first=0, last=3, start=0, end=10, context=30),
+        Run(7, first=2, last=4, start=2, end=17, context=20),
+    )
+
+
+def buffers(tiles: Tiles, asynchronous: bool) -> int:
+    """Of K, and of V; Hopper's asynchronous products still read the one before."""
+    return (tiles.num_stages - 1) // 2 + asynchronous
+
+
+@pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("roomy", "bytes"), [(True, 227 << 10), (False, 99 << 10)])
+def test_tiles_fit_shared_memory(head_dim, itemsize, roomy, bytes):
+    """Queries, and K and V of the tiles in flight and in use."""
+    wide = max(32, triton.next_power_of_2(head_dim))
+    for m in (16, 32, 64):
+        tiles = split_tiles(m, head_dim, itemsize, roomy=roomy)
+        assert tiles.n >= 16
+        assert (m + 2 * buffers(tiles, roomy and m == 64) * tiles.n) * wide * itemsize <= bytes
+    tiles = prefill_tiles(head_dim, itemsize, rounded=False, roomy=roomy)
+    kept = buffers(tiles, roomy and itemsize == 2)
+    assert tiles.n >= 16 and (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= bytes

@@ -1,0 +1,71 @@
+"""A whole engine on Triton's kernels says what the plain one says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.optional_triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+from helpers.interpreted_engine import interpret_engines
+
+from kvik import LLM, SamplingParams
+from kvik.kernels.triton import draw, rotary
+
+# Small, as everything is interpreted.
+CONFIG = {
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 6,
+}
+PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
+SAMPLING = [
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True),
+]
+
+
+def tokens(model: Path, **options: Any) -> list[list[int]]:
+    """Prefills in chunks beside decodes, as the budget of a step holds no two prompts."""
+    limits = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random", **limits}
+    with LLM(str(model), **common, **options) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLING)
+        return [list(output.completions[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_tokens_are_those_of_the_reference(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    plain = {"kernels": "torch", "attention_backend": "reference", "kv_cache_dtype": kv}
+    expected = tokens(tmp_path, **plain)
+    calls = []
+    for module, name in ((rotary, "store_kernel"), (draw, "pick_kernel")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, Counted(kernel, calls))
+    interpret_engines(monkeypatch)
+    assert tokens(tmp_path, kernels="torch", kv_cache_dtype=kv) == expected
+    assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
+
+
+class Counted:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, calls: list[str]) -> None:
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.calls.append(self.kernel.fn.__name__)
+        return self.kernel[grid]

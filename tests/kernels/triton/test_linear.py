@@ -1,0 +1,247 @@
+"""Triton's matrix products: every kind of weight, every class of tokens, against the reference.
+
+The interpreter is slow, so each kind meets each activation in one dtype only, and larger shapes are
+as large as it takes to reach a second tile, a second split or a last step that is not whole.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+import pytest
+import torch
+from helpers.optional_triton import NO_TRITON, device
+from torch import Tensor
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+from kvik.kernels.cases import CASES, Case, arguments, filled_matrix, outputs
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton.matrix_shapes import FEW, MANY, splits_for, tile_for
+from kvik.kernels.triton.ops import triton_ops
+from kvik.kernels.triton.packed import Packed
+from kvik.kernels.weights import (
+    Activation,
+    FloatWeight,
+    Fp8Weight,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    OrderedWeight,
+    Weight,
+)
+
+OPS = triton_ops(device())
+DTYPES = {None: torch.float32, "silu_and_mul": torch.bfloat16, "gelu_tanh": torch.float16}
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def chosen() -> list[tuple[Case, torch.dtype]]:
+    """Of each kind one case with bias, activation and residual, and one of each dtype of those that
+    differ in how they are unpacked; and results wider than x."""
+    found = []
+    for case in CASES:
+        if case.op != "linear":
+            continue
+        if case.name.startswith("wide-out"):
+            found.append((case, torch.bfloat16))
+        for activation, dtype in DTYPES.items():
+            if case.name.endswith(f"-{activation or 'plain'}-bias-residual"):
+                kind = case.name.split("-", 1)[1].split(f"-{activation or 'plain'}")[0]
+                if activation == "silu_and_mul" or kind in ("int4-32", "int4-min", "int8", "fp8"):
+                    found.append((case, dtype))
+    return found
+
+
+@pytest.mark.parametrize(("case", "dtype"), chosen(), ids=lambda v: getattr(v, "name", str(v)))
+def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
+    rtol, atol = case.tolerance(dtype)
+    (expected,) = outputs(REFERENCE, case, arguments(case, dtype, device()))
+    (found,) = outputs(OPS, case, arguments(case, dtype, device()))
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "matrix_rows"], ids=lambda c: c.name)
+def test_rows_match_the_reference(case: Case) -> None:
+    rtol, atol = case.tolerance(torch.float32)
+    (expected,) = outputs(REFERENCE, case, arguments(case, torch.float32, device()))
+    (found,) = outputs(OPS, case, arguments(case, torch.float32, device()))
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
+    """Sums of products with numbers like those of a standard normal are about 1. Scales have few
+    digits: minima and what goes with them are kept in eleven."""
+    g = drawn(outputs + inputs + group)
+    shape = (outputs, -(-inputs // group)) if group else (outputs,)
+    scales = torch.randint(128, 256, shape, generator=g) / 128 * 2.0 ** -round(log2(inputs) / 2)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=g, dtype=torch.uint8)
+    whole = torch.randint(-127, 128, (outputs, inputs), generator=g)
+    small = torch.randint(0, 127, (outputs, inputs), generator=g).to(torch.uint8)
+    e4m3 = torch.where(whole < 0, small + 128, small).view(torch.float8_e4m3fn)
+    match kind:
+        case "float":
+            return FloatWeight(torch.randn(outputs, inputs, generator=g) * inputs**-0.5)
+        case "int4":
+            zeros = torch.randint(0, 16, shape, generator=g).to(torch.uint8)
+            return Int4Weight(codes, scales / 8, zeros, group)
+        case "symmetric":
+            return Int4Weight(codes, scales / 8, None, group)
+        case "minima":
+            return Int4MinWeight(codes, scales / 8, scales.flip(0), group)
+        case "int8":
+            return Int8Weight(whole.to(torch.int8), scales / 128, False, group)
+        case "w8a8":
+            return Int8Weight(whole.to(torch.int8), scales / 128, True, group)
+        case "fp8":
+            return Fp8Weight(e4m3, scales / 256, group)
+        case "fp8-token":
+            return Fp8Weight(e4m3, scales / 256, group, "token")
+        case _:
+            assert kind == "fp8-group"
+            return Fp8Weight(e4m3, scales / 256, group, "group")
+
+
+def made(weight: Weight, dtype: torch.dtype, activation: Activation | None = None) -> Matrix:
+    return filled_matrix(OPS, weight, None, activation, dtype)
+
+
+def multiplied(weight: Weight, x: Tensor) -> Tensor:
+    return OPS.linear(x.to(device()), made(weight, x.dtype), None).cpu()
+
+
+def expected_of(weight: Weight, x: Tensor) -> Tensor:
+    kept = filled_matrix(REFERENCE, weight, None, None, x.dtype)
+    return REFERENCE.linear(x, kept, None)
+
+
+# Tokens of every class; 9 steps of inputs in two splits of 5 and 4, the last step not whole; one
+# output, and more than one tile.
+SHAPES = [(2, 1120, 3), (17, 320, 1), (66, 192, 70)]
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        ("symmetric", 32),
+        ("minima", 32),
+        ("int8", 0),
+        ("w8a8", 0),
+        ("fp8", 0),
+        ("fp8-token", 0),
+        ("fp8-group", 128),
+    ],
+)
+def test_splits_and_tiles(kind: str, group: int, tokens: int, inputs: int, outputs: int) -> None:
+    weight = weight_of(kind, outputs, inputs, group)
+    x = torch.randn(tokens, inputs, generator=drawn()).bfloat16()
+    found, expected = multiplied(weight, x), expected_of(weight, x)
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [(16, torch.bfloat16), (48, torch.float32), (64, torch.float16), (192, torch.float32)],
+)
+@pytest.mark.parametrize("kind", ["int4", "minima", "int8", "w8a8", "fp8", "fp8-group"])
+def test_groups(kind: str, group: int, dtype: torch.dtype) -> None:
+    """That fill a step, or do not, and end within one."""
+    weight = weight_of(kind, 5, 192, group)
+    x = torch.randn(3, 192, generator=drawn()).to(dtype)
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (1.6e-2, 3e-2)
+    torch.testing.assert_close(multiplied(weight, x), expected_of(weight, x), rtol=rtol, atol=atol)
+    ids = torch.tensor([4, 0])
+    rows = OPS.matrix_rows(made(weight, dtype), ids.to(device()), torch.float32).cpu()
+    torch.testing.assert_close(rows, weight.rows(ids).dequantized(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "w8a8"])
+def test_a_row_does_not_see_the_others(kind: str) -> None:
+    """Within a class of tokens, to the bit, also where the inputs are split."""
+    weight = weight_of(kind, 6, 1152, 128 if kind == "int4" else 0)
+    matrix = made(weight, torch.bfloat16)
+    assert splits_for(FEW[0], 6, 9) == 2
+    x = torch.randn(8, 1152, generator=drawn()).bfloat16().to(device())
+    together = OPS.linear(x, matrix, None)
+    for rows in (slice(0, 1), slice(5, 8)):
+        assert torch.equal(OPS.linear(x[rows], matrix, None), together[rows])
+    assert isinstance(matrix.data, Packed) and not matrix.data.arrivals.any()
+
+
+def test_no_tokens() -> None:
+    for kind in ("float", "int4", "w8a8", "fp8-token"):
+        weight = weight_of(kind, 6, 32, 16 if kind == "int4" else 0)
+        x = torch.empty(0, 32, device=device())
+        assert OPS.linear(x, made(weight, torch.float32), None).shape == (0, 6)
+        nothing = torch.empty(0, dtype=torch.int64, device=device())
+        rows = OPS.matrix_rows(made(weight, torch.float32), nothing, torch.float32)
+        assert rows.shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        ("int4", "silu_and_mul"),
+        ("minima", None),
+        ("int8", "silu_and_mul"),
+        ("w8a8", "silu_and_mul"),
+        ("fp8-group", None),
+    ],
+)
+def test_a_matrix_packed_in_runs(kind: str, activation: Activation | None) -> None:
+    """In any order, across gate and up."""
+    weight = weight_of(kind, 70, 64, 32)
+    spec = MatrixSpec(weight.kind, 70, 64, False, activation, torch.float32, device())
+    x = torch.randn(2, 64, generator=drawn()).to(device())
+    whole, pieces = OPS.matrix(spec), OPS.matrix(spec)
+    OPS.pack_rows(whole, 0, weight)
+    for first, last in ((36, 50), (0, 33), (50, 70), (33, 36)):
+        OPS.pack_rows(pieces, first, weight.rows(slice(first, last)))
+    found = OPS.linear(x, pieces, None)
+    assert torch.equal(found, OPS.linear(x, whole, None)) and found.any()
+
+
+def test_nan_shows() -> None:
+    """Of a weight in its output; of a token that is rounded, in the token."""
+    weight = weight_of("fp8", 3, 64, 0)
+    assert isinstance(weight, Fp8Weight)
+    weight.values.view(torch.uint8)[1, 5] = 0x7F
+    y = multiplied(weight, torch.ones(2, 64))
+    assert y.isnan().tolist() == [[False, True, False]] * 2
+    x = torch.ones(3, 64)
+    x[1, 63], x[2, 0] = torch.nan, torch.inf
+    for kind in ("w8a8", "fp8-token"):
+        y = multiplied(weight_of(kind, 3, 64, 0), x)
+        assert y.isnan().any(1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["int4", "w8a8"])
+def test_groups_that_tensor_cores_cannot_take(kind: str) -> None:
+    weight = weight_of(kind, 4, 48, 24)
+    x = torch.randn(2, 48, generator=drawn())
+    torch.testing.assert_close(multiplied(weight, x), expected_of(weight, x))
+
+
+def test_rows_of_one_matrix_have_one_order() -> None:
+    weight = weight_of("int4", 4, 32, 16)
+    assert isinstance(weight, Int4Weight)
+    order = torch.arange(31, -1, -1).int()
+    matrix = made(OrderedWeight(weight, order), torch.float32)
+    with pytest.raises(ValueError, match="different orders"):
+        OPS.pack_rows(matrix, 0, OrderedWeight(weight, order.flip(0).contiguous()))
+
+
+def test_classes_of_tokens() -> None:
+    assert [tile_for(n).tokens for n in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
+    assert splits_for(MANY, 64, 1000) == 1
+    # Shapes of Llama 3 8B: enough programs, and never splits of fewer than four steps.
+    for rows, steps in ((6144, 32), (4096, 32), (28672, 32), (4096, 112)):
+        splits = splits_for(FEW[0], rows, steps)
+        assert rows // 64 * splits >= 448 and steps // splits >= 4

@@ -1,0 +1,137 @@
+"""Triton's rows of `Ops` against the reference: every operation, every kind of weight.
+
+In the interpreter fp32 becomes bfloat16 by cutting digits off, where a GPU rounds: within the
+tolerances, but not for what is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers.optional_triton import NO_TRITON, device
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+from kvik.kernels.cases import CASES, Case, arguments, outputs
+from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.ops import Ops
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton import draw
+from kvik.kernels.triton.ops import triton_ops
+
+# Products have files of their own; draws of many rows take seconds to interpret.
+PRODUCTS = ("linear", "matrix_rows")
+LARGE = (("draw", "40x1003"), ("probabilities", "9x70"), ("probabilities", "40x1003"))
+CHOSEN = [c for c in CASES if c.op not in PRODUCTS and (c.op, c.name) not in LARGE]
+SEVERAL_DTYPES = ("rms_norm", "rotary", "silu_and_mul", "gather_rows", "store_kv", "largest")
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return triton_ops(device())
+
+
+def compare(ops: Ops, case: Case, dtype: torch.dtype) -> None:
+    rtol, atol = case.tolerance(dtype)
+    expected = outputs(REFERENCE, case, arguments(case, dtype, device()))
+    found = outputs(ops, case, arguments(case, dtype, device()))
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda c: f"{c.op}-{c.name}")
+def test_matches_the_reference(ops: Ops, case: Case) -> None:
+    compare(ops, case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", SEVERAL_DTYPES)
+def test_narrow_numbers(ops: Ops, op: str, dtype: torch.dtype) -> None:
+    compare(ops, [c for c in CHOSEN if c.op == op][-1], dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CHOSEN if not c.written and c.op not in ("draw", "probabilities")],
+    ids=lambda c: f"{c.op}-{c.name}",
+)
+def test_leaves_its_arguments_alone(ops: Ops, case: Case) -> None:
+    args = arguments(case, torch.float32, device())
+    outputs(ops, case, args)
+    for i, before in enumerate(arguments(case, torch.float32, device())):
+        if i not in case.spoiled and isinstance(before, torch.Tensor):
+            assert torch.equal(args[i], before)
+
+
+def test_nothing_is_left_to_the_reference(ops: Ops) -> None:
+    shared = {
+        field.name
+        for field in fields(Ops)
+        if getattr(ops, field.name) is getattr(REFERENCE, field.name)
+    }
+    assert not shared
+
+
+def test_nan_shows_in_the_largest(ops: Ops) -> None:
+    logits = torch.zeros(4, 5000, device=device())  # two chunks
+    logits[0, 0] = logits[1, 4999] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2, 4097] = logits[2, 4098] = torch.inf
+    top, ids = ops.largest(logits)
+    assert top.isnan().tolist() == [True, True, False, False]
+    assert top[2] == torch.inf and ids[2:].tolist() == [4097, 0]
+
+
+def test_what_has_no_slot_is_stored_nowhere(ops: Ops) -> None:
+    k = torch.randn(3, 2, 8, device=device())
+    caches = torch.zeros(2, 4, 4, 2, 8, device=device())
+    ops.store_kv(k, k + 1, *caches, torch.tensor([5, -1, 0], device=device()))
+    written = caches.flatten(1, 2).abs().sum((2, 3)) > 0
+    assert [row.nonzero()[:, 0].tolist() for row in written] == [[0, 5]] * 2
+    assert torch.equal(caches[0].flatten(0, 1)[5], k[0])
+
+
+def test_rows_are_moved_whatever_lies_between_them(ops: Ops) -> None:
+    """As integers that fit what is read and what is written."""
+    wide = torch.randn(5, 35, device=device()).half()
+    ids = torch.tensor([4, 0, 4], device=device())
+    for table in (wide[:, 3:], wide[:, 1:33], wide[:, :32]):
+        assert torch.equal(ops.gather_rows(table, ids), table[ids])
+    heads = wide[:3, 2:34].view(3, 4, 8)  # tokens 35 apart
+    caches = torch.zeros(2, 2, 2, 4, 8, device=device(), dtype=torch.float16)
+    ops.store_kv(heads, heads, *caches, torch.tensor([3, 1, 0], device=device()))
+    assert torch.equal(caches[1].flatten(0, 1)[[3, 1, 0]], heads)
+
+
+@pytest.mark.parametrize("rule", ["top_k and top_p", "min_p", "typical_p", "none"])
+def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equals everywhere, which are dropped from the highest id on."""
+    monkeypatch.setattr(draw, "CHUNK", 64)
+    rows, vocab = 3, 100
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randint(-40, 41, (rows, vocab), generator=g) / 8.0
+    logits[:, ::7] = -torch.inf
+    rules = Truncation(
+        top_k=torch.tensor([1, 30, vocab]) if "top_k" in rule else None,
+        top_p=torch.tensor([0.3, 0.9, 1.0]).double() if "top_p" in rule else None,
+        min_p=torch.tensor([0.0, 0.1, 0.5]) if rule == "min_p" else None,
+        typical_p=torch.tensor([0.2, 0.9, 1.0]).double() if rule == "typical_p" else None,
+    )
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=g)
+    draws = Draws(torch.tensor([0.5, 1.0, 2.0]), uniforms, rules)
+    expected = REFERENCE.probabilities(logits, draws.temperature, rules)
+    found = ops.probabilities(logits, draws.temperature, rules)
+    assert torch.equal(found > 0, expected > 0)  # the same tokens are kept
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    assert torch.equal(ops.draw(logits, draws), REFERENCE.draw(logits, draws))
+
+
+def test_the_ends_of_the_uniform_numbers(ops: Ops) -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]] * 2)
+    uniforms = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    drawn = ops.draw(logits, Draws(torch.ones(2), uniforms))
+    assert drawn.tolist() == [1, 2]

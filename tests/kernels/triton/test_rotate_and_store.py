@@ -1,0 +1,73 @@
+"""Rotation, rounding and the store in one launch, to the bit as the single steps do it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.optional_triton import NO_TRITON, device
+from torch import Tensor
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+from kvik.kernels.kv_rounding import SCALES, movable, round_vectors
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton.rotary import rotate_and_store
+
+TOKENS, HEADS, KV_HEADS, DIM, BLOCK = 6, 6, 3, 20, 4
+SLOTS = torch.tensor([3, 7, 0, -1, 15, 8])
+FORMATS = (torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity
+
+
+def heads_of_a_step() -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one product, with vectors that are hard to round."""
+    qkv = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    hard = qkv[:, HEADS:]
+    hard[0, 0], hard[0, 3] = 0.0, -hard[0, 3].abs()
+    hard[1, 0, 4], hard[1, 3, 5] = torch.nan, torch.inf
+    hard[2, 1] *= 1e-31
+    hard[2, 3] *= 1e37
+    hard[2, 4] = 3.3e38
+    hard[4, 3, :] = torch.arange(DIM) - 7.5  # halves between steps
+    return qkv.to(device()).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+
+
+def empty_cache(dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    dim = DIM // 2 if dtype == torch.uint8 else DIM
+    numbers = torch.zeros(4, BLOCK, KV_HEADS, dim, device=device()).to(dtype)
+    if dtype not in SCALES:
+        return numbers, None
+    return numbers, torch.zeros(4, BLOCK, KV_HEADS, dtype=SCALES[dtype], device=device())
+
+
+def stored_plainly(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    numbers, scales = empty_cache(dtype)
+    kept = SLOTS >= 0
+    rounded = round_vectors(x, dtype) if scales is not None else (x.to(dtype),)
+    for cache, values in zip((numbers, scales), rounded, strict=False):
+        movable(cache).flatten(0, 1)[SLOTS[kept]] = movable(values)[kept]
+    return (numbers,) if scales is None else (numbers, scales)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None:
+    angles = torch.randn(TOKENS, DIM // 2, generator=torch.Generator().manual_seed(1))
+    rotation = torch.cat((angles.cos(), angles.sin()), -1).to(device()) if turned else None
+    q, k, v = heads_of_a_step()
+    expected_q, expected_k = (q, k) if rotation is None else REFERENCE.rotary(q, k, rotation)
+    expected_q = expected_q.clone()
+    expected = [stored_plainly(x, dtype) for x in (expected_k, v)]
+    (keys, key_scales), (values, value_scales) = empty_cache(dtype), empty_cache(dtype)
+    scales = None
+    if key_scales is not None and value_scales is not None:
+        scales = key_scales, value_scales
+    before = k.clone()
+    found_q = rotate_and_store(q, k, v, rotation, (keys, values), scales, SLOTS.to(device()))
+    torch.testing.assert_close(found_q, expected_q, rtol=0, atol=0)
+    torch.testing.assert_close(k, before, rtol=0, atol=0, equal_nan=True)
+    for found, wanted in zip(((keys, key_scales), (values, value_scales)), expected, strict=True):
+        for a, b in zip(found, wanted, strict=False):
+            assert a is not None
+            torch.testing.assert_close(movable(a), movable(b), rtol=0, atol=0, equal_nan=True)
