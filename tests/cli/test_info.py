@@ -12,7 +12,7 @@ import pytest
 from helpers.optional_native import needs_native
 
 from kvik.cli.main import main
-from kvik.config.hardware import detect
+from kvik.config.hardware import Gpu, detect
 from kvik.config.model_source import BUNDLED
 from kvik.config.model_spec import read_model_spec
 
@@ -93,6 +93,22 @@ def test_without_the_native_kernels_it_says_so(
     assert line.split()[1] == "torch" and "installed without its native kernels" in line
     assert main(["info", "--device", "cpu", "--kernels", "native"]) == 2
     assert "kernels: native: kvik was installed without" in capsys.readouterr().err
+
+
+def test_on_a_gpu_it_says_that_triton_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0))
+    server = replace(detect(), gpus=(gpu,), triton=True)
+    monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: server)
+    assert main(["info"]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    decided = {line[0]: line[1:] for line in lines if len(line) == 3}
+    assert decided["kernels"] == ["triton", "compiled for this GPU when they first run"]
+    assert decided["attention_backend"][0] == "triton"
+    assert main(["info", "--device", "cpu", "--kernels", "triton"]) == 2
+    error = capsys.readouterr().err
+    assert "kernels: triton: Triton's kernels are for GPUs; must be auto, native or torch" in error
 
 
 def test_what_does_not_fit_is_still_described(

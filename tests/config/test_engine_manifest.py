@@ -82,7 +82,7 @@ def of_file(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
         (field(format=0), "format: is 0, written by kvik '1.2.3'; this kvik reads 1. Build it"),
         (field(format=None), "format: is None"),
         (field(byte_order="middle"), "byte_order: must be one of little, big"),
-        (field(kernels="cuda"), "kernels: must be one of native, torch"),
+        (field(kernels="cuda"), "kernels: must be one of native, triton, torch"),
         (field(dtype="int8"), "dtype: must be one of "),
         (field(packing=3), "packing: must be a text"),
         (field(seal="5e"), "seal: must be 64 hexadecimal digits"),

@@ -6,18 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from kvik.config.built import settled
 from kvik.config.config import Decision, EngineConfig
+from kvik.config.engine_manifest import Built
 from kvik.config.errors import ConfigError
-from kvik.config.hardware import NATIVE_ISAS, Hardware
+from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.config.kernels import choose_attention, choose_kernels
+from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import read_model_spec
+from kvik.config.model_spec import ModelSpec, read_model_spec
 
 AVX2 = frozenset(("avx2", "fma"))
 LAPTOP = Hardware("CPU", 4, 1 << 34, "RAM", isa=AVX2, native=True)
 OLD = replace(LAPTOP, isa=frozenset())
 ARM = replace(LAPTOP, isa=frozenset(("asimd",)))
 BARE = replace(LAPTOP, native=False)
+HOPPER = Gpu(0, "H200", 1 << 37, 1 << 37, (9, 0))
+SERVER = replace(LAPTOP, gpus=(HOPPER,), triton=True)
+TURING = replace(SERVER, gpus=(replace(HOPPER, name="T4", capability=(7, 5)),))
+MODEL = read_model_spec(find_model(""))
 
 
 class Notes(list[Decision]):
@@ -33,38 +40,45 @@ class Notes(list[Decision]):
         (LAPTOP, "cpu", "float32", "native", "C++; this CPU has avx2"),
         (ARM, "cpu", "bfloat16", "native", "C++"),
         (LAPTOP, "cpu", "float16", "torch", "native kernels have no float16"),
-        (LAPTOP, "cuda:0", "bfloat16", "torch", "native kernels are for CPUs"),
+        (SERVER, "cuda:0", "bfloat16", "triton", "compiled for this GPU"),
+        (SERVER, "cuda:0", "float16", "triton", "compiled for this GPU"),
+        (SERVER, "cpu", "bfloat16", "native", "C++"),
+        (replace(SERVER, triton=False), "cuda:0", "bfloat16", "torch", "pip install 'kvik[gpu]'"),
+        (TURING, "cuda:0", "float16", "torch", "T4 has capability 7.5"),
         (OLD, "cpu", "bfloat16", "torch", "not known to have AVX2"),
         (BARE, "cpu", "bfloat16", "torch", "was there a C++20 compiler?"),
     ],
 )
 def test_chosen_by_facts(hardware, device, dtype, kernels, reason) -> None:
     notes = Notes()
-    assert choose_kernels(EngineConfig(), hardware, device, dtype, notes.add) == kernels
+    assert choose_kernels(EngineConfig(), hardware, MODEL, device, dtype, notes.add) == kernels
     assert notes[0].name == "kernels" and reason in notes[0].reason
 
 
 def test_asked_for_is_used_even_where_it_is_slow() -> None:
     notes = Notes()
     config = EngineConfig(kernels="native")
-    assert choose_kernels(config, OLD, "cpu", "float32", notes.add) == "native"
+    assert choose_kernels(config, OLD, MODEL, "cpu", "float32", notes.add) == "native"
     config = EngineConfig(kernels="torch")
-    assert choose_kernels(config, LAPTOP, "cpu", "float32", notes.add) == "torch"
+    assert choose_kernels(config, LAPTOP, MODEL, "cpu", "float32", notes.add) == "torch"
     assert {note.reason for note in notes} == {"as asked"}
 
 
 @pytest.mark.parametrize(
-    ("hardware", "device", "dtype", "match"),
+    ("kernels", "hardware", "device", "dtype", "match"),
     [
-        (BARE, "cpu", "float32", "installed without"),
-        (LAPTOP, "cpu", "float16", "no float16"),
-        (LAPTOP, "cuda:0", "float32", "for CPUs"),
+        ("native", BARE, "cpu", "float32", "installed without"),
+        ("native", LAPTOP, "cpu", "float16", "no float16"),
+        ("native", SERVER, "cuda:0", "float32", "for CPUs"),
+        ("triton", SERVER, "cpu", "bfloat16", "for GPUs; must be auto, native or torch here"),
+        ("triton", replace(SERVER, triton=False), "cuda:0", "bfloat16", "must be auto or torch"),
+        ("triton", TURING, "cuda:0", "float16", "need 8.0"),
     ],
 )
-def test_asked_for_and_impossible(hardware, device, dtype, match) -> None:
-    config = EngineConfig(kernels="native")
+def test_asked_for_and_impossible(kernels, hardware, device, dtype, match) -> None:
+    config = EngineConfig(kernels=kernels)
     with pytest.raises(ConfigError, match=match) as error:
-        choose_kernels(config, hardware, device, dtype, Notes().add)
+        choose_kernels(config, hardware, MODEL, device, dtype, Notes().add)
     assert error.value.field == "kernels"
 
 
@@ -92,6 +106,71 @@ def test_attention_goes_with_the_kernels(kernels, block_size, head_dim, backend,
         with pytest.raises(ConfigError) as error:
             choose_attention(asked, spec, kernels, notes.add)
         assert error.value.field == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kv", "head_dim", "asked", "expected", "reason"),
+    [
+        ("triton", "auto", 128, "auto", "triton", "in place"),
+        ("triton", "int4", 64, "auto", "triton", "in place"),
+        ("triton", "int4", 10, "auto", "sdpa", "head_dim 10 is no multiple of 4"),
+        ("triton", "auto", 10, "auto", "triton", "in place"),
+        ("triton", "auto", 512, "auto", "sdpa", "head_dim 512"),
+        ("triton", "auto", 128, "sdpa", "sdpa", "as asked"),
+        ("triton", "auto", 512, "triton", ConfigError, "triton: head_dim 512"),
+        ("triton", "auto", 128, "cpu", ConfigError, "cpu: it needs the native kernels"),
+        ("torch", "auto", 128, "triton", ConfigError, "triton: it needs the Triton kernels"),
+    ],
+)
+def test_attention_on_a_gpu(kernels, kv, head_dim, asked, expected, reason) -> None:
+    notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
+    config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=reason) as error:
+            choose_attention(config, spec, kernels, notes.add)
+        assert error.value.field == "attention_backend"
+    else:
+        assert choose_attention(config, spec, kernels, notes.add) == expected
+        assert reason in notes[0].reason
+
+
+@pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])
+def test_groups_that_tensor_cores_cannot_take(group: int, kernels: str) -> None:
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float16",
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": group},
+    }
+    spec, notes = ModelSpec.from_config(model), Notes()
+    config = EngineConfig()
+    assert choose_kernels(config, SERVER, spec, "cuda:0", "float16", notes.add) == kernels
+    assert ("groups of 8" in notes[0].reason) == (group == 8)
+
+
+def test_attention_in_place_takes_the_same_memory_however_long_contexts_are() -> None:
+    """sdpa gathers keys and makes masks."""
+
+    def activations(backend: str, max_model_len: int) -> int:
+        size = StepSize(max_model_len, max_num_seqs=8, max_num_batched_tokens=512)
+        footprint = Footprint(MODEL, "bfloat16", "none", "cuda", backend, 16, 0, kernels="triton")
+        return footprint.activations(size)
+
+    assert activations("triton", 1 << 17) == activations("triton", 1 << 10)
+    assert activations("sdpa", 1 << 17) > activations("triton", 1 << 17)
+
+
+def test_an_engine_folder_for_triton_needs_it() -> None:
+    built = Built("triton", "gpu-1", "bfloat16", "none", 1 << 20)
+    assert settled(EngineConfig(), built, SERVER).kernels == "triton"
+    with pytest.raises(ConfigError, match="Triton is not installed: pip install") as error:
+        settled(EngineConfig(), built, LAPTOP)
+    assert error.value.field == "kernels"
 
 
 def test_the_best_instruction_set_of_a_cpu() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError, ConfigError, KvikError
+from kvik.config.graph_sizes import graph_bytes, graph_sizes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.model_spec import ModelSpec
@@ -176,6 +177,7 @@ def test_a_plan_that_fits_or_an_error(
         assert "\n" not in str(error)
         return
     check(resolved, config)
+    assert resolved.scheduler.max_num_seqs <= resolved.scheduler.max_num_batched_tokens
     assert resolve(config, spec, hardware, "/models/x") == resolved
 
 
@@ -230,6 +232,24 @@ def test_defaults_on_a_gpu() -> None:
     block = resolved.memory.kv_cache // resolved.cache.num_blocks
     assert resolved.memory.limit - resolved.memory.total < block
     assert decision(resolved, "device") == ("cuda:0", "H100")
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 64])
+def test_captured_steps_are_planned(max_num_seqs: int) -> None:
+    gpu = replace(SERVER, triton=True)
+    spec, sizes = llama(), {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
+    resolved = plan(spec, gpu, **sizes)
+    captured = resolved.runner.graph_sizes
+    assert captured == graph_sizes(max_num_seqs)
+    value, reason = decision(resolved, "cuda_graphs")
+    assert value == f"{len(captured)} sizes up to {max_num_seqs}" and "planned" in reason
+    without = plan(spec, gpu, kernels="torch", **sizes)
+    assert without.runner.graph_sizes == ()
+    assert "cuda_graphs" not in [d.name for d in without.decisions]
+    more = resolved.memory.overhead - without.memory.overhead
+    logits = max_num_seqs * spec.vocab_size * 4
+    assert more >= 2 * logits + len(captured) * graph_bytes(16)
+    assert more < 3 * logits + len(captured) * graph_bytes(16) + (65 << 20)
 
 
 def test_a_toy_model_does_not_grab_the_machine() -> None:
@@ -385,6 +405,8 @@ def test_a_model_too_large_says_what_would(memory: int, options: dict[str, Any],
         ({"max_model_len": 200_000}, "max_model_len", "context of 131072"),
         ({"device": "cuda"}, "device", "CUDA devices: none"),
         ({"policy": "static", "batch_size": 9, "max_num_seqs": 8}, "batch_size", "at most"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_seqs", "at most"),
+        ({"policy": "static", "max_num_batched_tokens": 4}, "batch_size", "at most"),
     ],
 )
 def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:

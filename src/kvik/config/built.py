@@ -54,6 +54,12 @@ def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineCon
             "this engine folder is for the native kernels, which kvik was installed without: "
             f"{REBUILD}",
         )
+    if built.kernels == "triton" and not hardware.triton:
+        raise ConfigError(
+            "kernels",
+            "this engine folder is for Triton's kernels, and Triton is not installed: "
+            f"pip install 'kvik[gpu]', or {REBUILD}",
+        )
     return replace(
         config,
         dtype=built.dtype,

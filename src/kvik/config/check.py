@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import AUTO, KV_FORMATS
+from kvik.config.kv_formats import AUTO, KV_FORMATS, SYNONYMS
 from kvik.config.model_spec import MAX_LAYERS
 from kvik.config.quantization import SCHEMES
 from kvik.config.speculative import speculative_wish
@@ -16,7 +16,7 @@ from kvik.config.speculative import speculative_wish
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": tuple(SCHEMES),
-    "kv_cache_dtype": (AUTO, *KV_FORMATS),
+    "kv_cache_dtype": (AUTO, *KV_FORMATS, *SYNONYMS),
     "policy": (
         "fcfs",
         "priority",
@@ -25,8 +25,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "static",
         "dynamic",
     ),
-    "kernels": ("auto", "native", "torch"),
-    "attention_backend": ("auto", "cpu", "sdpa", "reference"),
+    "kernels": ("auto", "native", "triton", "torch"),
+    "attention_backend": ("auto", "cpu", "triton", "sdpa", "reference"),
     "load_format": ("safetensors", "random"),
 }
 
@@ -52,6 +52,9 @@ def check_config(config: EngineConfig) -> None:
     """Raise ConfigError for the first field that is impossible whatever model and machine are."""
     if not isinstance(config.model, str) or "\0" in config.model:
         raise ConfigError("model", f"must be a folder or a hub id, not {config.model!r}")
+    if config.kv_cache_dtype == "fp8_e5m2":
+        text = "must be fp8 (E4M3) or int8, not fp8_e5m2: beside a scale for each vector, its "
+        raise ConfigError("kv_cache_dtype", text + "range is of no use, and it has a bit less")
     for name, allowed in CHOICES.items():
         value = getattr(config, name)
         if value not in allowed:
@@ -64,6 +67,13 @@ def check_config(config: EngineConfig) -> None:
     for name, (low, high) in OPTIONAL_RANGES.items():
         if getattr(config, name) is not None:
             _integer(name, getattr(config, name), low, high)
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is not None and tokens is not None and seqs > tokens:
+        text = f"must be at most max_num_batched_tokens ({tokens}), not {seqs}"
+        raise ConfigError("max_num_seqs", f"{text}: a step decodes a token of each request")
+    if config.policy in ("static", "dynamic") and tokens is not None and config.batch_size > tokens:
+        text = f"must be at most max_num_batched_tokens ({tokens}), not {config.batch_size}"
+        raise ConfigError("batch_size", text)
     skipped = config.kv_cache_dtype_skip_layers
     if not isinstance(skipped, tuple):
         text = f"must be a tuple of layers, not {_shown(skipped)}"

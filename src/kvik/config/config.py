@@ -29,7 +29,7 @@ class EngineConfig:
         memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
         kv_cache_memory: bytes for the KV cache; None: planned.
         kv_cache_dtype: of keys and values: "auto" (the model's dtype), "fp32", "bf16", "fp16",
-            "fp8", "int8" or "int4".
+            "fp8", "int8" or "int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.
         kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.
         enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
         policy: "fcfs", "priority", "shortest-prefill-first", "longest-prefix-match", "static" or
@@ -39,8 +39,8 @@ class EngineConfig:
         ageing: seconds of waiting that weigh as much as one level of priority ("priority"), as a
             thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").
         max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
-        kernels: "auto", "native" (C++, on a CPU) or "torch".
-        attention_backend: "auto", "cpu" (of the native kernels), "sdpa" or "reference".
+        kernels: "auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".
+        attention_backend: "auto", "cpu" (of the native kernels), "triton", "sdpa" or "reference".
         threads: CPU threads; None: the cores this process may use.
         load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
         seed: of requests that bring none.
@@ -130,6 +130,7 @@ class RunnerConfig:
     load_format: str = "safetensors"
     quantization: str = "none"
     seed: int = 0
+    graph_sizes: tuple[int, ...] = ()  # requests of decoding steps that a GPU may capture
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "float32": 4,
     "int32": 4,
 }
-KERNELS = ("native", "torch")
+KERNELS = ("native", "triton", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_BYTES = 1 << 50
 MAX_SIZE = 1 << 40
@@ -90,7 +90,7 @@ class Manifest:
     """
     Attributes:
         kvik: the version that built it.
-        kernels: "native" or "torch".
+        kernels: "native", "triton" or "torch".
         packing: how matrices lie in memory; see `kernels.packing`.
         instruction_set: of the machine that built it, for information.
         byte_order: "little" or "big".

@@ -62,6 +62,7 @@ class Hardware:
     gpus: devices that may be used.
     cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
     native: kvik was installed with its native kernels.
+    triton: Triton is installed, which compiles kernels for GPUs.
     """
 
     cpu_name: str
@@ -72,6 +73,7 @@ class Hardware:
     gpus: tuple[Gpu, ...] = ()
     cuda_build: bool = False
     native: bool = False
+    triton: bool = False
 
     @property
     def fast_bf16(self) -> bool:
@@ -102,6 +104,7 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
         gpus=gpus,
         cuda_build=is_cuda_build(),
         native=find_spec("kvik.kernels.cpu._native") is not None,
+        triton=find_spec("triton") is not None,
     )
 
 

@@ -1,4 +1,5 @@
-"""Which kernels run: native ones (C++), or torch's. Decided from facts, with reasons."""
+"""Which kernels run: native ones (C++), Triton's on a GPU, or torch's. Decided from facts, with
+reasons."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Hardware
 from kvik.config.memory import ModelSizes
+from kvik.config.quantization import matrix_scheme
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
 MAX_HEAD_DIM = 256
+# Of Triton's kernels: inputs that share a scale come in multiples of this; GPUs that have bfloat16.
+TRITON_GROUP = 16
+TRITON_CAPABILITY = (8, 0)
 ASKED = "as asked"
 
 
@@ -30,14 +35,45 @@ def native_reason(hardware: Hardware) -> str | None:
     return None
 
 
+def triton_reason(
+    config: EngineConfig, hardware: Hardware, model: ModelSizes, device: str
+) -> str | None:
+    """Why Triton's kernels are no good here; None if they are."""
+    if device == "cpu":
+        return "Triton's kernels are for GPUs"
+    if not hardware.triton:
+        return "Triton is not installed: pip install 'kvik[gpu]'"
+    _, _, index = device.partition(":")
+    for gpu in hardware.gpus:
+        if gpu.index == int(index or 0) and gpu.capability < TRITON_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (gpu.capability, TRITON_CAPABILITY))
+            return f"{gpu.name} has capability {have}, and Triton's kernels need {need}"
+    for like in model.linear_layers():
+        scheme = matrix_scheme(config.quantization, like.inputs, like.stored, head=like.head)
+        if scheme is not None and scheme.group % TRITON_GROUP:
+            return f"weights in groups of {scheme.group}, which is no multiple of {TRITON_GROUP}"
+    return None
+
+
 def choose_kernels(
-    config: EngineConfig, hardware: Hardware, device: str, dtype: str, note: Note
+    config: EngineConfig,
+    hardware: Hardware,
+    model: ModelSizes,
+    device: str,
+    dtype: str,
+    note: Note,
 ) -> str:
-    """ "native" or "torch".
+    """ "native", "triton" or "torch".
 
     Raises:
-        ConfigError: native kernels were asked for and cannot run.
+        ConfigError: kernels were asked for that cannot run.
     """
+    triton = triton_reason(config, hardware, model, device)
+    if config.kernels == "triton" and triton is not None:
+        others = "auto, native or torch" if device == "cpu" else "auto or torch"
+        raise ConfigError("kernels", f"triton: {triton}; must be {others} here")
+    if config.kernels == "auto" and triton is None:
+        return note("kernels", "triton", "compiled for this GPU when they first run")
     refusal = None
     if device != "cpu":
         refusal = "native kernels are for CPUs"
@@ -49,6 +85,8 @@ def choose_kernels(
         raise ConfigError("kernels", f"native: {refusal}")
     if config.kernels != "auto":
         return note("kernels", config.kernels, ASKED)
+    if device != "cpu":
+        return note("kernels", "torch", str(triton))
     refusal = refusal or native_reason(hardware)
     if refusal is not None:
         return note("kernels", "torch", refusal)
@@ -60,8 +98,10 @@ def choose_attention(config: EngineConfig, model: ModelSizes, kernels: str, note
     """The attention backend.
 
     Raises:
-        ConfigError: "cpu" was asked for and cannot serve this model or block size.
+        ConfigError: "cpu" or "triton" was asked for and cannot serve this model or block size.
     """
+    if kernels == "triton" or config.attention_backend == "triton":
+        return _triton_or_sdpa(config, model, kernels, note)
     refusal = None
     if kernels != "native":
         refusal = "it needs the native kernels"
@@ -79,3 +119,23 @@ def choose_attention(config: EngineConfig, model: ModelSizes, kernels: str, note
         return note("attention_backend", "cpu", "native kernels on a cache laid out for them")
     reason = "the fastest of torch" if kernels != "native" else f"not cpu, as {refusal}"
     return note("attention_backend", "sdpa", reason)
+
+
+def _triton_or_sdpa(config: EngineConfig, model: ModelSizes, kernels: str, note: Note) -> str:
+    dim, refusal = model.head_dim, None
+    # Rotation and rounding work on halves of a head; of four bits a half is whole bytes.
+    multiple = 4 if config.kv_cache_dtype == "int4" else 2
+    if kernels != "triton":
+        refusal = "it needs the Triton kernels"
+    elif dim % multiple or dim > MAX_HEAD_DIM:
+        refusal = f"head_dim {dim} is no multiple of {multiple} up to {MAX_HEAD_DIM}"
+    asked = config.attention_backend
+    if asked == "triton" and refusal is not None:
+        raise ConfigError("attention_backend", f"triton: {refusal}")
+    if asked == "cpu":
+        raise ConfigError("attention_backend", "cpu: it needs the native kernels")
+    if asked != "auto":
+        return note("attention_backend", asked, ASKED)
+    if refusal is not None:
+        return note("attention_backend", "sdpa", f"not triton, as {refusal}")
+    return note("attention_backend", "triton", "reads the paged cache in place")

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvik.config.graph_sizes import graph_bytes, graph_sizes
 from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import (
@@ -72,6 +73,9 @@ CATCH_UP_TOKENS = 512
 GATHERED_KEYS = 16384
 # Copies in fp32 of a number of K or V that torch rounds for the cache, or gathers from it.
 STORED_COPIES, GATHERED_COPIES = 6, 3
+# Partial results of split contexts in the triton backend, which takes sequences in parts rather
+# than more (kernels/triton/attention_paged.py).
+TRITON_WORKSPACE = 64 * MIB
 # Keys of a split in the cpu backend, and requests of the longest context that decode side by side.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
@@ -145,7 +149,7 @@ class Footprint:
     runtime: int  # bytes that are gone before the model comes
     kv_format: str = AUTO  # see `EngineConfig.kv_cache_dtype`
     kv_skipped: tuple[int, ...] = ()  # layers that keep the model's dtype
-    native: bool = False  # the native kernels multiply
+    kernels: str = "torch"  # what multiplies: "native", "triton" or "torch"
     mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
     draft: Footprint | None = None  # of the draft model beside it
     heads: HeadsFootprint | None = None  # of draft heads
@@ -161,7 +165,9 @@ class Footprint:
         drafting += self.heads.weights if self.heads else 0
         if self.mapped is not None:
             return self.mapped + drafting
-        own = weight_bytes(self.spec, self.dtype, self.quantization, native=self.native)
+        own = weight_bytes(
+            self.spec, self.dtype, self.quantization, native=self.kernels == "native"
+        )
         return own + drafting
 
     @property
@@ -226,7 +232,7 @@ class Footprint:
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
         seen = size.max_num_seqs * spec.vocab_size * SEEN_BYTES_PER_TOKEN
         rotation = size.max_model_len * spec.head_dim * 4 if spec.rope else 0
-        total = self.runtime + table + seen + rotation + self._pooling(size)
+        total = self.runtime + table + seen + rotation + self._pooling(size) + self.graphs(size)
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
@@ -234,6 +240,20 @@ class Footprint:
         if self._taped:  # what it took is released before the first step
             loading = max(0, loading - self.activations(size))
         return total + loading
+
+    def graphs(self, size: StepSize) -> int:
+        """Captured decoding steps: each by itself, the tensors of the largest, whose memory all
+        share, and the output that they write to."""
+        if self.kernels != "triton":
+            return 0
+        spec, rows = self.spec, size.max_num_seqs
+        largest = replace(size, max_num_batched_tokens=rows, max_draft_rows=0)
+        logits = rows * spec.vocab_size * LOGIT_BYTES
+        shared = self._stream(largest) + max(self._widest(largest), logits)
+        output = logits + rows * (spec.hidden_size * self._item + 4 + 8)
+        each = graph_bytes(sum(len(group.layers) for group in self.groups))
+        drafting = self.draft.graphs(size.of_draft_model) if self.draft else 0
+        return len(graph_sizes(rows)) * each + shared + output + drafting
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """A draft model's step, its rotary positions, and what drafts were drawn from: until they
@@ -284,17 +304,22 @@ class Footprint:
     def _eager(self, size: StepSize) -> int:
         """The widest point of a layer, or the sampler, whichever is larger, over a residual stream
         that lives all the time. Operations run in fp32 inside."""
+        widest = max(self._widest(size), self._logits(size))
+        return self._stream(size) + widest + self._masks(size)
+
+    def _stream(self, size: StepSize) -> int:
+        """Residual, normed, the next residual."""
+        return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self._item
+
+    def _widest(self, size: StepSize) -> int:
         spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens
         queries, keys = self._queries, spec.num_kv_heads * spec.head_dim
-        stream = tokens * spec.hidden_size * 3 * item  # residual, normed, the next residual
         norm = tokens * spec.hidden_size * 16
         qkv = tokens * self._qkv * item
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.intermediate_size * (3 * item + 20)
-        widest = max(norm, rotary, attended, mlp)
-        widest = max(widest, self._quantized_product(size), self._logits(size))
-        return stream + widest + self._masks(size)
+        return max(norm, rotary, attended, mlp, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
         """Of the rows that sample, and what sampling takes, or reading those of a prompt, whichever
@@ -325,6 +350,8 @@ class Footprint:
             gathered = 2 * size.max_model_len * spec.num_heads * spec.head_dim * (4 + 4 + item)
             scores = self._pairs(size) * (3 * spec.num_heads * 4)
             return gathered + scores + self._converted_kv(size)
+        if self.attention_backend == "triton":
+            return TRITON_WORKSPACE
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts
             splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
             return splits * spec.num_heads * (spec.head_dim + 32) * 5
@@ -343,7 +370,7 @@ class Footprint:
 
     def _masks(self, size: StepSize) -> int:
         """Masks of all prefilling sequences, per KV group; they live as long as the step."""
-        if self.attention_backend == "cpu":
+        if self.attention_backend in ("cpu", "triton"):
             return 0
         return self._pairs(size) * (1 + 1 + 4) * len(self.groups)
 

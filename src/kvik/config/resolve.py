@@ -31,9 +31,11 @@ from kvik.config.config import (
     SchedulerConfig,
 )
 from kvik.config.errors import ConfigError
+from kvik.config.graph_sizes import graph_sizes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import choose_attention, choose_kernels, native_reason
 from kvik.config.kv_choice import choose_kv_format
+from kvik.config.kv_formats import SYNONYMS
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     GIB,
@@ -83,6 +85,8 @@ def resolve(
         CapacityError: what was asked for cannot fit this machine; the message says what would.
     """
     check_config(config)
+    kv_cache_dtype = SYNONYMS.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    config = replace(config, kv_cache_dtype=kv_cache_dtype)
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # made as floats, however it is stored
     notes = Notes()
@@ -106,6 +110,7 @@ def resolve(
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
     size = _cut_seqs(config, footprint, size, num_blocks, notes)
+    sizes = _graph_sizes(footprint, size, notes)
     speculation = choose_speculation(wish, size, footprint.groups, source, notes.add)
     threads = config.threads or hardware.cores
     notes.add(
@@ -141,6 +146,7 @@ def resolve(
             load_format=config.load_format,
             quantization=config.quantization,
             seed=config.seed,
+            graph_sizes=sizes,
         ),
         memory=plan,
         seed=config.seed,
@@ -222,7 +228,7 @@ def choose_footprint(
     notes: Notes,
 ) -> tuple[str, Footprint]:
     """The kernels and, with the attention backend that suits them, what the engine takes."""
-    kernels = choose_kernels(config, hardware, device, dtype, notes.add)
+    kernels = choose_kernels(config, hardware, model, device, dtype, notes.add)
     backend = choose_attention(config, model, kernels, notes.add)
     kind = "cpu" if device == "cpu" else "cuda"
     runtime = RUNTIME_BYTES[kind]
@@ -239,7 +245,7 @@ def choose_footprint(
         runtime,
         config.kv_cache_dtype,
         config.kv_cache_dtype_skip_layers,
-        kernels == "native",
+        kernels,
     )
     return kernels, footprint
 
@@ -251,30 +257,32 @@ def step_size(config: EngineConfig, footprint: Footprint, limit: Limit, notes: N
     default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
     wish = wish_of(config)
     each, drafts = (1, 0) if wish is None else (2, 2 * draft_tokens(wish))  # tokens of a request
+    batch = config.batch_size if config.policy in ("static", "dynamic") else 0
+    least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
     size = StepSize(
         max_model_len=config.max_model_len or min(context, 4096),
         max_num_seqs=config.max_num_seqs
         or max(1, min(MAX_NUM_SEQS, (config.max_num_batched_tokens or GPU_BUDGET) // each)),
-        max_num_batched_tokens=config.max_num_batched_tokens
-        or max(default, config.block_size, (config.max_num_seqs or 0) + drafts),
+        max_num_batched_tokens=config.max_num_batched_tokens or max(default, least),
     )
-    if config.policy in ("static", "dynamic"):
+    if batch:
         if config.max_num_seqs is None:
-            size = replace(size, max_num_seqs=max(size.max_num_seqs, config.batch_size))
-        elif config.batch_size > config.max_num_seqs:
+            size = replace(size, max_num_seqs=max(size.max_num_seqs, batch))
+        elif batch > config.max_num_seqs:
             raise ConfigError(
                 "batch_size",
-                f"must be at most max_num_seqs ({config.max_num_seqs}), not {config.batch_size}",
+                f"must be at most max_num_seqs ({config.max_num_seqs}), not {batch}",
             )
     size = with_draft_rows(wish, size, footprint.device)
     asked = size
     room = (limit.size - footprint.weights - footprint.overhead(size)) // 4
-    floor = max(MIN_BUDGET, config.block_size, (config.max_num_seqs or 0) + drafts)
+    floor = max(MIN_BUDGET, least)
     while footprint.activations(size) > room:
         smaller = []
         if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
             tokens = size.max_num_batched_tokens // 2
-            smaller.append(replace(size, max_num_batched_tokens=tokens))
+            seqs = min(size.max_num_seqs, max(tokens // each, config.max_num_seqs or batch or 1))
+            smaller.append(replace(size, max_num_batched_tokens=tokens, max_num_seqs=seqs))
         if config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
             seqs = max(size.max_num_seqs // 2, config.batch_size)
             smaller.append(replace(size, max_num_seqs=seqs))
@@ -410,6 +418,17 @@ def _cut_seqs(
         reason = "sampling for more would take too much memory, or more tokens than a step has"
     notes.add("max_num_seqs", count, reason)
     return with_draft_rows(wish_of(config), replace(size, max_num_seqs=count), footprint.device)
+
+
+def _graph_sizes(footprint: Footprint, size: StepSize, notes: Notes) -> tuple[int, ...]:
+    """Requests of decoding steps that are captured; none where nothing can be."""
+    if footprint.kernels != "triton":
+        return ()
+    sizes = graph_sizes(size.max_num_seqs)
+    taken = show_bytes(footprint.graphs(size))
+    reason = f"decoding steps that prove frequent are captured; {taken} are planned for all of them"
+    notes.add("cuda_graphs", f"{len(sizes)} sizes up to {sizes[-1]}", reason)
+    return sizes
 
 
 def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:

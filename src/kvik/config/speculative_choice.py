@@ -76,8 +76,7 @@ def with_drafter(
         )
     built = source.spec.built
     if built is not None:
-        kernels = "native" if footprint.native else "torch"
-        check_draft(built, footprint.dtype, kernels, wish.quantization)
+        check_draft(built, footprint.dtype, footprint.kernels, wish.quantization)
     draft = replace(
         footprint,
         spec=source.spec,
@@ -133,7 +132,7 @@ def choose_speculation(
     if wish.typical_acceptance:
         typical = Typical(wish.typical_epsilon, wish.typical_delta)
         effect = "lossy: changes the distribution of requests that sample without a seed"
-        note("typical_acceptance", "on", f"{ASKED}; {effect}")
+        note("typical_acceptance", "on", f"{effect}; {ASKED}")
     return ResolvedSpeculation(
         method=wish.method,
         num_draft_tokens=most,

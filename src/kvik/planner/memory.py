@@ -188,7 +188,8 @@ def hardware_of(device: Device) -> Hardware:
     """A machine of which only the device is known: kvik is installed there with all it has."""
     memory = int(device.memory)
     gpus = (Gpu(0, device.name, memory, memory, (9, 0)),) if device.kind == "cuda" else ()
-    return Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus, native=True)
+    bare = Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus)
+    return replace(bare, native=True, triton=True)
 
 
 def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
