@@ -3,7 +3,9 @@
     python benchmarks/drafters.py [--contexts 256 1024 4096 32768] [--rows 8] [--drafts 5]
 
 Texts repeat themselves in part, as edits and summaries do. Median microseconds for one row, after
-each row's text has grown by three tokens; "control" and "judging" are for all rows together.
+each row's text has grown by three tokens; "control" and "judging" are for all rows together, and
+so is "draft model": a proposal of the one that ships with kvik, without its forwards, in processor
+time of the thread (median, 10th and 90th percentile).
 """
 
 from __future__ import annotations
@@ -11,15 +13,23 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median, quantiles
 
 import numpy as np
 import torch
 
+from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik.config.config import EngineConfig
+from kvik.config.model_source import find_model
+from kvik.launch import resolve_config
 from kvik.worker.adaptive import DraftControl, StepFigures
-from kvik.worker.drafters.base import Drafter, DraftRows
+from kvik.worker.drafters import registry
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.drafters.draft_model import DraftModel
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
+from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains
 from kvik.worker.request_table import RequestTable
 
@@ -90,6 +100,62 @@ def judging(rows: int, k: int) -> float:
     return median(micros(judge) for _ in range(20 * ROUNDS))
 
 
+class Timed:
+    """A draft model, and its forwards, of which the processor time is known."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        assert isinstance(drafter, DraftModel)
+        self.drafter = drafter
+        self.graph: Graph = drafter._network._graph
+        drafter._network._graph = self
+        self.forwards = 0.0
+        self.outside: list[float] = []  # microseconds, of each proposal
+
+    def prepare(self) -> None:
+        self.graph.prepare()
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        started = time.thread_time()
+        output = self.graph.run(batch)
+        self.forwards += time.thread_time() - started
+        return output
+
+    def enter(self, slot: int) -> None:
+        self.drafter.enter(slot)
+
+    def leave(self, slot: int) -> None:
+        self.drafter.leave(slot)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        started, self.forwards = time.thread_time(), 0.0
+        found = self.drafter.propose(rows)
+        self.outside.append((time.thread_time() - started - self.forwards) * 1e6)
+        return found
+
+
+def draft_model(rows: int, k: int) -> list[float]:
+    """Microseconds of proposals for all rows, without forwards."""
+    build, made = registry.DRAFTERS["draft_model"], []
+
+    def timed(parts: registry.DrafterParts) -> Timed:
+        made.append(Timed(build(parts)))
+        return made[0]
+
+    registry.DRAFTERS["draft_model"] = timed
+    wish = {
+        "method": "draft_model",
+        "model": str(find_model("").parent / "stories-draft"),
+        "num_speculative_tokens": k,
+        "adaptive": False,
+    }
+    config = EngineConfig(max_model_len=512, max_num_seqs=rows, threads=1, speculative_config=wish)
+    rng = np.random.default_rng(0)
+    with loaded(resolve_config(config)) as engine:
+        for _ in range(4):
+            run_jobs(engine, [Job(rng.integers(10, 500, 32).tolist(), 200) for _ in range(rows)])
+    return made[0].outside
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 32768])
@@ -106,6 +172,12 @@ def main() -> None:
         print(f"{name:12}" + "".join(f"{value:9.1f}" for value in found))
     print(f"control, {args.rows} rows: {control(args.rows, args.drafts):.0f} us")
     print(f"judging, {args.rows} rows: {judging(args.rows, args.drafts):.0f} us")
+    outside = draft_model(args.rows, args.drafts)
+    tenths = quantiles(outside, n=10)
+    print(
+        f"draft model, {args.rows} rows: {median(outside):.0f} us "
+        f"({tenths[0]:.0f} to {tenths[-1]:.0f})"
+    )
 
 
 if __name__ == "__main__":

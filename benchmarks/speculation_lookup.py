@@ -21,6 +21,7 @@ from dataclasses import replace
 from statistics import median
 
 import numpy as np
+import torch
 
 from kvik.bench.inprocess.guessing import Pair
 from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
@@ -31,8 +32,9 @@ from kvik.evaluate.texts import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import worker
+from kvik.worker.copies import AtOnce
 from kvik.worker.model_runner import ModelRunner
-from kvik.worker.step_sampler import StepTokens
+from kvik.worker.step_sampler import LaunchedTokens
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer
@@ -65,14 +67,13 @@ class Runner(ModelRunner):
 
     def __init__(self, **parts) -> None:
         super().__init__(**parts)
-        sample = self.sampler.sample
 
-        def written(output, slots, positions, *more) -> StepTokens:
-            found = sample(output, slots, positions, *more)
+        def written(output, slots, positions, *more) -> LaunchedTokens:
             requests = self.table.token_ids[slots, 0]
-            return replace(found, token_ids=ANSWERS.tokens[requests, positions])
+            token_ids = torch.from_numpy(ANSWERS.tokens[requests, positions].astype(np.int64))
+            return LaunchedTokens(token_ids, {}, [], AtOnce().start([token_ids]))
 
-        self.sampler.sample = written
+        self.sampler.launch = written
 
 
 def edited(text: str) -> str:

@@ -42,6 +42,7 @@ from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
+from kvik.worker.copies import AtOnce
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -64,6 +65,9 @@ class Instant:
     def __init__(self, vocab_size: int, rows: int) -> None:
         self._logits = torch.zeros(rows, vocab_size)
         self._top = torch.zeros(rows)
+
+    def prepare(self) -> None:
+        pass
 
     def run(self, batch: InputBatch) -> StepOutput:
         rows = len(batch.logits_indices)
@@ -126,6 +130,7 @@ def make_engine(
         sampling=sampling,
         device=CPU,
         clock=time.perf_counter,
+        copies=AtOnce(),
         speculator=speculator,
     )
     return EngineCore(config), runner
@@ -143,14 +148,15 @@ def measure(num_seqs: int, context: int, steps: int, drafts: int) -> dict[str, l
         core.add(request, 0.0)
     watch = Stopwatch()
     runner.graph.run = watch.wrap("model", runner.graph.run)
-    runner.sampler.sample = watch.wrap("sample", runner.sampler.sample)
+    runner.sampler.launch = watch.wrap("sample", runner.sampler.launch)
     if runner.speculator is not None and runner.checker is not None:
         runner.speculator.propose = watch.wrap("propose", runner.speculator.propose)
         runner.speculator.observe = watch.wrap("observe", runner.speculator.observe)
         runner.checker.check = watch.wrap("check", runner.checker.check)
     build = model_runner.build_input_batch
     model_runner.build_input_batch = watch.wrap("inputs", build)
-    run, plan = watch.wrap("run", runner.run), watch.wrap("schedule", core.plan)
+    run = watch.wrap("run", lambda plan: runner.finish(runner.begin(plan)))
+    plan = watch.wrap("schedule", core.plan)
     update, text = watch.wrap("update", core.finish_step), watch.wrap("text", processor.process)
     gc.collect()
     with torch.inference_mode():

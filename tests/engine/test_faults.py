@@ -10,7 +10,7 @@ from kvik import LLM, RequestOutput, SamplingParams
 from kvik.core import steps
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings
-from kvik.worker import model_runner
+from kvik.worker import prompt_logprobs
 from kvik.worker.logits_rules import TokenRules
 from kvik.worker.sampling_table import SamplingTable
 
@@ -84,7 +84,7 @@ def _throw_in_prompt_logprobs(monkeypatch) -> None:
     def broken(*_):
         raise IndexError("prompt logprobs")
 
-    monkeypatch.setattr(model_runner, "token_logprobs", broken)
+    monkeypatch.setattr(prompt_logprobs, "token_logprobs", broken)
 
 
 def _throw_in_stop_check(monkeypatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
     serve_here,
@@ -36,6 +37,7 @@ class Column:
     siblings: n > 1; every sibling of a greedy request must agree.
     way: by `LLM`, or as servers do: "requests" in this thread, over the "wire", or "recorded".
     tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
+    in_flight: steps at a time, though a CPU computes one after the other.
     must: what the last round must have shown, so that no column passes without its feature.
     """
 
@@ -48,6 +50,7 @@ class Column:
     way: str = "LLM"
     tenants: int = 1
     pinned: bool = False
+    in_flight: int = 1
     must: str = ""
 
     @property
@@ -85,6 +88,14 @@ COLUMNS = [
     Column("two threads", {"threads": 2}),
     Column("siblings", siblings=3),
     Column("siblings, preemption", {**SQUEEZED, "num_blocks": 16}, siblings=2, must="preemptions"),
+    Column("two steps in flight", in_flight=2),
+    Column(
+        "two steps in flight, preemption, chunks",
+        {**SQUEEZED, "max_num_batched_tokens": 16},
+        in_flight=2,
+        must="preemptions",
+    ),
+    Column("three steps in flight, siblings", siblings=3, rounds=2, in_flight=3, must="hits"),
     Column("priority", {"policy": "priority"}),
     Column("shortest-prefill-first", {"policy": "shortest-prefill-first", "max_num_seqs": 2}),
     Column("longest-prefix-match", {"policy": "longest-prefix-match", "max_num_seqs": 2}, rounds=2),
@@ -101,10 +112,11 @@ SERVED = [
     Column("recorded", {"max_num_seqs": 4}, siblings=2, way="recorded"),
 ]
 ALL_OF_IT = Column(  # what a server may ask of an engine at once
-    "wire, tenants, pins, preemption",
+    "wire, tenants, pins, preemption, two steps in flight",
     {**SQUEEZED, "max_num_batched_tokens": 33},
     rounds=2,
     way="wire",
+    in_flight=2,
     tenants=3,
     pinned=True,
     must="preemptions",
@@ -196,13 +208,16 @@ def run_column(
     if "num_blocks" in config and model["model"] != BUNDLED:
         config["num_blocks"] *= 2
     config = {**model, "device": "cpu", **config, **options}
-    if column.way == "LLM":
-        with LLM(**config) as llm:
-            found = run(llm, column, sampling)
-            stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
-    else:
-        found, stats = _serve(column, sampling, EngineConfig(**config))
-        budget = config.get("max_num_batched_tokens", 0)
+    with steps_in_flight(column.in_flight) as copies:
+        if column.way == "LLM":
+            with LLM(**config) as llm:
+                found = run(llm, column, sampling)
+                stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
+        else:
+            found, stats = _serve(column, sampling, EngineConfig(**config))
+            budget = config.get("max_num_batched_tokens", 0)
+    if column.in_flight > 1 and not config.keys() & {"spec_method", "speculative_config"}:
+        assert [one.most_unread for one in copies] == [column.in_flight]
     if column.must == "pins":
         assert stats.pinned_blocks and any(output.num_cached_tokens for output in found)
     if column.must == "hits":

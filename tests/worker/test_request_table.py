@@ -36,7 +36,7 @@ def test_tokens_are_appended_to_their_own_slots() -> None:
     table = RequestTable(4, 32, 1, 8)
     table.add(request(0, [1, 2], [[1]]))
     table.add(request(3, [7], [[2]]))
-    table.append_tokens(np.array([3, 0]), np.array([8, 9]))
+    table.learn(table.expect(np.array([3, 0])), np.array([8, 9]))
     assert table.token_ids[0, :3].tolist() == [1, 2, 9]
     assert table.token_ids[3, :2].tolist() == [7, 8]
     assert table.num_tokens.tolist() == [3, 0, 0, 2]
@@ -45,8 +45,28 @@ def test_tokens_are_appended_to_their_own_slots() -> None:
 def test_the_context_can_be_filled_to_the_end() -> None:
     table = RequestTable(1, 5, 1, 4)
     table.add(request(0, [1, 2, 3, 4], [[1, 2]]))
-    table.append_tokens(np.array([0]), np.array([5]))
+    table.learn(table.expect(np.array([0])), np.array([5]))
     assert table.token_ids[0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_expected_tokens_are_counted_before_they_are_known() -> None:
+    table = RequestTable(4, 32, 1, 8)
+    for slot in (0, 1, 2):
+        table.add(request(slot, [slot], [[1 + slot]]))
+    first = table.expect(np.array([0, 1]))
+    second = table.expect(np.array([1, 2]))
+    assert table.num_tokens[:3].tolist() == [2, 3, 2]
+    assert table.still(first) is None
+    table.add(request(1, [5, 6, 7], [[9]]))  # in the slot of one that left
+    assert table.still(first).tolist() == [True, False]
+    assert table.still(second).tolist() == [False, True]
+    third = table.expect(np.array([1]))
+    table.learn(first, np.array([10, 11]))
+    table.learn(second, np.array([12, 13]))
+    table.learn(third, np.array([8]))
+    assert table.token_ids[0, :2].tolist() == [0, 10]
+    assert table.token_ids[1, :4].tolist() == [5, 6, 7, 8]
+    assert table.token_ids[2, :2].tolist() == [2, 13]
 
 
 def test_runs_are_appended_and_drafts_stand_behind() -> None:

@@ -261,9 +261,10 @@ def test_time_is_told_apart() -> None:
         return times.proposing, times.checking, times.plain
 
     assert observe(none, none) == (0.0, 0.0, 0.0)  # nobody was asked
+    # The clock is looked at around what follows a step, and around proposals: a second each.
     world.propose(0, 1)
-    assert observe(drafts, np.array([3, 1])) == (1.0, 3.0, 2.0 * 3.0)  # six tokens, not two
+    assert observe(drafts, np.array([3, 1])) == (2.0, 4.0, 2.0 * 3.0)  # six tokens, not two
     world.propose(0, 1)
-    assert observe(none, none) == (1.0, 3.0, 2.0)  # asked in vain
+    assert observe(none, none) == (2.0, 4.0, 2.0)  # asked in vain
     world.propose(0, 1)
-    assert observe(drafts, none, pure=False) == (1.0, 0.0, 0.0)
+    assert observe(drafts, none, pure=False) == (2.0, 0.0, 0.0)

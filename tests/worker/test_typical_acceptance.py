@@ -107,8 +107,10 @@ def test_only_requests_that_sample_without_a_seed_take_them() -> None:
     expected = plain.token_ids.tolist()
     expected[0] = 2  # and not row 6, where 2 is not among the likeliest two
     assert found.token_ids.tolist() == expected
-    assert found.logprobs[0].token_id == 2
-    assert found.logprobs[0].logprob == pytest.approx(math.log(0.15), abs=1e-5)
+    arrays = [tensor.numpy() for tensor in found.tensors]
+    told = found.read(found.token_ids.numpy(), arrays).logprobs
+    assert told[0].token_id == 2
+    assert told[0].logprob == pytest.approx(math.log(0.15), abs=1e-5)
     for first in range(0, 8, 2):
         part = slice(first, first + 2)
         alone = table.batch(slots[part], positions[part], judged=offers.part(first, first + 2))

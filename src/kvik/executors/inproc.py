@@ -1,15 +1,17 @@
-"""The worker in this process and thread: a step is computed when it is submitted."""
+"""The worker in this process and thread: a step is begun when it is submitted. On a CPU that
+computes it; a GPU goes on while the next one is planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.worker.model_runner import RunningStep
 from kvik.worker.worker import Worker
 
 
 class InprocExecutor:
-    depth = 1
+    depth = 1  # until the worker says what it can do
 
     def __init__(self, build: Callable[[], Worker]) -> None:
         self._build = build
@@ -17,17 +19,21 @@ class InprocExecutor:
 
     def start(self) -> None:
         self._worker = self._build()
+        self.depth = self._worker.depth
 
-    def submit(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        if self._worker is None:
-            raise RuntimeError("the executor is not running")
-        return self._worker.execute(plan)
+    def submit(self, plan: SchedulerOutput) -> RunningStep:
+        return self._ready().begin(plan)
 
     def result(self, handle: object) -> ModelRunnerOutput:
-        assert isinstance(handle, ModelRunnerOutput)
-        return handle
+        assert isinstance(handle, RunningStep)
+        return self._ready().finish(handle)
 
     def stop(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+    def _ready(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the executor is not running")
+        return self._worker

@@ -16,6 +16,7 @@ _PRIOR = 2.0  # drafts that what is known of others counts for
 _FADE = 0.9  # of a request's counts in each step: some ten steps count
 _FADE_ALL = 0.95  # of the common counts in each step with drafts
 _HIGHEST = 0.99
+_LONG_AGO = 1000  # steps after which nothing is left of a count
 _HEAVIEST = 1e100  # weight of a count: far from what a float cannot hold
 
 
@@ -39,6 +40,7 @@ class Acceptance:
         self._leans = _leans(parents)
         # Newer counts weigh more, which is as if the older ones faded.
         self._weight = 1.0  # of the newest
+        self._passed = 0  # steps that have not faded the counts yet
         self._tried = np.zeros((max_num_seqs, drafts))
         self._right = np.zeros((max_num_seqs, drafts))
         self._all_tried = np.zeros(drafts)
@@ -58,6 +60,7 @@ class Acceptance:
             accepted: [rows, drafts], which of them were accepted.
         """
         self.passed()
+        self._fade()
         known = np.ones((len(slots), 1 + len(self._numbers)), np.bool_)
         known[:, 1:] = accepted
         tried = known.take(self._parents, axis=1)
@@ -70,7 +73,12 @@ class Acceptance:
 
     def passed(self) -> None:
         """A step without drafts."""
-        self._weight /= _FADE
+        self._passed += 1
+
+    def _fade(self) -> None:
+        """What the steps since the last one that was looked at did to older counts."""
+        self._weight /= _FADE ** min(self._passed, _LONG_AGO)
+        self._passed = 0
         if self._weight > _HEAVIEST:
             self._tried /= self._weight
             self._right /= self._weight
@@ -79,6 +87,7 @@ class Acceptance:
     def gains(self, slots: _Ids) -> _Shares:
         """[rows, drafts], how likely each draft is accepted, with all before it. Never rising, so
         that the best drafts are always the first ones."""
+        self._fade()
         tried, right = self._tried[slots] / self._weight, self._right[slots] / self._weight
         # How much better than others it fares, with all its drafts together.
         better = (right.sum(axis=1) + _PRIOR) / (tried @ self._common + _PRIOR)

@@ -2,14 +2,13 @@
 
 The choice is that of the largest goodput (Liu et al. 2024, 2406.14066): each draft adds, with the
 likelihood that it and all before it are accepted, a token to its step, and it costs what was
-measured. Estimates may be wrong, so there is an account beside them, in steps without drafts. It
-is paid what drafts gained in fact, but for what may have held a step up, and a small allowance for
-every step; as long as it is empty there are no drafts at all. Trying again after drafts failed is
-paid from it, too.
+measured. Estimates may be wrong, so what is lost in fact is bounded beside them (`LossBudget`): all
+of it, trying again after drafts failed, and the time that deciding takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,19 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvik.worker.acceptance import Acceptance
+from kvik.worker.loss_budget import LossBudget
 from kvik.worker.step_costs import StepCosts
 
 _Ids = NDArray[np.int64]
 
-ALLOWANCE = 0.008  # share of all steps that drafts may cost
-_START, _MOST, _LEAST = 1.0, 3.0, -1.5  # of the account
+# Of the budget, in steps without drafts: what it has at first, and what gains fill. With less, a few
+# steps that something held up end drafts that gain.
+FIRST, ROOM = 3.0, 12.0
 _WORTH, _KEEP = 1.04, 1.02  # speed-up for which drafts begin, and go on
 _LEARN = 6  # steps without drafts at first
 _OFTEN, _LONGEST = 3, 32  # steps with drafts until one without is measured again, least and most
 _PROBE = 2  # drafts for one request, to see how they fare
 _SAME = 8  # times in a row that it is the same request: a drafter may have to read its text first
-_PAUSE, _LONGEST_PAUSE = 8, 64  # steps until it is considered again whether drafts are worth it
 _SURPRISE = 2.0  # a step so many times longer than expected, or shorter, is looked into
+_MOST = 4.0  # steps: most that making drafts, or deciding on them, counts as
+_HELD_UP = 0.25  # of a step, that making drafts is always granted
+_FOLLOW = 0.2  # how far what deciding takes follows a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ class StepFigures:
     Attributes:
         slots, drafts, accepted: [rows], of all requests that sampled; drafts judged and accepted.
         seconds: of the step, without making drafts.
-        making: seconds of making the drafts, also if there were none to be found.
+        making: seconds of deciding on the drafts and making them, also if there were none to be
+            found.
         asked: most drafts of a request that were asked for; 0: the drafter was left alone.
         pure: no request was reading its prompt, so the time is the decoding requests' own.
         paths: [rows, most drafts of a request], which drafts were accepted if they form a tree;
@@ -58,7 +62,7 @@ class StepFigures:
 
 class DraftControl:
     """Attributes:
-    account: what drafts have gained, in steps without drafts; bounded both ways.
+    budget: what drafts may still lose.
     """
 
     def __init__(self, max_num_seqs: int, max_drafts: int, max_draft_rows: int) -> None:
@@ -66,17 +70,23 @@ class DraftControl:
         Args:
             max_drafts: of a request. max_draft_rows: of all requests, in one step.
         """
-        self.account = _START
+        self.budget = LossBudget()
         self._acceptance = Acceptance(max_num_seqs, range(-1, max_drafts))
         self._max_num_seqs = max_num_seqs
         self._costs = StepCosts(max_drafts, max_draft_rows)
         self._max_draft_rows = max_draft_rows
         self._numbers = np.arange(max_drafts)
+        self._opened = False  # the budget has what it begins with
         self._drafting = False  # so did the last step
+        self._gained = False  # the last one with drafts did so, and nothing speaks against more
+        self._hoped = False  # once, since the budget was spent, though it did not
+        self._weighed = False  # `limits` has compared what there is to choose
         self._without = 0  # steps with drafts since the last one without
         self._longest = _OFTEN  # of those until the next one without
-        self._pause = 0  # steps until drafts are considered again
-        self._next_pause = _PAUSE
+        self._deciding = 0.0  # seconds that it takes
+        self._ceiling = math.inf  # seconds that a step without drafts counts as at most
+        self._known = np.zeros(max_num_seqs, np.bool_)  # slots for which drafts were asked for
+        self._reading = False  # last time, not so for all of them
         self._turn = 0  # whose turn it is to try
 
     def follow(self, parents: Sequence[int]) -> None:
@@ -89,24 +99,47 @@ class DraftControl:
         self._numbers = np.arange(len(parents) - 1)
 
     def enter(self, slot: int) -> None:
-        """A request of which nothing is known. It may be a better one to guess at: a long pause
-        becomes a short one, not none, as many short requests would leave no rest at all."""
+        """A request of which nothing is known: it may be a better one to guess at, so this is
+        decided anew as soon as anything may be spent."""
         self._acceptance.forget(slot)
-        self._pause = min(self._pause, _PAUSE)
+        self._known[slot] = False
+        self.budget.needed = 0.0
 
-    def rest(self) -> bool:
-        """Whether nobody gets drafts after the step that was just computed, whatever it tells, so
-        that it need not be observed: a small model takes less time than that. It had none."""
-        if self._drafting or not (self._pause or self.account <= 0):
-            return False
-        self._pause = max(0, self._pause - 1)
+    def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
+        """A step that had no drafts, nor was the drafter asked for any. Nearly all steps are like
+        that where drafts do not pay, so this does next to nothing.
+
+        Args:
+            requests: that sampled. seconds, pure: see `StepFigures`.
+
+        Returns:
+            Whether to ask for `limits`; else nobody gets any.
+        """
+        self._drafting = False
         self._acceptance.passed()
-        self.account = min(self.account + ALLOWANCE, _MOST)
-        return True
+        if pure:
+            self._costs.observe_plain(requests, seconds)
+            self._without = 0
+        may = self.budget.passed(min(seconds, self._ceiling)) or self._gained
+        return may and self._costs.num_plain(requests) >= _LEARN
+
+    def decided(self, seconds: float) -> None:
+        """It took so long to find that nobody gets drafts."""
+        # If it takes much longer than before, something else held it up.
+        seconds = min(seconds, 2 * self._deciding or self._ceiling / _MOST)
+        if self._weighed:
+            rate = _FOLLOW if self._deciding else 1.0
+            self._deciding += rate * (seconds - self._deciding)
+        self.budget.spend(seconds)
 
     def observe(self, step: StepFigures) -> None:
+        """A step that had drafts, or for which none were found."""
         drafts = int(step.drafts.sum())
+        if not drafts and not step.asked:
+            self.passed(len(step.slots), step.seconds, pure=step.pure)
+            return
         self._drafting = drafts > 0
+        self._gained = False
         if drafts:
             paths = step.paths
             if paths is None:
@@ -114,33 +147,48 @@ class DraftControl:
             self._acceptance.observe(step.slots, step.drafts, paths)
         else:
             self._acceptance.passed()
-        gain = ALLOWANCE
-        if step.pure:
-            gain += self._gain(step, drafts) if drafts else -self._in_vain(step)
-        self.account = min(max(self.account + gain, _LEAST), _MOST)
+            if step.pure:
+                self._costs.observe_plain(len(step.slots), step.seconds)
+                self._without = 0
+        self._account(step, drafts)
 
-    def _gain(self, step: StepFigures, drafts: int) -> float:
-        """What drafts brought, in steps without."""
+    def _account(self, step: StepFigures, drafts: int) -> None:
+        """What drafts brought or lost."""
         requests = len(step.slots)
         plain = self._costs.plain(requests)
-        if plain is None:
-            return 0.0
-        ratio = step.seconds / plain
-        time = self._costs.observe_drafts(requests, drafts, ratio, step.asked, step.making / plain)
-        self._without += 1
+        if plain is None:  # nothing is known but that making them took time
+            self.budget.spend(step.making)
+            return
+        making = min(step.making / plain, _MOST)
+        if not drafts:
+            if not self._reading:
+                self._costs.observe_making(requests, step.asked, making)
+                usual = float(self._costs.making(requests, step.asked)[-1])
+                making = min(making, _SURPRISE * usual + _HELD_UP)
+            # The first time for a request takes longer, as a rule: caches are cold.
+            self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
+            return
         expected = float(self._costs.judging(requests, drafts)[-1])
-        if not expected / _SURPRISE < ratio < expected * _SURPRISE:
-            self._without = self._longest  # perhaps a step without drafts has changed as well
-        return 1.0 + int(step.accepted.sum()) / requests - time
-
-    def _in_vain(self, step: StepFigures) -> float:
-        """What it took to find no drafts, if any were asked for."""
-        requests = len(step.slots)
-        self._costs.observe_plain(requests, step.seconds)
-        self._without = 0
-        plain = self._costs.plain(requests)
-        assert plain is not None
-        return min(1.0, step.making / plain)
+        tokens = 1.0 + int(step.accepted.sum()) / requests
+        known = self._costs.num_plain(requests) > 0
+        if step.pure and known:
+            ratio = step.seconds / plain
+            time = self._costs.observe_drafts(requests, drafts, ratio, step.asked, making)
+            self._without += 1
+            if not expected / _SURPRISE < ratio < expected * _SURPRISE:
+                self._without = self._longest  # perhaps a step without drafts has changed as well
+        else:  # its time is that of prompts, too, or nobody knows what it would be without
+            time, tokens = expected, tokens if known else 1.0
+        usual = float(self._costs.making(requests, step.asked)[-1])
+        if not self._reading:  # what takes much longer was held up by something else
+            making = min(making, _SURPRISE * usual + _HELD_UP)
+        self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
+        self._gained = tokens > time + making
+        # If reading a text is what was too much, the next drafts show what it was good for.
+        if self._reading and not self._hoped:
+            self._gained = self._hoped = tokens > time + min(making, usual)
+        if self.budget.left > 0:
+            self._hoped = False
 
     def plain_seconds(self, requests: int) -> float | None:
         """Of a step without drafts; None if nothing is known."""
@@ -155,23 +203,36 @@ class DraftControl:
         """
         requests = len(slots)
         none = np.zeros(requests, np.int64)
-        if self._costs.num_plain(requests) < _LEARN and not self._drafting:
+        self._weighed = False
+        plain = self._costs.plain(requests)
+        if plain is None or self._costs.num_plain(requests) < (1 if self._drafting else _LEARN):
             return none
-        if self.account <= 0 or self._without >= self._longest:
+        self._ceiling = _MOST * plain
+        if not self._opened:
+            self._opened = True
+            self.budget.left += FIRST * plain
+        if self._without >= self._longest:
             return none
-        if self._pause:
-            self._pause -= 1
+        if self.budget.left <= 0 and not self._gained:
+            self.budget.needed = self._deciding
             return none
+        self._weighed = True
+        self.budget.needed = 0.0
         room = np.minimum(room, len(self._numbers))
         limits, speed_up = self._best(slots, room)
         # What hardly pays might not pay at all.
         self._longest = min(_OFTEN + int(_LONGEST * max(0.0, speed_up - 1.0)), _LONGEST)
         if speed_up > (_KEEP if self._drafting else _WORTH):
-            self._next_pause = _PAUSE
-            return limits
-        self._pause = self._next_pause
-        self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-        return self._probe(room)
+            return self._noted(slots, limits)
+        self._gained = False
+        return self._noted(slots, self._probe(room, plain))
+
+    def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
+        """Whether the drafter may have to read the text of a request first, which takes time."""
+        some = slots[limits > 0]
+        self._reading = not self._known[some].all()
+        self._known[some] = True
+        return limits
 
     def _best(self, slots: _Ids, room: _Ids) -> tuple[_Ids, float]:
         """The fastest choice among the best drafts of each number, and its speed-up."""
@@ -191,16 +252,20 @@ class DraftControl:
         best = int(speed_ups.argmax())
         return np.bincount(rows[: best + 1], minlength=requests), float(speed_ups[best])
 
-    def _probe(self, room: _Ids) -> _Ids:
-        """A few drafts for one request, if the account can pay for them all being wrong."""
+    def _probe(self, room: _Ids, plain: float) -> _Ids:
+        """A few drafts for one request, if the budget can pay for them all being wrong."""
         limits = np.zeros_like(room)
         able = room.nonzero()[0]
         if not len(able):
+            self.budget.needed = self.budget.left  # first earn what deciding took
             return limits
         requests = len(room)
         time = self._costs.judging(requests, _PROBE)[-1] + self._costs.making(requests, _PROBE)[-1]
-        if self.account > time - 1.0 + ALLOWANCE:
-            row = able[self._turn // _SAME % len(able)]
-            self._turn += 1
-            limits[row] = min(_PROBE, room[row])
+        loss = (float(time) - 1.0) * plain
+        if self.budget.left < loss:
+            self.budget.needed = loss + self._deciding
+            return limits
+        row = able[self._turn // _SAME % len(able)]
+        self._turn += 1
+        limits[row] = min(_PROBE, room[row])
         return limits

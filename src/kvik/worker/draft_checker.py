@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvik.worker.copies import upload
 from kvik.worker.graphs import Network, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains
@@ -124,4 +125,4 @@ class DraftChecker:
     def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> torch.Tensor:
         block, offset = np.divmod(places, self.table.block_size)
         blocks = self.table.block_tables[group][slots, block].astype(np.int64)
-        return torch.from_numpy(blocks * self.table.block_size + offset).to(self.device)
+        return upload(blocks * self.table.block_size + offset, self.device)

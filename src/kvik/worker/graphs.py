@@ -37,6 +37,10 @@ class StepOutput:
 
 
 class Graph(Protocol):
+    def prepare(self) -> None:
+        """Before the inputs of a step are laid out: a moment to make later steps faster."""
+        ...
+
     def run(self, batch: InputBatch) -> StepOutput:
         """The forward of one step."""
         ...
@@ -74,6 +78,9 @@ class Eager:
 
     def __init__(self, network: Network) -> None:
         self.network = network
+
+    def prepare(self) -> None:
+        pass
 
     def run(self, batch: InputBatch) -> StepOutput:
         return self.network.forward(

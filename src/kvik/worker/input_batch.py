@@ -97,7 +97,7 @@ def build_input_batch(
         )
         for group, block_table in enumerate(table.block_tables)
     )
-    return InputBatch(
+    batch = InputBatch(
         input_ids=inputs.put("input_ids", input_ids),
         positions=inputs.put("positions", positions),
         layouts=layouts,
@@ -107,6 +107,8 @@ def build_input_batch(
         logits_indices=inputs.put("logits_indices", logits_indices),
         num_drafts=num_drafts,
     )
+    inputs.send()
+    return batch
 
 
 def _along(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.worker.copies import upload
 
 _Ids = NDArray[np.int64]
 
@@ -44,6 +45,11 @@ class TokenRules:
             or params.bad_words
             or params.min_tokens
         )
+
+    @property
+    def reads_output(self) -> bool:
+        """Words of several tokens are banned by those that came before."""
+        return bool(self._bad_words)
 
     def append(self, token: int) -> None:
         if self._bad_words:
@@ -108,9 +114,9 @@ def gather_edits(
     ]
     values = np.concatenate([r.bias_values for _, r, _ in rules])
     return Edits(
-        bias=(*_flatten(bias, device), torch.from_numpy(values).to(device)),
+        bias=(*_flatten(bias, device), upload(values, device)),
         allowed=_flatten(allowed, device),
-        restricted=torch.tensor([row for row, _ in allowed], dtype=torch.int64, device=device),
+        restricted=upload(np.array([row for row, _ in allowed], np.int64), device),
         banned=_flatten(banned, device),
     )
 
@@ -118,7 +124,7 @@ def gather_edits(
 def _flatten(entries: list[tuple[int, _Ids]], device: torch.device) -> tuple[Tensor, Tensor]:
     rows = np.repeat([row for row, _ in entries], [len(ids) for _, ids in entries])
     ids = np.concatenate([ids for _, ids in entries]) if entries else np.empty(0)
-    put = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (rows, ids))
+    put = (upload(a.astype(np.int64), device) for a in (rows, ids))
     return next(put), next(put)
 
 

@@ -1,7 +1,14 @@
-"""Runs a plan: apply the diff, build the batch, forward, sample, remember."""
+"""Runs plans: apply the diff, build the batch, forward, sample; then read, and remember.
+
+A step is begun, and finished when its tokens are wanted. Between the two later steps may be begun:
+their host work is done while the device computes. Such a step counts on a token whose id only the
+device knows yet, and takes it from there. Where the host must know it first (words of several
+tokens that are banned, drafts), the steps before are finished before the next one is begun.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,27 +16,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
+from kvik.worker.copies import Copies, upload
 from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
 from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
+from kvik.worker.newest_tokens import NewestTokens
 from kvik.worker.pooling import Pooling
-from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import token_logprobs
+from kvik.worker.prompt_logprobs import PromptLogprobs
+from kvik.worker.request_table import Expected, RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import StepInputs
-from kvik.worker.step_sampler import StepSampler, describe
+from kvik.worker.step_sampler import LaunchedTokens, StepSampler, describe
 
 
-@dataclass(slots=True)
-class _PromptLogprobs:
-    """Gathered chunk by chunk, handed over once the prompt is through."""
+@dataclass(slots=True, eq=False)
+class RunningStep:
+    """A step between `begin` and `finish`.
 
-    top: int
-    found: list[TokenLogprobs] = field(default_factory=list)
+    Attributes:
+        output: of its forward, where drafts are judged or made; valid until the next step begins.
+        errors: by row, of those found so far.
+        launched, expected: its tokens, if it samples any and has no drafts.
+        result: what came of it, once it is known.
+    """
+
+    plan: SchedulerOutput
+    started: float
+    batch: InputBatch
+    output: StepOutput | None
+    errors: dict[int, str]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    embeddings: dict[int, list[float]]
+    launched: LaunchedTokens | None = None
+    expected: Expected | None = None
+    result: ModelRunnerOutput | Exception | None = None
+    token_ids: list[list[int]] = field(default_factory=list)  # by row
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -44,6 +69,7 @@ class ModelRunner:
         sampling: SamplingTable,
         device: torch.device,
         clock: Callable[[], float],
+        copies: Copies,
         speculator: Speculator | None = None,
     ) -> None:
         self.network = network
@@ -51,57 +77,69 @@ class ModelRunner:
         self.inputs = inputs
         self.table = table
         self.sampling = sampling
-        self.sampler = StepSampler(network.ops, sampling, device)
+        self.sampler = StepSampler(network.ops, sampling, device, copies)
         self.device = device
         self.clock = clock
+        self.depth = copies.depth
         self.speculator = speculator
         self.checker: DraftChecker | None = None
         if speculator is not None:
             self.checker = DraftChecker(network, table, self.sampler, speculator, device)
-        self._prompt_logprobs: dict[int, _PromptLogprobs] = {}  # by slot
+        self._prompt_logprobs = PromptLogprobs(network)
         self._pooling = Pooling()
+        self._newest: NewestTokens | None = None
+        if copies.depth > 1:
+            self._newest = NewestTokens(len(table.num_tokens), device)
+        self._running: deque[RunningStep] = deque()
         self._ended = clock()  # the last step
 
-    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step.
+    def begin(self, plan: SchedulerOutput) -> RunningStep:
+        """Compute one step, as far as nobody has to wait for it. Steps are begun in the order of
+        their plans.
 
         Raises:
             Exception: the forward as a whole failed. What concerns one request alone is reported
                 in the output's `errors` instead.
         """
         started = self.clock()
+        if self._running and self._waits(plan):
+            self._settle()
+        self.graph.prepare()
         refused = self._apply(plan)
         batch, output = self._forward(plan)
         errors: dict[int, str] = {}
         if refused:
             errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
-        prompt_logprobs = self._read_prompt_logprobs(batch, output.hidden, errors)
-        embeddings = self._pooling.read(batch, output.hidden, self.table, errors)
-        token_ids: list[list[int]] = [[] for _ in plan.slots]
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        proposed: list[int] | None = None
-        times: DraftTimes | None = None
-        if len(batch.sampling_rows):
-            checked = self._sample(batch, output, token_ids, logprobs, errors)
-            guessing = self.speculator
-            if guessing is not None and (batch.num_drafts is not None or not guessing.rest()):
-                seconds = self.clock() - started
-                # Fewer steps also save what the engine does between them, unless it was idle.
-                seconds += min(started - self._ended, seconds)
-                times = self._observe(guessing, batch, checked, seconds)
-                proposed = self._propose(guessing, batch, output, checked, errors)
-        self._ended = self.clock()
-        return ModelRunnerOutput(
-            step=plan.step,
-            token_ids=token_ids,
-            num_draft_tokens=proposed,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            embeddings=embeddings,
-            errors=errors,
-            seconds=self._ended - started,
-            draft_times=times,
+        step = RunningStep(
+            plan,
+            started,
+            batch,
+            None if self.speculator is None else output,
+            errors,
+            self._prompt_logprobs.read(batch, output.hidden, self.table, errors),
+            self._pooling.read(batch, output.hidden, self.table, errors),
         )
+        if len(batch.sampling_rows) and batch.num_drafts is None:
+            self._launch(step, output)
+        self._running.append(step)
+        return step
+
+    def finish(self, step: RunningStep) -> ModelRunnerOutput:
+        """Wait for a step and take in what it brought. Steps are finished in the order in which
+        they were begun; one whose caller was interrupted may be left out.
+
+        Raises:
+            Exception: the step as a whole failed.
+        """
+        if step in self._running:
+            while self._running.popleft() is not step:
+                pass
+            self._complete(step)
+        if step.result is None:
+            step.result = RuntimeError("the step was interrupted")
+        if isinstance(step.result, Exception):
+            raise step.result
+        return step.result
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """Compute a step that samples nothing, for a caller that wants more of it than tokens.
@@ -112,12 +150,77 @@ class ModelRunner:
         self._apply(plan)
         return self._forward(plan)[1].hidden
 
+    def _waits(self, plan: SchedulerOutput) -> bool:
+        """Whether a step can be begun only when the host knows what those before it sampled."""
+        return self.speculator is not None or self.sampling.waits(np.array(plan.slots))
+
+    def _settle(self) -> None:
+        """Finish all steps, for whom it may concern later."""
+        while self._running:
+            self._complete(self._running.popleft())
+
+    def _complete(self, step: RunningStep) -> None:
+        """To the step's result, which may be an exception."""
+        try:
+            step.result = self._take_in(step)
+        except Exception as error:
+            step.result = error
+
+    def _take_in(self, step: RunningStep) -> ModelRunnerOutput:
+        """Wait for the step's tokens, and remember them."""
+        batch, errors = step.batch, step.errors
+        step.token_ids = [[] for _ in step.plan.slots]
+        proposed: list[int] | None = None
+        times: DraftTimes | None = None
+        if len(batch.sampling_rows):
+            checked = self._check(step) if step.launched is None else None
+            if step.launched is not None and step.expected is not None:
+                self._receive(step, step.launched, step.expected)
+            guessing = self.speculator
+            if guessing is not None:
+                seconds = self.clock() - step.started
+                # Fewer steps also save what the engine does between them, unless it was idle.
+                seconds += min(step.started - self._ended, seconds)
+                rows, num_tokens = len(batch.sampling_rows), len(batch.input_ids)
+                if checked is None and guessing.idle:
+                    due = guessing.passed(rows, seconds, pure=num_tokens == rows)
+                else:
+                    due, times = True, self._observe(guessing, batch, checked, seconds)
+                if due:
+                    assert step.output is not None
+                    proposed = self._propose(guessing, batch, step.output, checked, errors)
+        self._ended = self.clock()
+        return ModelRunnerOutput(
+            step=step.plan.step,
+            token_ids=step.token_ids,
+            num_draft_tokens=proposed,
+            logprobs=step.logprobs,
+            prompt_logprobs=step.prompt_logprobs,
+            embeddings=step.embeddings,
+            errors=errors,
+            seconds=self._ended - step.started,
+            draft_times=times,
+        )
+
     def _forward(self, plan: SchedulerOutput) -> tuple[InputBatch, StepOutput]:
         tree = None if self.speculator is None else self.speculator.tree
         batch = build_input_batch(plan, self.table, self.inputs, tree)
+        if self._running and self._newest is not None:
+            rows = np.flatnonzero(self._unknown()[batch.slots] & np.array(plan.samples))
+            if len(rows):
+                self._newest.fill(batch.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
         output = self.graph.run(batch)
         self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
         return batch, output
+
+    def _unknown(self) -> np.ndarray:
+        """[slots] bool, whose newest token only the device knows."""
+        unknown = np.zeros(len(self.table.num_tokens), np.bool_)
+        for step in self._running:
+            if step.expected is not None:
+                slots, kept = step.expected.slots, self.table.still(step.expected)
+                unknown[slots if kept is None else slots[kept]] = True
+        return unknown
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
         """Bring the tables up to date. Returns slots whose request could not be set up, and why."""
@@ -126,7 +229,7 @@ class ModelRunner:
             if self.speculator is not None:
                 self.speculator.leave(slot)
             self.sampling.clear(slot)
-            self._prompt_logprobs.pop(slot, None)
+            self._prompt_logprobs.leave(slot)
             self._pooling.leave(slot)
         for new in plan.new_requests:
             self.table.add(new)
@@ -141,7 +244,7 @@ class ModelRunner:
         for slot, group, ids in plan.new_blocks:
             self.table.add_blocks(slot, group, ids)
         if plan.block_copies:
-            source, target = torch.tensor(plan.block_copies, device=self.device).unbind(1)
+            source, target = upload(np.array(plan.block_copies), self.device).unbind(1)
             for cache in {id(layer): layer for layer in self.network.kv}.values():
                 for tensor in cache.tensors:
                     self.network.ops.copy_blocks(tensor, source, target)
@@ -151,65 +254,63 @@ class ModelRunner:
         prompt = new.token_ids[: new.num_prompt_tokens]
         output = new.token_ids[new.num_prompt_tokens :]
         self.sampling.set(new.slot, new.params, new.seed, prompt, output, new.stop_ids)
-        if new.params.prompt_logprobs is not None:
-            self._prompt_logprobs[new.slot] = _PromptLogprobs(new.params.prompt_logprobs)
+        self._prompt_logprobs.enter(new)
 
-    def _sample(
-        self,
-        batch: InputBatch,
-        output: StepOutput,
-        token_ids: list[list[int]],
-        logprobs: dict[int, list[TokenLogprobs]],
-        errors: dict[int, str],
-    ) -> CheckedDrafts | None:
-        """Tokens for the sampling rows: one for each, and one for each draft that was right.
+    def _launch(self, step: RunningStep, output: StepOutput) -> None:
+        """Begin to sample one token for each sampling row. What depends on it is up to date when
+        this returns, but for the host's knowledge of it."""
+        slots = step.batch.slots[step.batch.sampling_rows]
+        step.launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
+        self.sampling.count(slots, step.launched.token_ids)
+        if self._newest is not None:
+            self._newest.note(slots, step.launched.token_ids)
+        step.expected = self.table.expect(slots)
 
-        Returns:
-            How the drafts fared; None if there were none.
-        """
-        rows = batch.sampling_rows
-        slots = batch.slots[rows]
-        if batch.num_drafts is not None:
-            assert self.checker is not None
-            checked = self.checker.check(batch, output, batch.num_drafts)
-            self._take_in(batch, checked, token_ids, logprobs, errors)
-            return checked
-        found = self.sampler.sample(output, slots, self.table.num_tokens[slots])
-        self.table.append_tokens(slots, found.token_ids)
-        for i, failure in self.sampling.append(slots, found.token_ids).items():
-            errors[int(rows[i])] = describe(failure)
+    def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
+        """The tokens of a step without drafts have arrived."""
+        rows, found = step.batch.sampling_rows, launched.read()
+        self.table.learn(expected, found.token_ids)
+        for i, failure in self._tell(expected, found.token_ids).items():
+            step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
-            token_ids[row] = token
+            step.token_ids[row] = token
         for i, entry in found.logprobs.items():
-            logprobs[int(rows[i])] = [entry]
+            step.logprobs[int(rows[i])] = [entry]
         for i, why in found.bad_rows.items():
-            errors[int(rows[i])] = why
-        return None
+            step.errors[int(rows[i])] = why
 
-    def _take_in(
-        self,
-        batch: InputBatch,
-        checked: CheckedDrafts,
-        token_ids: list[list[int]],
-        logprobs: dict[int, list[TokenLogprobs]],
-        errors: dict[int, str],
-    ) -> None:
-        """What a step with drafts brought its requests."""
+    def _tell(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
+        """The rules of the requests that sampled, unless they have left."""
+        kept = self.table.still(expected)
+        if kept is None:
+            return self.sampling.tell(expected.slots, tokens)
+        rows = np.flatnonzero(kept)
+        failed = self.sampling.tell(expected.slots[rows], tokens[rows])
+        return {int(rows[i]): failure for i, failure in failed.items()}
+
+    def _check(self, step: RunningStep) -> CheckedDrafts:
+        """The tokens of a step with drafts: one for each sampling row, and one for each draft that
+        was right."""
+        batch, token_ids, logprobs = step.batch, step.token_ids, step.logprobs
+        assert self.checker is not None
+        assert step.output is not None and batch.num_drafts is not None
+        checked = self.checker.check(batch, step.output, batch.num_drafts)
         rows, found = batch.sampling_rows, checked.found
         slots, tokens = batch.slots[rows], found.token_ids[checked.rows]
         owners = np.repeat(rows, checked.lengths)
         appended = self.sampling.append(np.repeat(slots, checked.lengths), tokens)
         for i, failure in appended.items():
-            errors[int(owners[i])] = describe(failure)
+            step.errors[int(owners[i])] = describe(failure)
         for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
             if first in found.bad_rows:
-                errors[row] = found.bad_rows[first]
+                step.errors[row] = found.bad_rows[first]
         for row, token, i in zip(
             owners.tolist(), tokens.tolist(), checked.rows.tolist(), strict=True
         ):
             token_ids[row].append(token)
             if i in found.logprobs:
                 logprobs.setdefault(row, []).append(found.logprobs[i])
+        return checked
 
     @staticmethod
     def _observe(
@@ -256,41 +357,3 @@ class ModelRunner:
         proposed[rows] = speculator.num_drafts[slots]
         found: list[int] = proposed.tolist()
         return found
-
-    def _read_prompt_logprobs(
-        self, batch: InputBatch, hidden: Tensor, errors: dict[int, str]
-    ) -> dict[int, list[TokenLogprobs]]:
-        """Logprobs of the prompt tokens that this step's positions predict, where asked for."""
-        done: dict[int, list[TokenLogprobs]] = {}
-        if not self._prompt_logprobs:
-            return done
-        for row, slot in enumerate(batch.slots.tolist()):
-            wanted = self._prompt_logprobs.get(slot)
-            if wanted is None or row in errors:
-                continue
-            num_prompt = int(self.table.num_prompt[slot])
-            start, end = int(batch.starts[row]), int(batch.starts[row + 1])
-            first = int(self.table.num_computed[slot]) - (end - start)  # position of `start`
-            last = min(first + end - start, num_prompt - 1)  # this one predicts no prompt token
-            try:
-                targets = self.table.token_ids[slot, first + 1 : last + 1].astype(np.int64)
-                ids = torch.from_numpy(targets).to(self.device)
-                for i in range(0, last - first, PROMPT_ROWS):
-                    rows = hidden[start + i : start + last - first][:PROMPT_ROWS]
-                    wanted.found += self._score(rows, ids[i : i + PROMPT_ROWS], wanted.top)
-            except Exception as error:
-                errors[row] = describe(error)
-                continue
-            if first + end - start >= num_prompt:
-                done[row] = self._prompt_logprobs.pop(slot).found
-        return done
-
-    def _score(self, hidden: Tensor, ids: Tensor, top: int) -> list[TokenLogprobs]:
-        """Logprobs of given tokens. Their logits are gone when it returns.
-
-        Args:
-            hidden: [rows, hidden]. ids: [rows] int64.
-        """
-        logits = self.network.model.logits(hidden)  # [rows, vocab]
-        parts = zip(logits.split(PROMPT_COPIED_ROWS), ids.split(PROMPT_COPIED_ROWS), strict=True)
-        return [found for part in parts for found in token_logprobs(*part, top)]

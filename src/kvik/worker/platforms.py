@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +19,17 @@ from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
+from kvik.worker.cuda_graphs import CudaCapturer, DecodeGraphs
+from kvik.worker.device_inputs import DeviceInputs
 from kvik.worker.graphs import Eager, Graph, Network
+from kvik.worker.kv_pool import KVPool
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
 
 log = logging.getLogger(__name__)
 
 NATIVE_DRAW_BYTES = 4  # of each logit: a copy of the rows that draw
+# The same, and what a program finds out about a chunk of logits (kernels/triton/draw.py).
+TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 1
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -121,6 +128,55 @@ class NativePlatform:
         release_freed()
 
 
+class TritonPlatform:
+    """Triton's kernels on a GPU."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        from kvik.kernels.triton.ops import triton_ops
+        from kvik.kernels.triton.packing import GPU
+
+        device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton launches there, wherever its arguments are
+        ops = triton_ops(device)
+        backend = select_backend(config.runner.attention_backend, ops, device, dtype)
+        pool = KVPool(config.memory.kv_cache)
+        self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool)
+        self._config = config
+
+    def graph(
+        self, network: Network, sizes: StepSizes, *, trees: bool = False
+    ) -> tuple[Graph, StepInputs]:
+        from kvik.attention.triton import TritonAttention
+
+        config, device = self._config, self.parts.device
+        context, block_size = config.scheduler.max_model_len, config.cache.block_size
+        fitting = tuple(n for n in config.runner.graph_sizes if n <= min(sizes.seqs, sizes.tokens))
+        inputs = DeviceInputs(
+            sizes,
+            len(network.groups),
+            -(-context // block_size),
+            device,
+            max(fitting, default=0),
+            trees=trees,
+        )
+        if not fitting or not isinstance(self.parts.backend, TritonAttention):
+            return Eager(network), inputs  # other backends plan a step on the host
+        capturer = CudaCapturer(device)
+        graphs = DecodeGraphs(
+            network, inputs, capturer, fitting, block_size, context, time.monotonic
+        )
+        return graphs, inputs
+
+    def release_freed(self) -> None:
+        torch.cuda.empty_cache()
+
+
 def platform(config: ResolvedConfig) -> Platform:
     """As `resolve` decided."""
-    return NativePlatform(config) if config.runner.kernels == "native" else TorchPlatform(config)
+    makers: dict[str, Callable[[ResolvedConfig], Platform]] = {
+        "native": NativePlatform,
+        "triton": TritonPlatform,
+        "torch": TorchPlatform,
+    }
+    return makers[config.runner.kernels](config)

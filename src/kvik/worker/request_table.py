@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvik.core.plan import NewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Tokens that the table counts and does not know yet, one for each of some slots.
+
+    Attributes:
+        slots, places: [rows], and where in their sequences they stand.
+        entered: requests that had entered the table.
+    """
+
+    slots: np.ndarray
+    places: np.ndarray
+    entered: int
 
 
 class RequestTable:
@@ -19,6 +34,7 @@ class RequestTable:
         tenants: the cache salt of each slot's request.
         block_tables: per KV group [slots, max_blocks] int32.
         num_blocks: [groups, slots] int32, filled entries of each block table.
+        entered: how many requests ever entered a slot.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int):
@@ -33,9 +49,13 @@ class RequestTable:
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.entered = 0
+        self._entered_as = np.zeros(max_num_seqs, np.int64)  # the how manieth, by slot
 
     def add(self, new: NewRequest) -> None:
         slot, count = new.slot, len(new.token_ids)
+        self.entered += 1
+        self._entered_as[slot] = self.entered
         self.token_ids[slot, :count] = new.token_ids
         self.num_tokens[slot] = count
         self.num_computed[slot] = new.num_computed_tokens
@@ -58,10 +78,30 @@ class RequestTable:
         view.block_tables = [self.block_tables[group]] * num_groups
         return view
 
-    def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One sampled token for each of some slots."""
-        self.token_ids[slots, self.num_tokens[slots]] = tokens
+    def expect(self, slots: np.ndarray) -> Expected:
+        """One sampled token for each of some slots, which will be known later."""
+        expected = Expected(slots, self.num_tokens[slots], self.entered)
         self.num_tokens[slots] += 1
+        return expected
+
+    def still(self, expected: Expected) -> np.ndarray | None:
+        """[rows] bool, whose slots have not been given to others; None: none of them has."""
+        if self.entered == expected.entered:
+            return None
+        kept: np.ndarray = self._entered_as[expected.slots] <= expected.entered
+        return kept
+
+    def learn(self, expected: Expected, tokens: np.ndarray) -> None:
+        """What they are. Tokens of requests that left their slots meanwhile are forgotten.
+
+        Args:
+            tokens: [rows].
+        """
+        slots, places = expected.slots, expected.places
+        kept = self.still(expected)
+        if kept is not None:
+            slots, places, tokens = slots[kept], places[kept], tokens[kept]
+        self.token_ids[slots, places] = tokens
 
     def append_runs(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
         """Some sampled tokens for each of some slots.

@@ -8,18 +8,22 @@ or another token so that its own distribution stays what it is (`worker/rejectio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.draws import Draws
 from kvik.kernels.ops import Ops
+from kvik.worker.copies import upload
 from kvik.worker.rejection import coupled, typical
 from kvik.worker.sampling_batch import GuessedRows, SamplingBatch, TypicalRows
+from kvik.worker.scores import Scores, score, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,59 @@ class SampleResult:
     logprobs: by row, where asked for.
     """
 
-    token_ids: Tensor
+    token_ids: NDArray[np.integer]
     bad_rows: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was sampled, on the device.
+
+    Attributes:
+        token_ids: [rows] int64; meaningless in bad rows, but a token.
+        bad_rows: rows that are known to be bad.
+        unseen: largest logits [rows] that nobody has looked at: a row is bad where one is not
+            finite; and why it is.
+        scores: of the rows that `logprobs` says.
+        logprobs: row -> how many of the most likely tokens to report.
+    """
+
+    token_ids: Tensor
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    unseen: tuple[tuple[Tensor, str], ...] = ()
+    scores: Scores | None = None
+    logprobs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that `read` wants to know of, beside the tokens."""
+        scores = () if self.scores is None else self.scores.tensors
+        return (*(top for top, _ in self.unseen), *scores)
+
+    def read(self, token_ids: NDArray[np.integer], arrays: Sequence[NDArray[Any]]) -> SampleResult:
+        """
+        Args:
+            token_ids, arrays: what the tokens and `tensors` hold.
+        """
+        bad_rows = self.bad_rows.copy()
+        for largest, (_, why) in zip(arrays, self.unseen, strict=False):
+            for row in np.flatnonzero(~np.isfinite(largest)).tolist():
+                bad_rows.setdefault(row, why)
+        if self.scores is None:
+            return SampleResult(token_ids, bad_rows)
+        logprobs: dict[int, TokenLogprobs] = {}
+        found = told(arrays[len(self.unseen) :])
+        for (row, top), all_ in zip(self.logprobs.items(), found, strict=True):
+            if row not in bad_rows:
+                logprobs[row] = TokenLogprobs(
+                    all_.token_id, all_.logprob, all_.rank, all_.top[:top]
+                )
+        return SampleResult(token_ids, bad_rows, logprobs)
+
+
+NOT_FINITE = "the model's logits are not finite"
+NOTHING_ALLOWED = "the request's rules allow no token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +102,17 @@ class Guess:
 
 
 class Sampler:
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, *, looks: bool = True) -> None:
+        """
+        Args:
+            looks: whether to look for bad rows at once, which waits for the device.
+        """
         self._ops = ops
+        self._looks = looks
 
     def sample(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
-    ) -> SampleResult:
+    ) -> Sampled:
         """Sample each row. Works on any subset of a step's rows and changes nothing outside, so a
         caller may try again row by row after an exception.
 
@@ -64,12 +123,26 @@ class Sampler:
         """
         bad_rows: dict[int, str] = {}
         top, token_ids = largest or self._ops.largest(logits)
-        logits = _discard(logits, top, bad_rows, "the model's logits are not finite")
+        unseen: list[tuple[Tensor, str]] = []
+        if self._looks:
+            logits = _discard(logits, top, bad_rows, NOT_FINITE)
+        else:
+            unseen.append((top, NOT_FINITE))
+            good = top.isfinite()
+            token_ids = torch.where(good, token_ids, 0)
+            if not batch.takes_largest:
+                logits = torch.where(good[:, None], logits, 0.0)
         shaped = logits
         if batch.edits is not None or batch.penalties is not None:
             shaped = _shape(logits, batch)
             top, token_ids = self._ops.largest(shaped)
-            shaped = _discard(shaped, top, bad_rows, "the request's rules allow no token")
+            if self._looks:
+                shaped = _discard(shaped, top, bad_rows, NOTHING_ALLOWED)
+            else:
+                unseen.append((top, NOTHING_ALLOWED))
+                good = top.isfinite()
+                token_ids = torch.where(good, token_ids, 0)
+                shaped = torch.where(good[:, None], shaped, 0.0)
         random = batch.random
         if random is not None and random.rows is None:
             token_ids = self._ops.draw(shaped, random.draws)
@@ -80,7 +153,9 @@ class Sampler:
             token_ids = self._judge(shaped, token_ids, batch.guessed)
         if batch.typical is not None:
             token_ids = self._take(shaped, token_ids, batch.typical)
-        return SampleResult(token_ids, bad_rows, _report(logits, token_ids, batch, bad_rows))
+        wanted = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
+        scores = _score(logits, token_ids, wanted) if wanted else None
+        return Sampled(token_ids, bad_rows, tuple(unseen), scores, wanted)
 
     def guess(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
@@ -140,39 +215,6 @@ def _shape(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return shaped
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprobs]:
-    """Log probabilities of given tokens and of the `top` most likely ones.
-
-    Args:
-        logits: [rows, vocab]. token_ids: [rows] int64.
-    """
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
-    ranks = (logprobs > own).sum(-1) + 1
-    columns = (token_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), _most_likely(logprobs, top))
-    return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
-
-
-def _most_likely(logprobs: Tensor, top: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `top` tokens of each row, of equals the lower ids first (topk may take any of them)."""
-    if top == 0:
-        return [()] * len(logprobs)
-    top = min(top, logprobs.shape[-1])
-    last = logprobs.topk(top, dim=-1).values[:, -1:]
-    near = logprobs >= last  # with all that equal the last one: of a flat row the whole vocabulary
-    if int(near.sum()) > top * len(logprobs):
-        equal = logprobs == last
-        room = top - (logprobs > last).sum(-1, keepdim=True)
-        near &= ~equal | (equal.cumsum(-1, dtype=torch.int32) <= room)
-    ids = iter(near.nonzero()[:, 1].tolist())
-    values = iter(logprobs[near].tolist())
-    found = []
-    for count in near.sum(-1).tolist():
-        row = list(zip(islice(ids, count), islice(values, count), strict=True))
-        found.append(tuple(sorted(row, key=lambda item: -item[1])))  # keeps equals in order
-    return found
-
-
 def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:
     """Note the rows whose largest logit is NaN or infinite, and make them harmless."""
     finite = np.isfinite(top.cpu().numpy())  # a greedy step is too short for many torch calls
@@ -180,20 +222,16 @@ def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) ->
         return logits
     for row in np.flatnonzero(~finite).tolist():
         bad_rows.setdefault(row, why)
-    bad = torch.from_numpy(~finite).to(logits.device)
+    bad = upload(~finite, logits.device)
     return logits.masked_fill(bad[:, None], 0.0)
 
 
-def _report(
-    logits: Tensor, token_ids: Tensor, batch: SamplingBatch, bad_rows: dict[int, str]
-) -> dict[int, TokenLogprobs]:
-    """Of the model's own distribution, before any rule."""
-    wanted = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
-    if not wanted:
-        return {}
-    rows = torch.tensor(list(wanted), device=logits.device)
-    found = token_logprobs(logits[rows], token_ids[rows], max(wanted.values()))
-    return {
-        row: TokenLogprobs(all_.token_id, all_.logprob, all_.rank, all_.top[:top])
-        for (row, top), all_ in zip(wanted.items(), found, strict=True)
-    }
+def _score(logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Scores:
+    """Of the model's own distribution, before any rule.
+
+    Args:
+        wanted: row -> how many of the most likely tokens.
+    """
+    rows = upload(np.fromiter(wanted, np.int64, len(wanted)), logits.device)
+    found = token_ids.index_select(0, rows)
+    return score(logits.index_select(0, rows), found, max(wanted.values()))

@@ -80,6 +80,12 @@ class SamplingBatch:
     typical: TypicalRows | None = None
     logprobs: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def takes_largest(self) -> bool:
+        """Every row takes its most likely token, and nothing else is read of its logits."""
+        ruled = self.edits is not None or self.penalties is not None
+        return not ruled and self.random is None and self.guessed is None and not self.logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Supposed:

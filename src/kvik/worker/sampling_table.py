@@ -12,6 +12,7 @@ from torch import Tensor
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
+from kvik.worker.copies import upload
 from kvik.worker.logits_rules import Penalties, TokenRules, gather_edits
 from kvik.worker.noise import ACCEPT, SAMPLE, uniform
 from kvik.worker.sampling_batch import (
@@ -130,7 +131,7 @@ class SamplingTable:
     def append(
         self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
     ) -> dict[int, Exception]:
-        """The newest output tokens of some slots.
+        """The newest output tokens of some slots: `count` and `tell`.
 
         Args:
             slots, tokens: [n]; those of a slot in their order.
@@ -138,10 +139,26 @@ class SamplingTable:
         Returns:
             By index, what went wrong in the rules of one request alone.
         """
-        failed: dict[int, Exception] = {}
         if self._seen is not None:
-            counted = self._rows["needs"][slots] & _Need.PENALTIES != 0
-            self._seen.append(self._ids(slots[counted]), self._ids(tokens[counted]))
+            self.count(slots, self._ids(tokens))
+        return self.tell(slots, tokens)
+
+    def count(self, slots: NDArray[np.integer], tokens: Tensor) -> None:
+        """For penalties, which read on the device what was sampled there.
+
+        Args:
+            slots: [n]. tokens: [n] int64.
+        """
+        if self._seen is None:
+            return
+        counted = np.flatnonzero(self._rows["needs"][slots] & _Need.PENALTIES)
+        if len(counted):
+            mine = tokens.index_select(0, self._ids(counted))
+            self._seen.append(self._ids(slots[counted]), mine)
+
+    def tell(self, slots: NDArray[np.integer], tokens: NDArray[np.integer]) -> dict[int, Exception]:
+        """The rules of single tokens, which read on the host. Arguments and result as `append`."""
+        failed: dict[int, Exception] = {}
         if self._token_rules:
             for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
                 if slot in self._token_rules:
@@ -150,6 +167,16 @@ class SamplingTable:
                     except Exception as error:
                         failed[i] = error
         return failed
+
+    def waits(self, slots: NDArray[np.integer]) -> bool:
+        """Whether the rules of any of these requests must be told its newest token before the next
+        one is sampled.
+
+        Args:
+            slots: [rows].
+        """
+        rules = self._token_rules
+        return bool(rules) and any(s in rules and rules[s].reads_output for s in slots.tolist())
 
     def certain(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Which of these requests must not get drafts that were drawn: the greedy ones, and those
@@ -351,7 +378,7 @@ class SamplingTable:
         )
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self._device)
+        return upload(array.copy(), self._device)
 
     def _ids(self, array: NDArray[np.integer]) -> Tensor:
         return self._tensor(array.astype(np.int64))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kvik.worker.copies import upload
 
 
 class SeenTokens:
@@ -19,11 +22,13 @@ class SeenTokens:
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
 
     def set(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        device, vocab_size = self.counts.device, self.counts.shape[1]
+        device = self.counts.device
         self.in_prompt[slot] = False
-        self.in_prompt[slot, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-        ids = torch.tensor(output, dtype=torch.int64, device=device)
-        self.counts[slot] = torch.bincount(ids, minlength=vocab_size)
+        self.in_prompt[slot].index_fill_(0, upload(np.array(prompt, np.int64), device), True)
+        self.counts[slot] = 0
+        if output:
+            ids = upload(np.array(output, np.int64), device)
+            add_counts(self.counts, torch.full_like(ids, slot), ids)
 
     def append(self, slots: Tensor, tokens: Tensor) -> None:
         """slots, tokens: [n] int64."""

@@ -57,7 +57,9 @@ class Speculator:
         self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
         self._max_length = np.zeros(slots, np.int64)
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
-        self._making, self._asked = 0.0, 0  # when drafts were made last; see `StepFigures`
+        # When drafts were made last; see `StepFigures`. With what looking at the step took.
+        self._making, self._asked = 0.0, 0
+        self._waiting = False  # some slot has drafts
         self._complained = False
 
     def enter(self, new: NewRequest) -> None:
@@ -105,11 +107,22 @@ class Speculator:
         found = np.concatenate(rows)
         return Guesses(found, chains.judged[found], torch.cat(probs))
 
-    def rest(self) -> bool:
-        """Whether a step that had no drafts needs neither `observe` nor `propose`."""
-        if not self.speculation.adaptive or self._asked or self.num_drafts.any():
-            return False
-        return self.control.rest()
+    def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
+        """A step without drafts is done, for which none were looked for, as nearly all are where
+        they do not pay.
+
+        Args:
+            requests: that sampled. seconds, pure: see `observe`.
+
+        Returns:
+            Whether `propose` is due; else nobody gets drafts.
+        """
+        return self.control.passed(requests, seconds, pure=pure)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step without drafts has but `passed`, and neither `observe` nor `propose`."""
+        return not (self._asked or self._waiting) and self.speculation.adaptive
 
     def observe(
         self,
@@ -129,15 +142,17 @@ class Speculator:
             pure: it computed nothing else.
             paths: [rows, drafts of the tree] bool, which ones were accepted; None: they are chains.
         """
+        started = self.clock()
         making, asked = self._making, self._asked
         self.control.observe(
             StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths)
         )
-        self._making, self._asked = 0.0, 0
         self.num_drafts[slots] = 0
+        self._waiting = bool(self.num_drafts.any())
         if self._probs:
             for slot in slots.tolist():
                 self._probs.pop(slot, None)
+        self._making, self._asked = self.clock() - started, 0
         if not pure or not asked:
             return DraftTimes(making)
         if not drafts.any():
@@ -154,11 +169,13 @@ class Speculator:
             slots: [rows], all that go on.
             hidden: indices among `slots` -> their rows for `DraftRows.hidden`.
         """
+        started = self.clock()
         limits = self._limits(slots)
         chosen = limits.nonzero()[0]
         if not len(chosen):
+            self.control.decided(self._making + self.clock() - started)
+            self._making = 0.0
             return
-        started = self.clock()
         some = slots[chosen]
         rows = DraftRows(some, limits[chosen], hidden(chosen), self.sampling.certain(some))
         try:
@@ -166,7 +183,8 @@ class Speculator:
         except Exception:
             self._complain()
         self._asked = int(limits.max())
-        self._making = self.clock() - started
+        self._waiting = bool(self.num_drafts.any())
+        self._making += self.clock() - started
 
     def _limits(self, slots: np.ndarray) -> np.ndarray:
         """Most drafts for each slot: what the request and the step have room for. The scheduler may

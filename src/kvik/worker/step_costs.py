@@ -1,25 +1,27 @@
 """What steps cost, as measured: by requests, by drafts that are judged, by drafts that are made.
 
 Any single step may take any time, as a machine has other things to do. So steps without drafts are
-known by their median, and what drafts cost by curves that no measurement moves far. Those are kept
-as ratios to a step without drafts, so that both may change together as the texts grow.
+known by about their median, and what drafts cost by curves that no measurement moves far. Those are
+kept as ratios to a step without drafts, so that both may change together as the texts grow.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-_RECENT = 15  # steps without drafts that count
+_RECENT = 25  # steps without drafts that count
 _RATE = 0.1  # of a curve, at least: how far it follows a measurement
 _PRIOR = 1.5  # measurements that the guess before the first counts for, the first one included
 _FAR = 2.0  # a measurement moves a curve as at most so many times what it says
 _NEAR = 0.25  # or as so much more
-_CLIP = 2.0  # and counts as at most so many times, or as little as, what the curve says then
+_CLIP = 2.0  # a step counts as at most so many times, or as little as, what the curve says then
+_ACCIDENTS = 3  # in a row are none
 _FORGET = 0.998  # of what is known of drafts, in each step
 _SLOPE = 0.5  # more drafts cost half of what the last ones did, until they are measured
 _SHORTEST = 1e-9  # seconds, if a clock says that there were none
@@ -32,15 +34,20 @@ class StepCosts:
             max_drafts: of a request in a step. max_draft_rows: of all requests.
         """
         self._max_drafts, self._max_draft_rows = max_drafts, max_draft_rows
-        self._plain: dict[int, _Recent] = {}  # by requests
+        self._plain: dict[int, _Plain] = {}  # by requests
         self._judging: dict[int, _Curve] = {}  # by size of the batch: ratios by drafts in all
         self._making: dict[int, _Curve] = {}  # likewise, by most drafts of a request
+        self._excused: list[float] = []  # of the last steps with drafts, what did not count
 
     def observe_plain(self, requests: int, seconds: float) -> None:
-        """A step without drafts."""
-        self._plain.setdefault(requests, _Recent()).add(max(seconds, _SHORTEST))
-        self._judging_of(requests).forget()
-        self._making_of(requests).forget()
+        """A step without drafts. Nearly all are, where drafts do not pay: it is only noted."""
+        found = self._plain.get(requests)
+        if found is None:
+            found = _Plain(self._judging_of(requests), self._making_of(requests))
+            self._plain[requests] = found
+        found.seconds.append(seconds)
+        found.judging.forgotten += 1
+        found.making.forgotten += 1
 
     def observe_drafts(
         self, requests: int, drafts: int, judging: float, asked: int, making: float
@@ -51,25 +58,42 @@ class StepCosts:
             judging, making: times of the step and of making the drafts, over a step without.
 
         Returns:
-            What both count as together, held up by something else as they may have been.
+            What the step counts as: at most twice what was expected then, as something else may
+            have held it up. The third such step in a row was no accident: it counts in full, with
+            what did not count before.
         """
-        judged = self._judging_of(requests).observe(drafts, judging)
-        return judged + self._making_of(requests).observe(asked, making)
+        curve = self._judging_of(requests)
+        curve.observe(drafts, judging)
+        self._making_of(requests).observe(asked, making)
+        expected = float(curve.upto(drafts)[-1])
+        if judging <= expected * _CLIP:
+            self._excused.clear()
+            return max(judging, expected / _CLIP)
+        self._excused.append(judging - expected * _CLIP)
+        if len(self._excused) < _ACCIDENTS:
+            return expected * _CLIP
+        counted = expected * _CLIP + sum(self._excused)
+        self._excused = [0.0] * (_ACCIDENTS - 1)  # this goes on until one is as expected
+        return counted
+
+    def observe_making(self, requests: int, asked: int, making: float) -> None:
+        """Likewise, but no drafts were found."""
+        self._making_of(requests).observe(asked, making)
 
     def num_plain(self, requests: int) -> int:
         """Measurements of a step without drafts."""
         measured = self._plain.get(requests)
-        return 0 if measured is None else len(measured.values)
+        return 0 if measured is None else len(measured.seconds)
 
     def plain(self, requests: int) -> float | None:
         """Seconds of a step without drafts; None if nothing is known."""
         measured = self._plain.get(requests)
         if measured is not None:
-            return measured.middle
+            return measured.middle()
         if not self._plain:
             return None
         known = sorted(self._plain)
-        seconds = [self._plain[n].middle for n in known]
+        seconds = [self._plain[n].middle() for n in known]
         return float(np.interp(requests, known, seconds))
 
     def judging(self, requests: int, drafts: int) -> NDArray[np.float64]:
@@ -98,23 +122,24 @@ class StepCosts:
         return self._making[size]
 
 
-class _Recent:
-    """Attributes:
-    values: the last few.
-    middle: their median.
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Steps without drafts of one number of requests.
+
+    Attributes:
+        judging, making: the curves of such batches.
+        seconds: of the last few steps.
     """
 
-    __slots__ = ("middle", "values")
+    judging: _Curve
+    making: _Curve
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=_RECENT)
-        self.middle = 0.0
-
-    def add(self, value: float) -> None:
-        self.values.append(value)
-        ordered = sorted(self.values)
-        n = len(ordered)
-        self.middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    def middle(self) -> float:
+        """About their median: a little below, as that of a few may be too long, and drafts would
+        seem to gain what they do not."""
+        ordered = sorted(self.seconds)
+        return max(ordered[2 * len(ordered) // 5], _SHORTEST)
 
 
 class _Curve:
@@ -124,6 +149,8 @@ class _Curve:
 
     Attributes:
         most: drafts that were measured.
+        forgotten: steps since, in each of which what is known gives way a little to the first
+            guess: a cost that looks too high to be tried would never be measured again.
     """
 
     def __init__(self, first: float, most: int) -> None:
@@ -136,13 +163,15 @@ class _Curve:
         self._weights = [0.0] * len(self._places)  # measurements
         self._heights = np.full(len(self._places), first)  # what the values say
         self.most = 0
+        self.forgotten = 0
 
     def upto(self, drafts: int) -> NDArray[np.float64]:
         """[drafts + 1], what each number of them costs."""
+        self._forget()
         return np.interp(np.arange(drafts + 1), self._places, self._heights)
 
-    def observe(self, drafts: int, cost: float) -> float:
-        """Returns what the measurement counts as."""
+    def observe(self, drafts: int, cost: float) -> None:
+        self._forget()
         self.most = max(self.most, drafts)
         above = bisect_left(self._places, drafts)
         below = above - 1
@@ -155,24 +184,20 @@ class _Curve:
             if point and share:
                 values[point] += share * error * max(_RATE, 1 / (weights[point] + _PRIOR))
                 weights[point] += share
-        self._fade(above + 1)
+        self._fade(above + 1, _FORGET)
         self._draw()
-        heights = self._heights
-        expected = float((1 - part) * heights[below] + part * heights[above])
-        return min(max(cost, expected / _CLIP), expected * _CLIP)
 
-    def forget(self) -> None:
-        """Let what is known give way to the first guess: a cost that looks too high to be tried
-        would never be measured again."""
-        if self.most:
-            self._fade(1)
+    def _forget(self) -> None:
+        if self.most and self.forgotten:
+            self._fade(1, _FORGET**self.forgotten)
             self._draw()
+        self.forgotten = 0
 
-    def _fade(self, start: int) -> None:
+    def _fade(self, start: int, factor: float) -> None:
         """Of points that were not measured now."""
         first = self._values[0]
         for i in range(start, len(self._values)):
-            self._values[i] = first + (self._values[i] - first) * _FORGET
+            self._values[i] = first + (self._values[i] - first) * factor
 
     def _draw(self) -> None:
         places, values = self._places, self._values

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.worker.copies import upload
+
 
 class StepInputs(Protocol):
     def put(self, name: str, array: np.ndarray) -> Tensor:
@@ -20,15 +22,23 @@ class StepInputs(Protocol):
         """
         ...
 
+    def send(self) -> None:
+        """All that was put is on its way: kernels that begin now find it."""
+        ...
+
 
 class FreshInputs:
     """A new tensor each time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._here = device.type == "cpu"
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return torch.from_numpy(array) if self._here else upload(array, self.device)
+
+    def send(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +83,20 @@ class FixedInputs:
             self._arrays[f"slot_mapping {group}"] = np.zeros(sizes.tokens, np.int64)
             self._arrays[f"block_table {group}"] = np.zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+        # The parts that were written last: most steps are as large as the one before them.
+        self._parts = {name: (self._arrays[name], self._tensors[name]) for name in self._arrays}
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        part = tuple(map(slice, array.shape))
-        self._arrays[name][part] = array
-        return self._tensors[name][part]
+        memory, tensor = self._parts[name]
+        if memory.shape != array.shape:
+            part = tuple(map(slice, array.shape))
+            memory, tensor = self._arrays[name][part], self._tensors[name][part]
+            self._parts[name] = memory, tensor
+        memory[:] = array
+        return tensor
+
+    def send(self) -> None:
+        pass
 
     def whole(self, name: str) -> Tensor:
         """As large as the largest step's."""

@@ -13,9 +13,10 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.nn.context import ForwardContext
+from kvik.worker.copies import AtOnce, Copies, PinnedCopies
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.loading import load_network
-from kvik.worker.model_runner import ModelRunner
+from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
@@ -26,7 +27,16 @@ from kvik.worker.step_inputs import StepSizes
 class Worker:
     """Raises `ModelError` while it is built if the weights do not fit the spec."""
 
-    def __init__(self, config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        clock: Callable[[], float] = time.monotonic,
+        copies: Copies | None = None,
+    ) -> None:
+        """
+        Args:
+            copies: how results come to the host; None: as is best on the device.
+        """
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
@@ -62,6 +72,9 @@ class Worker:
                 DrafterParts(speculation, config, table, sampling, network, chosen)
             )
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
+        if copies is None:
+            copies = _best_copies(device, drafts=speculation is not None)
+        self.depth = copies.depth  # steps worth having in flight
         self._runner: ModelRunner | None = ModelRunner(
             network=network,
             graph=graph,
@@ -70,13 +83,21 @@ class Worker:
             sampling=sampling,
             device=device,
             clock=clock,
+            copies=copies,
             speculator=speculator,
         )
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def begin(self, plan: SchedulerOutput) -> RunningStep:
+        """See `ModelRunner.begin`."""
         runner = self._ready()
         with torch.inference_mode():
-            return runner.run(plan)
+            return runner.begin(plan)
+
+    def finish(self, step: RunningStep) -> ModelRunnerOutput:
+        """See `ModelRunner.finish`."""
+        runner = self._ready()
+        with torch.inference_mode():
+            return runner.finish(step)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
@@ -110,3 +131,11 @@ class Worker:
     def close(self) -> None:
         """Drop weights and cache; safe to call twice."""
         self._runner = None
+
+
+def _best_copies(device: torch.device, *, drafts: bool) -> Copies:
+    """A CPU computes where the host waits. Where drafts are made of what was sampled, the next step
+    needs it at once."""
+    if device.type == "cpu" or drafts:
+        return AtOnce()
+    return PinnedCopies()

@@ -79,6 +79,9 @@ class Watched:
         self.sizes: list[int] = []
         self.broken = 0  # forwards to go until one fails
 
+    def prepare(self) -> None:
+        pass
+
     def run(self, batch: InputBatch) -> StepOutput:
         if self.broken:
             self.broken -= 1

@@ -61,6 +61,7 @@ class DraftModel:
 
     def propose(self, rows: DraftRows) -> Drafts:
         network, slots = self._network, rows.slots
+        network.prepare()
         known = self._table.num_tokens[slots].astype(np.int64)
         self._settle(slots.tolist(), known.tolist())
         # The last draft is not computed, so it may lie beyond what the model knows.
@@ -165,23 +166,25 @@ class DraftModel:
         chain: Chain | None = None
         guessing = _Guessing(self._sampler, self._sampling, rows, self._room)
         going = np.flatnonzero(counts)
+        newest = self._newest(rows.slots[going], known[going])
         for depth in range(depths):
             if output is None or depth:
                 if chain is None or depth == shortest:  # some rows have their drafts
-                    going = going[counts[going] > depth]
+                    left = counts[going] > depth
+                    going, newest = going[left], newest[left]
                     shortest, places = int(counts[going].min()), known[going] + depth - 1
                     chain = self._network.chain(rows.slots[going], places, shortest - depth)
-                newest = found[going, depth - 1] if depth else self._newest(rows.slots, known)
                 output = chain.follow(newest)
             logits, largest = self._network.logits(output)
             guesses = guessing.draft(logits, largest, going, known + depth, found[:, :depth])
             for some, guess in guesses:
-                found[some, depth] = guess.token_ids.cpu().numpy()
+                found[some, depth] = tokens = guess.token_ids.cpu().numpy()
                 if guess.probs is not None:
                     if probs is None:
                         probs = guess.probs.new_zeros(int(counts.sum()), guess.probs.shape[1])
                     at = torch.from_numpy(first[some] + depth).to(probs.device)
                     probs.index_copy_(0, at, guess.probs)
+            newest = tokens if len(tokens) == len(going) else found[going, depth]
         return found, probs
 
 

@@ -43,6 +43,10 @@ class DraftNetwork:
         self.inputs = inputs
         self._vocabulary = vocabulary
 
+    def prepare(self) -> None:
+        """Before the first forward of a step; see `Graph.prepare`."""
+        self._graph.prepare()
+
     def read(self, slots: np.ndarray, chunks: np.ndarray, samples: np.ndarray) -> StepOutput:
         """Compute the next tokens of some slots.
 
@@ -101,11 +105,17 @@ class Chain:
         blocks, offsets = np.divmod(self._places, table.block_size)
         self._mapping = block_table[slots, blocks].astype(np.int64) * table.block_size + offsets
         self._lengths = (self._places + 1).astype(np.int32)
+        self._contexts = [tuple(lengths) for lengths in self._lengths.tolist()]
+        self._scheduled = (1,) * rows
         self._starts = np.arange(rows + 1)
         self._put_starts = put("query_start_loc", self._starts.astype(np.int32))
-        self._every = put("logits_indices", self._starts[:-1])
+        self._sampling_rows = self._starts[:-1]
+        self._every = put("logits_indices", self._sampling_rows)
         known = block_table[slots, : int(blocks[-1].max()) + 1]
-        self._tables = [put(f"block_table {i}", known) for i in range(len(table.block_tables))]
+        self._tables = [
+            (f"slot_mapping {i}", put(f"block_table {i}", known))
+            for i in range(len(table.block_tables))
+        ]
         self._depth = 0
 
     def follow(self, tokens: np.ndarray) -> StepOutput:
@@ -119,28 +129,27 @@ class Chain:
         """
         put, depth = self._network.inputs.put, self._depth
         self._depth += 1
-        lengths = put("seq_lens", self._lengths[depth])
-        num_scheduled, contexts = (1,) * len(tokens), tuple(self._lengths[depth].tolist())
+        lengths, contexts = put("seq_lens", self._lengths[depth]), self._contexts[depth]
         layouts = tuple(
             StepLayout(
                 query_start_loc=self._put_starts,
                 seq_lens=lengths,
                 block_table=block_table,
-                slot_mapping=put(f"slot_mapping {group}", self._mapping[depth]),
-                num_scheduled=num_scheduled,
+                slot_mapping=put(name, self._mapping[depth]),
+                num_scheduled=self._scheduled,
                 contexts=contexts,
                 block_size=self._network.table.block_size,
             )
-            for group, block_table in enumerate(self._tables)
+            for name, block_table in self._tables
         )
-        return self._network.run(
-            InputBatch(
-                input_ids=put("input_ids", tokens),
-                positions=put("positions", self._places[depth]),
-                layouts=layouts,
-                slots=self._slots,
-                starts=self._starts,
-                sampling_rows=self._starts[:-1],
-                logits_indices=self._every,
-            )
+        batch = InputBatch(
+            input_ids=put("input_ids", tokens),
+            positions=put("positions", self._places[depth]),
+            layouts=layouts,
+            slots=self._slots,
+            starts=self._starts,
+            sampling_rows=self._sampling_rows,
+            logits_indices=self._every,
         )
+        self._network.inputs.send()
+        return self._network.run(batch)

@@ -1,0 +1,237 @@
+"""Steps that are begun before the ones before are read: same tokens, and failures stay where they
+are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.overlapping import LateCopies, steps_in_flight
+
+from kvik import LLM, RequestOutput, SamplingParams
+from kvik.core.types import EngineRequest, FinishReason
+from kvik.kernels.torch_ops import TORCH
+from kvik.worker.graphs import Eager
+from kvik.worker.logits_rules import TokenRules
+from kvik.worker.model_runner import ModelRunner
+
+CONFIG = {"dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 6}
+CONFIG |= {"max_model_len": 96, "kernels": "torch", "num_blocks": 14, "block_size": 8}
+WORDS = ["Once upon a time", "The fox", "A little bird", "In the village there was", "Tom", "Lily"]
+
+
+@pytest.fixture(scope="module")
+def in_turn() -> Iterator[LLM]:
+    with LLM("", **CONFIG) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def overlapping(request) -> Iterator[tuple[LLM, LateCopies]]:
+    with steps_in_flight(request.param) as made, LLM("", **CONFIG) as llm:
+        yield llm, made[0]
+
+
+def rules(llm: LLM) -> dict[str, SamplingParams]:
+    """By what each needs of the tokens before, on the host or on the device."""
+    greedy = llm.generate(WORDS[0], SamplingParams(temperature=0, max_tokens=12), progress=False)
+    said = greedy[0].completions[0].token_ids
+    common = {"max_tokens": 24, "seed": 7, "ignore_eos": True}
+    return {
+        "greedy": SamplingParams(temperature=0, max_tokens=24),
+        "random": SamplingParams(top_k=20, top_p=0.9, min_p=0.01, **common),
+        "stops": SamplingParams(temperature=0, stop_token_ids=(said[5],), max_tokens=24),
+        "min_tokens": SamplingParams(
+            temperature=0, stop_token_ids=(said[5],), min_tokens=9, max_tokens=24
+        ),
+        "penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, **common),
+        "bad words": SamplingParams(
+            temperature=0, bad_words=(tuple(said[3:5]), tuple(said[6:9])), max_tokens=24
+        ),
+        "bias": SamplingParams(logit_bias={said[2]: -4.0}, allowed_token_ids=None, **common),
+        "logprobs": SamplingParams(logprobs=3, prompt_logprobs=2, **common),
+        "siblings": SamplingParams(n=3, **common),
+    }
+
+
+def generate(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    prompts = [WORDS[i % len(WORDS)] for i in range(len(params))]
+    return llm.generate(prompts, params, progress=False)
+
+
+def told(outputs: list[RequestOutput]) -> list[object]:
+    return [
+        (c.token_ids, c.logprobs, c.finish_reason, c.error, o.prompt_logprobs)
+        for o in outputs
+        for c in o.completions
+    ]
+
+
+def test_tokens_are_those_of_steps_in_turn(in_turn, overlapping) -> None:
+    llm, copies = overlapping
+    every = rules(in_turn)
+    for name, params in every.items():  # alone, so that nobody else makes a step wait
+        copies.most_unread = 0
+        assert told(generate(llm, [params])) == told(generate(in_turn, [params])), name
+        if name != "bad words":
+            assert copies.most_unread == copies.depth, name
+    together = [*every.values(), *every.values()]
+    found = generate(llm, together)
+    assert any(output.num_preemptions for output in found)
+    right = generate(in_turn, together)  # of other batches, so not of the same bits
+    assert [one[0] for one in told(found)] == [one[0] for one in told(right)]
+
+
+def test_words_that_are_banned_make_the_host_wait(in_turn, overlapping) -> None:
+    llm, copies = overlapping
+    copies.most_unread = 0
+    generate(llm, [rules(in_turn)["bad words"]])
+    assert copies.most_unread == 1
+
+
+def test_whoever_comes_and_goes_others_are_not_disturbed(in_turn, overlapping) -> None:
+    """Ends and arrivals at every moment: slots and blocks go to others while steps run."""
+    llm, _ = overlapping
+    params = [*rules(in_turn).values()]
+    params = [p.with_changes(n=1, max_tokens=16) for p in params]
+    right = {i: told(generate(in_turn, [p]))[0][0] for i, p in enumerate(params)}
+    prompt = generate(in_turn, params[:1])[0].prompt_token_ids
+    client = llm._client
+    rng = random.Random(5)
+    outputs: dict[str, list[int]] = {}
+    ended: dict[str, FinishReason] = {}
+    names: list[str] = []
+    for _ in range(400):
+        if len(names) < 60 and rng.random() < 0.4:
+            kind = rng.randrange(len(params))
+            name = f"{len(names)}/{kind}"
+            names.append(name)
+            deadline = None if rng.random() < 0.9 else client._loop.clock() + 0.01
+            client.add(EngineRequest(name, prompt, params[kind], deadline=deadline))
+        alive = [name for name in names if name not in ended]
+        if alive and rng.random() < 0.15:
+            client.end(rng.choice(alive))
+        for delta in client.poll():
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ended[delta.request_id] = delta.finish_reason
+        if len(names) == 60 and not client.has_requests:
+            break
+    assert ended.keys() == set(names) and FinishReason.ERROR not in ended.values()
+    assert FinishReason.LENGTH in ended.values() and FinishReason.ABORT in ended.values()
+    for name, reason in ended.items():
+        found, expected = outputs.get(name, []), right[int(name.partition("/")[2])]
+        whole = reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert found == (expected if whole else expected[: len(found)]), name
+    assert client.stats().kv_usage == 0
+
+
+LONG = "The dog and the cat went to the park. " * 3  # nobody else's positions reach so far
+
+
+def victims(llm: LLM) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """The victim, and the others, of a round in which one shares the steps of others."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    some = greedy.with_changes(temperature=0.8, seed=3, min_tokens=1)
+    outputs = llm.generate([LONG, *WORDS[:4]], [some] + [greedy] * 4, progress=False)
+    return outputs[:1], outputs[1:]
+
+
+@pytest.mark.parametrize("what", ["logits", "rules", "forward"])
+def test_a_failure_ends_those_it_concerns(in_turn, overlapping, what, monkeypatch) -> None:
+    llm, _ = overlapping
+    length = len(in_turn.generate(LONG, SamplingParams(max_tokens=1))[0].prompt_token_ids)
+    victim_right, others_right = victims(in_turn)
+    forward, steps = Eager.run, iter(range(10**6))
+
+    def broken(self, batch):
+        step = next(steps)
+        if what == "forward" and step == 6:
+            raise MemoryError("no room")
+        output = forward(self, batch)
+        at = batch.positions.index_select(0, batch.logits_indices)
+        if what == "logits":
+            output.logits[at == length + 3] = torch.nan
+            output.top[at == length + 3] = torch.nan
+        return output
+
+    def broken_rules(self, token):
+        raise LookupError("token rules")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Eager, "run", broken)
+        if what == "rules":
+            patch.setattr(TokenRules, "append", broken_rules)
+        (victim,), others = victims(llm)
+    (completion,) = victim.completions
+    assert completion.finish_reason == FinishReason.ERROR and completion.error
+    found = completion.token_ids
+    assert found == victim_right[0].completions[0].token_ids[: len(found)]
+    if what == "forward":
+        assert all(o.completions[0].finish_reason == FinishReason.ERROR for o in others)
+        assert "no room" in completion.error
+    else:
+        assert len(found) == {"logits": 4, "rules": 0}[what]
+        assert told(others) == told(others_right)
+    assert told([output for part in victims(llm) for output in part]) == told(
+        [*victim_right, *others_right]
+    )  # and goes on
+    assert llm.stats().kv_usage == 0
+
+
+class Looks:
+    """Calls that wait for a device, were one there. What a kernel does inside is its own business:
+    here they are torch's for CPUs."""
+
+    NAMES = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        self.forbidden = False
+
+    def install(self, patch: pytest.MonkeyPatch, runner: ModelRunner) -> None:
+        for name in self.NAMES:
+            patch.setattr(torch.Tensor, name, self._looked(name, getattr(torch.Tensor, name)))
+        sampler = runner.sampler._sampler
+        rows = {name: self.around(getattr(TORCH, name), False) for name in ("draw", "largest")}
+        patch.setattr(sampler, "_ops", replace(TORCH, **rows))
+
+    def around(self, call, forbidden: bool):
+        def run(*arguments):
+            before, self.forbidden = self.forbidden, forbidden
+            try:
+                return call(*arguments)
+            finally:
+                self.forbidden = before
+
+        return run
+
+    def _looked(self, name: str, call):
+        def look(*arguments):
+            assert not self.forbidden, f"Tensor.{name} waits for the device"
+            return call(*arguments)
+
+        return look
+
+
+@pytest.mark.parametrize(
+    "name", ["greedy", "random", "penalties", "bias", "min_tokens", "logprobs"]
+)
+def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -> None:
+    llm, _ = overlapping
+    params = rules(in_turn)[name].with_changes(prompt_logprobs=None)
+    runner, looks = llm._client._loop.executor._worker._runner, Looks()
+    launch, fill, steps = runner._launch, runner._newest.fill, []
+
+    def unseen(call):
+        return lambda *arguments: steps.append(call) or looks.around(call, True)(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        looks.install(patch, runner)
+        patch.setattr(runner, "_launch", unseen(launch))
+        patch.setattr(runner._newest, "fill", unseen(fill))
+        outputs = generate(llm, [params])
+    assert told(outputs)[0][3] is None
+    assert steps.count(launch) >= 10 and steps.count(fill) >= 10

@@ -1,0 +1,27 @@
+"""A whole engine on Triton's kernels without a GPU: in its interpreter, on CPU tensors.
+
+Nobody wants that but tests, so no flag of the engine asks for it: it is resolved for a CPU, and
+then gets the platform of a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvik.attention.triton import TritonAttention
+from kvik.config.config import ResolvedConfig
+from kvik.worker.platforms import Platform, TritonPlatform
+
+
+def interpret_engines(patch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from now on, with device="cpu", compute with Triton's kernels."""
+    everywhere = replace(TritonAttention.caps, devices=frozenset({"cpu", "cuda"}))
+    patch.setattr(TritonAttention, "caps", everywhere)
+    patch.setattr("kvik.worker.worker.platform", _interpreted)
+
+
+def _interpreted(config: ResolvedConfig) -> Platform:
+    runner = replace(config.runner, kernels="triton", attention_backend="triton")
+    return TritonPlatform(replace(config, runner=runner))
