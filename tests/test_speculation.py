@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -237,8 +237,62 @@ class Insistent:
         return Drafts([self.tokens[:limit] for limit in rows.limits.tolist()], self.tree)
 
 
+class Unruly:
+    """Drafts what the rules of its requests forbid, one token after another."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.turn = 0
+
+    def enter(self, slot: int) -> None: ...
+
+    def leave(self, slot: int) -> None: ...
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        self.turn += 1
+        start = self.turn % len(self.tokens)
+        drafts = (self.tokens[start:] + self.tokens[:start]) * 5
+        return Drafts([drafts[:limit] for limit in rows.limits.tolist()])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("typical", [False, True])
+def test_rules_hold_for_drafts_that_break_them(plain, temperature, typical, monkeypatch):
+    """Allowed tokens, bias, bad words and min_tokens are applied to the row of logits of every
+    draft; so will the masks of grammars be."""
+    eos = plain.resolved.model.eos_token_ids[0]
+    [word] = plain.tokenizer.encode(" girl", add_special_tokens=False)
+    rules = {
+        "allowed": {"allowed_token_ids": tuple(range(10, 40))},
+        "bias": {"logit_bias": {word: -100.0, 50: 3.0}},
+        "bad words": {"bad_words": (" little girl", " girl")},
+        "min_tokens": {"ignore_eos": False, "min_tokens": 20, "max_tokens": 25},
+    }
+    little = plain.tokenizer.encode(" little girl", add_special_tokens=False)
+    install(monkeypatch, lambda parts: Unruly([*little, eos, word, 50, eos]))
+    wish = {**EAGER, "typical_acceptance": typical, "typical_epsilon": 1e-6, "typical_delta": 1e-6}
+    with LLM(**ENGINE, spec_method=METHOD, spec_tokens=5, speculative_config=wish) as llm:
+        for name, rule in rules.items():
+            params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True)
+            params = params.with_changes(**rule)
+            outputs = llm.generate(PROMPTS, params)
+            assert sum(output.num_drafted_tokens for output in outputs) > 100
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                said = output.completions[0].token_ids
+                if name == "allowed":
+                    assert set(said) <= set(range(10, 40))
+                elif name == "min_tokens":
+                    assert len(said) >= 20 and eos not in said[:20]
+                else:
+                    assert word not in said, prompt
+            if temperature == 0.0:
+                assert texts_of(outputs) == texts_of(plain.generate(PROMPTS, params))
+
+
 @pytest.mark.parametrize("method", [METHOD, TREE_METHOD])
-def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(plain, method, monkeypatch):
+def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(
+    plain, method, monkeypatch, caplog
+):
     texts = texts_of(plain.generate(PROMPTS, GREEDY))
     words = plain.tokenizer.encode(", the", add_special_tokens=False)
     install(monkeypatch, lambda parts: Insistent(parts, words))
@@ -248,10 +302,12 @@ def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(plain, me
         options["spec_model"] = str(BUNDLED)  # any folder: our drafter has no heads to load
     with LLM(**ENGINE, **options, speculative_config=EAGER) as llm:
         lossless = llm.generate(PROMPTS, hot)
+    assert "lossy" not in caplog.text
     wish = {**EAGER, "typical_acceptance": True, "typical_epsilon": 0.001, "typical_delta": 0.01}
     with LLM(**ENGINE, **options, speculative_config=wish) as llm:
         [said] = [d for d in llm.resolved.decisions if d.name == "typical_acceptance"]
         assert "lossy: changes the distribution" in said.reason
+        assert "typical_acceptance is lossy" in caplog.text
         found = llm.generate(PROMPTS, hot)
         assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts
         seeded = hot.with_changes(seed=5)

@@ -84,7 +84,7 @@ def start(resolved: ResolvedConfig, record: Path | None = None) -> Engine:
 
 def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoop:
     """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
-    _tell_what_is_slow(resolved)
+    _tell_what_matters(resolved)
 
     from kvik.executors.inproc import InprocExecutor
 
@@ -153,12 +153,15 @@ def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -
     return replace(engine, resolved=resolved, client=InprocClient(loop, time.sleep))
 
 
-def _tell_what_is_slow(resolved: ResolvedConfig) -> None:
-    """An engine that could be several times faster says so at start, and why it is not."""
+def _tell_what_matters(resolved: ResolvedConfig) -> None:
+    """An engine that could be several times faster says so at start, and why it is not; and one
+    whose answers are not those of the model."""
     for decision in resolved.decisions:
         slow = decision.name == "kernels" and decision.value == "torch"
-        if slow and resolved.runner.device == "cpu" and decision.reason != ASKED:
+        if slow and decision.reason != ASKED:
             log.warning("running on torch's kernels, which are slower: %s", decision.reason)
+        elif decision.name == "typical_acceptance":
+            log.warning("speculation with typical_acceptance is %s", decision.reason)
 
 
 def resolve_config(config: EngineConfig) -> ResolvedConfig:

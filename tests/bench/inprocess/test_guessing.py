@@ -75,6 +75,7 @@ def test_the_prediction_is_the_formula() -> None:
     a = 18 / 24
     tokens = 2 / 12 + 10 / 12 * (1 + a + a**2 + a**3)
     assert PAIR.predicted == pytest.approx(tokens / (1.7 / 12 / 0.1 + 0.3 / 12 / 0.1))
+    assert PAIR.if_free == pytest.approx(tokens / (1.0 + 0.3 / 12 / 0.1))
     # It comes near what was measured.
     assert PAIR.predicted == pytest.approx(3.0 / 2.0, rel=0.1)
 

@@ -77,8 +77,17 @@ class Pair:
 
     @property
     def predicted(self) -> float:
+        """With all costs as they were measured."""
+        return self._expected(self.step_cost)
+
+    @property
+    def if_free(self) -> float:
+        """As in theorem 3.8, which takes a check to cost no more than a step without drafts."""
+        return self._expected(1.0)
+
+    def _expected(self, step_cost: float) -> float:
         tokens = 1.0 + self.share * (self._tokens_of_check - 1.0)
-        return tokens / (self.step_cost + self.share * self.depth * self.draft_cost)
+        return tokens / (step_cost + self.share * self.depth * self.draft_cost)
 
     @property
     def _tokens_of_check(self) -> float:

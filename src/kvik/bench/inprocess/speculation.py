@@ -59,6 +59,14 @@ GAUGES = (
         lambda pair: pair.predicted,
     ),
     Gauge(
+        "if checks were free",
+        "x",
+        "more",
+        "the same with steps that take no longer for their drafts: what acceptance alone promises, "
+        "on a machine that is not yet bound by arithmetic",
+        lambda pair: pair.if_free,
+    ),
+    Gauge(
         "engine's estimate",
         "x",
         "more",
