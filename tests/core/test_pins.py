@@ -68,10 +68,16 @@ def test_a_pin_reaches_as_far_as_it_was_asked_to_in_full_blocks() -> None:
     assert cached(sim, prompt) == 8
 
 
-def test_the_last_token_of_a_prompt_is_never_pinned() -> None:
-    sim = Simulation(Setup(num_blocks=40, windows=(6,)))
-    serve(sim, [1] * 16, Pin(16, 5 * MINUTES))
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6)])
+def test_a_pin_that_ends_with_its_prompt_keeps_all_blocks_of_it(
+    windows: tuple[int | None, ...],
+) -> None:
+    """Longer prompts read the last one too. The same prompt computes its last token anew."""
+    sim = Simulation(Setup(num_blocks=40, windows=windows))
+    request = serve(sim, [1] * 16, Pin(16, 5 * MINUTES))
+    assert request.num_pinned_tokens == 16
     churn(sim)
+    assert cached(sim, [1] * 16 + [2]) == 16
     assert cached(sim, [1] * 16) == 12
 
 

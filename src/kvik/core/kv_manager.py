@@ -153,24 +153,23 @@ class KVCacheManager:
             self.pin(request, now)
 
     def pin(self, request: Request, now: float) -> None:
-        """Pin the prefixes that a request wants pinned, as far as they are published by now.
-
-        The prompt's last token is computed anew by whoever has the same prompt, so no pin needs to
-        reach it.
-        """
+        """Pin the prefixes that a request wants pinned, as far as they are published by now."""
         if not self.caching:
             return
-        longest = request.num_prompt_tokens - 1
-        done = 0
+        prompt, done = request.num_prompt_tokens, 0
         for pin in request.pins:
-            length = min(pin.num_tokens, longest) // self.block_size
+            tokens = min(pin.num_tokens, prompt)
+            length = tokens // self.block_size
             if length > request.num_committed_blocks:
                 break
             done += 1
-            hashes = request.block_hashes[:length]
-            if hashes and self.pins.pin(request.tenant, hashes, pin.seconds, now):
-                written = length * self.block_size - request.num_cached_tokens
-                request.num_pinned_tokens = max(request.num_pinned_tokens, written)
+            # Where a pin ends with the prompt, longer prompts read all of it. Who has the same one
+            # computes its last token anew, and what its windows then see is kept for it too.
+            for blocks in dict.fromkeys((min(tokens, prompt - 1) // self.block_size, length)):
+                hashes = request.block_hashes[:blocks]
+                if hashes and self.pins.pin(request.tenant, hashes, pin.seconds, now):
+                    written = blocks * self.block_size - request.num_cached_tokens
+                    request.num_pinned_tokens = max(request.num_pinned_tokens, written)
         request.pins = request.pins[done:]
 
     def free(self, request: Request, *, forget: bool = False) -> None:

@@ -19,7 +19,8 @@ from kvik.server.anthropic.usage import Meter
         (100, [(40, HOUR), (70, FIVE_MINUTES)], 48, 16, 0),  # what is for an hour was there
         (100, [(40, FIVE_MINUTES), (70, HOUR)], 0, 64, 64),
         (100, [(40, FIVE_MINUTES), (90, HOUR)], 0, 32, 0),  # no room for the longer one
-        (96, [(96, HOUR)], 0, 80, 80),  # whose last token is computed anew each time
+        (96, [(96, HOUR)], 0, 96, 96),
+        (96, [(96, HOUR)], 80, 16, 16),  # whose last token is computed anew each time
         (100, [(70, HOUR)], 64, 0, 0),
     ],
 )

@@ -48,9 +48,9 @@ class Meter:
 
     def _for_an_hour(self, read: int, written: int) -> int:
         """Of the tokens written and pinned, those up to the last mark of an hour that they reach:
-        there may not have been room for a longer pin. A prompt's last token is never pinned."""
+        there may not have been room for a longer pin."""
         lengths = [
-            min(pin.num_tokens, self.num_prompt - 1) // self.block_size * self.block_size
+            min(pin.num_tokens, self.num_prompt) // self.block_size * self.block_size
             for pin in self.pins
             if pin.seconds == HOUR
         ]
