@@ -18,8 +18,9 @@ from helpers.fake_server import DONE, FakeServer, Received, Reply, delta, event,
 from helpers.story_site import Site, story_site
 
 from kvik.cli.chat import Chat
-from kvik.cli.chat_remote import RemoteBackend, Server, first_model
+from kvik.cli.chat_remote import RemoteBackend, first_model
 from kvik.cli.main import main
+from kvik.cli.remote_server import RemoteServer
 from kvik.config.errors import ConfigError
 from kvik.server.keys import read_keys
 from kvik.server.openai.routes import routes
@@ -40,7 +41,7 @@ def answering(reply: Reply) -> FakeServer:
 
 
 def chat(url: str, api_key: str = "", **sampling: object) -> Chat:
-    return Chat(RemoteBackend(Server(url, api_key), "fake", sampling))
+    return Chat(RemoteBackend(RemoteServer.at(url, api_key), "fake", sampling))
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
 
 
 def test_a_stopped_answer_is_given_up_by_the_server(site: Site) -> None:
-    backend = RemoteBackend(Server(site.url, "right"), "stories", {"ignore_eos": True})
+    backend = RemoteBackend(RemoteServer.at(site.url, "right"), "stories", {"ignore_eos": True})
     with backend.answer([{"role": "user", "content": "Hello"}]) as answer:
         assert next(iter(answer))
     assert answer.facts is None
@@ -257,23 +258,14 @@ def test_a_server_that_lists_no_model(body: bytes) -> None:
     message = "model: must be given with --model"
     server = FakeServer(lambda request: Reply([body] if body else []))
     with server, pytest.raises(ConfigError, match=message):
-        first_model(Server(server.url))
-
-
-def test_the_key_is_not_shown() -> None:
-    assert "secret" not in repr(Server("http://127.0.0.1", "secret"))
+        first_model(RemoteServer.at(server.url))
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["--url", "ftp://here"], "url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
-        (["--url", "http://"], "url: must be like"),
         (["--url", ""], "url: must be like"),
-        (["--url", "http://me:secret@here"], "url: must be like"),
-        (["--url", "http://here:99999"], "url: must be like"),
-        (["--url", "http://he re"], "url: must be like"),
-        (["--url", "http://here?key=1"], "url: must be like"),
         (["--url", "http://a..b"], "url: http://a..b cannot be reached: "),
         (["--url", "here", "--api-key", "a\nb"], "api_key: must be "),
         (["--url", "here", "--max-num-seqs", "4"], "max_num_seqs: is for an engine here"),

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from kvik.cli import top
 from kvik.cli.main import main
-from kvik.cli.top import Server, frames, read
+from kvik.cli.top import frames, read
 from kvik.config.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.keys import read_keys
@@ -81,13 +81,9 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
         (["--url", "ftp://a"], "url: must be like http://127.0.0.1:8000"),
         (["--url", ""], "url: must be like"),
         (["--url", "http://"], "url: must be like"),
-        (["--url", "http://a:x"], "url: 'http://a:x' cannot be read"),
-        (["--url", "http://[a"], "cannot be read"),
-        (["--url", "http://no.such.host.invalid"], "url: no server answers at no.such.host"),
-        (["--url", "http://127.0.0.1:1/a b"], "url: no server answers at 127.0.0.1:1"),
-        (["--url", f"http://{'a' * 70}.b"], "url: no server answers at aaa"),
-        (["--api-key", "a\nb"], "api_key: must be of printable"),
-        (["--api-key", "é"], "api_key: must be of printable"),
+        (["--url", "http://no.such.host.invalid"], "url: no server answers at http://no.such.host"),
+        (["--url", f"http://{'a' * 70}.b"], "url: no server answers at http://aaa"),
+        (["--api-key", "é"], "api_key: must be letters"),
         (["--interval", "0"], "interval: must be 0.1 to 3600 seconds"),
         (["--interval", "nan"], "interval: must be 0.1"),
         (["--interval", "x"], "interval: must be a number"),
@@ -103,7 +99,9 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound, and it does not listen
         taken.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"no server answers at {where}" in error_of(capsys, "--url", f"http://{where}")
+        assert f"no server answers at http://{where}" in error_of(
+            capsys, "--url", f"http://{where}"
+        )
 
 
 def test_something_else_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,12 +139,6 @@ def test_an_answer_that_is_nested_too_deep() -> None:
         read(200, b"[" * 200_000)
 
 
-def test_how_an_address_is_written() -> None:
-    assert Server.at("https://a.b/kvik/v1", "").path == "/kvik"
-    assert Server.at("localhost:8000/v1", "") == Server(False, "localhost", 8000, "", "")
-    assert Server.at("https://a.b:4/", "") == Server(True, "a.b", 4, "", "")
-
-
 def test_it_goes_on_when_the_server_is_away() -> None:
     answers: list[Any] = [KvikError("url", "gone"), {"n": 2}, KvikError("url", "again")]
     rests: list[None] = []
@@ -180,7 +172,7 @@ def test_ctrl_c_leaves_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(top, "Console", lambda: terminal)
     monkeypatch.setattr(top.time, "sleep", rest)
-    monkeypatch.setattr(Server, "ask", lambda self: engine_frame())
+    monkeypatch.setattr(top, "ask", lambda server: engine_frame())
     arguments = argparse.Namespace(url="http://a", api_key="", interval=0.2, once=False)
     assert top.run(arguments) == 0
     assert rests == [0.2] * 3 and "1,234 steps" in out.getvalue()

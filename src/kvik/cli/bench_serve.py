@@ -8,9 +8,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from kvik.cli.bench_output import add_output_flags, add_run_flags, check_output, write_out
 from kvik.cli.bench_serve_flags import (
@@ -26,6 +24,7 @@ from kvik.cli.bench_serve_flags import (
     check_together,
 )
 from kvik.cli.flags import Parser
+from kvik.cli.remote_server import RemoteServer
 from kvik.config.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 
@@ -99,9 +98,7 @@ def _server(arguments: argparse.Namespace) -> Server:
     from kvik.bench.load.openai_target import Server
     from kvik.planner.slo import parse_seconds
 
-    url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
-    if not _is_http(url):
-        raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {url[:60]!r}")
+    remote = RemoteServer.at(arguments.url, arguments.api_key)
     try:
         extra = json.loads(arguments.extra_body)
     except ValueError:
@@ -109,31 +106,14 @@ def _server(arguments: argparse.Namespace) -> Server:
     if not isinstance(extra, dict):
         raise ConfigError("extra_body", f"must be a JSON object, not {arguments.extra_body[:60]!r}")
     return Server(
-        url,
+        remote.url,
         arguments.endpoint,
         arguments.model,
-        _api_key(arguments.api_key),
+        remote.key,
         extra,
         parse_seconds("timeout", arguments.timeout),
         Dialect(ignore_eos=arguments.ignore_eos),
     )
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        return False
-
-
-def _api_key(given: str) -> str:
-    if not given.startswith("@"):
-        return given
-    try:
-        return Path(given[1:]).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError("api_key", f"cannot be read from {given[1:61]!r}") from None
 
 
 def _test(arguments: argparse.Namespace) -> LoadTest:

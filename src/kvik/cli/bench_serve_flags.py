@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from kvik.cli.bench_output import integers
+from kvik.cli.remote_server import add_key_flag
 from kvik.config.errors import ConfigError
 
 DEFAULT_REQUESTS = 100
@@ -51,7 +52,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default="completions",
         help="/v1/completions or /v1/chat/completions (completions)",
     )
-    add("--api-key", default="", metavar="KEY", help="the key, or @FILE that holds it")
+    add_key_flag(group)
     add("--timeout", default="10m", metavar="TIME", help="of a request (10m)")
     add("--extra-body", default="{}", metavar="JSON", help="fields added to each request")
     add(

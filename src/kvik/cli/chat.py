@@ -18,6 +18,7 @@ from kvik.cli.flags import (
     given_engine_options,
     given_sampling_options,
 )
+from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.config.errors import ConfigError, KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
 
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="as the server calls it (its first)",
     )
-    server.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
+    add_key_flag(server)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -87,9 +88,9 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     if arguments.model:
         raise ConfigError("model", f"of a server is named by --model {arguments.model[:60]}")
 
-    from kvik.cli.chat_remote import RemoteBackend, Server, first_model
+    from kvik.cli.chat_remote import RemoteBackend, first_model
 
-    server = Server(arguments.url, arguments.api_key)
+    server = RemoteServer.at(arguments.url, arguments.api_key)
     sampling = {name: value for name, value in given.items() if value is not None}
     model = arguments.served_model or first_model(server)
     _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kvik.bench.load.answer import Chunk, Usage
 from kvik.bench.load.sse import Event, EventTooLarge, SseParser
 from kvik.cli.chat_backend import Facts, Messages
+from kvik.cli.remote_server import RemoteServer
 from kvik.config.errors import ConfigError, KvikError
 
 CONNECT_SECONDS = 30.0
@@ -29,77 +27,38 @@ MAX_MESSAGE = 300  # characters shown of what a server says about an error
 COUNTED: Mapping[str, object] = {"stream_options": {"include_usage": True}}
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where to send.
+def _send(
+    server: RemoteServer,
+    connection: HTTPConnection,
+    method: str,
+    route: str,
+    body: bytes | None = None,
+) -> HTTPResponse:
+    """The head of the server's answer.
 
-    Attributes:
-        url: with or without the ending /v1; http unless it says https.
-        api_key: none if empty.
+    Raises:
+        ConfigError: the server cannot be reached.
+        OSError, HTTPException: it can, but does not answer.
     """
-
-    url: str
-    api_key: str = field(default="", repr=False)
-
-    def __post_init__(self) -> None:
-        if not self._is_http():
-            message = f"must be like http://127.0.0.1:8000, not {self.url[:60]!r}"
-            raise ConfigError("url", message)
-        if not re.fullmatch(r"[!-~]*", self.api_key):  # it must fit into a header
-            raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
-
-    @property
-    def _whole(self) -> str:
-        return self.url if "://" in self.url else f"http://{self.url}"
-
-    def _is_http(self) -> bool:
-        try:
-            parts = urlsplit(self._whole)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is none
-            return False
-        plain = re.fullmatch(r"[!-~]+", self.url)
-        return bool(good and plain) and not (parts.query or parts.fragment or parts.username)
-
-    def connection(self) -> HTTPConnection:
-        """Not connected yet."""
-        parts = urlsplit(self._whole)
-        assert parts.hostname is not None
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        return kind(parts.hostname, parts.port or kind.default_port, timeout=CONNECT_SECONDS)
-
-    def send(
-        self, connection: HTTPConnection, method: str, route: str, body: bytes | None = None
-    ) -> HTTPResponse:
-        """The head of the server's answer.
-
-        Raises:
-            ConfigError: the server cannot be reached.
-            OSError, HTTPException: it can, but does not answer.
-        """
-        headers = {"Content-Type": "application/json", "User-Agent": "kvik chat"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        try:
-            connection.connect()
-        except (OSError, UnicodeError) as error:  # a name that cannot be one of a machine
-            raise ConfigError("url", f"{self.url} cannot be reached: {error}") from None
-        connection.sock.settimeout(SILENCE_SECONDS)
-        base = urlsplit(self._whole).path.rstrip("/")
-        base = base if base.endswith("/v1") else f"{base}/v1"
-        connection.request(method, base + route, body, headers)
-        return connection.getresponse()
+    headers = {"Content-Type": "application/json", "User-Agent": "kvik chat", **server.headers}
+    try:
+        connection.connect()
+    except (OSError, UnicodeError) as error:  # a name that cannot be one of a machine
+        raise ConfigError("url", f"{server.url} cannot be reached: {error}") from None
+    connection.sock.settimeout(SILENCE_SECONDS)
+    connection.request(method, server.target("/v1" + route), body, headers)
+    return connection.getresponse()
 
 
-def first_model(server: Server) -> str:
+def first_model(server: RemoteServer) -> str:
     """The first model that the server lists.
 
     Raises:
         ConfigError: it cannot be reached, refuses, or lists none.
     """
-    connection = server.connection()
+    connection = server.connection(CONNECT_SECONDS)
     try:
-        response = server.send(connection, "GET", "/models")
+        response = _send(server, connection, "GET", "/models")
         body = response.read(MAX_BODY_BYTES)
     except (OSError, HTTPException) as error:
         raise ConfigError("url", f"{server.url} does not answer: {_reason(error)}") from None
@@ -117,7 +76,7 @@ def first_model(server: Server) -> str:
 class RemoteBackend:
     """`sampling`: the fields of a request that are to differ from the server's own defaults."""
 
-    def __init__(self, server: Server, model: str, sampling: Mapping[str, object]) -> None:
+    def __init__(self, server: RemoteServer, model: str, sampling: Mapping[str, object]) -> None:
         self._server = server
         self._fields = {"model": model, "stream": True, **sampling}
         self._model = model
@@ -133,10 +92,10 @@ class RemoteAnswer:
     """One request on a connection of its own. It is sent when the first piece is asked for, so
     that Ctrl-C also ends the wait for that."""
 
-    def __init__(self, server: Server, fields: Mapping[str, object]) -> None:
+    def __init__(self, server: RemoteServer, fields: Mapping[str, object]) -> None:
         self._server = server
         self._fields = fields
-        self._connection = server.connection()
+        self._connection = server.connection(CONNECT_SECONDS)
         self._response: HTTPResponse | None = None
         self._decode = msgspec.json.Decoder(Chunk).decode
         self._ended = False
@@ -190,7 +149,7 @@ class RemoteAnswer:
     def _ask(self) -> HTTPResponse:
         for wish in (COUNTED, {}):
             body = json.dumps({**self._fields, **wish}).encode()
-            response = self._server.send(self._connection, "POST", "/chat/completions", body)
+            response = _send(self._server, self._connection, "POST", "/chat/completions", body)
             if response.status == 200:
                 return response
             message = _message(response.read(MAX_BODY_BYTES))

@@ -7,14 +7,13 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import urlsplit
+from http.client import HTTPException
 
 from rich.console import Console
 from rich.live import Live
 
 from kvik.cli.flags import Parser, number
+from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.cli.top_picture import Frame, picture, plain
 from kvik.config.errors import KvikError
 
@@ -31,9 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
     )
-    parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="of an administrator, if the server has keys"
-    )
+    add_key_flag(parser, "of an administrator, if the server has keys; or @FILE that holds it")
     parser.add_argument(
         "--interval", type=number, default=0.5, metavar="S", help="seconds (default: %(default)s)"
     )
@@ -47,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     interval: float = arguments.interval
     if not MIN_INTERVAL <= interval <= MAX_INTERVAL:
         raise KvikError("interval", f"must be {MIN_INTERVAL} to {MAX_INTERVAL:.0f} seconds")
-    server = Server.at(arguments.url, arguments.api_key)
-    first = server.ask()
+    server = RemoteServer.at(arguments.url, arguments.api_key)
+    first = ask(server)
     console = Console()
     if arguments.once or not console.is_terminal:
         console.print(picture(first, console.width))
@@ -57,56 +54,29 @@ def run(arguments: argparse.Namespace) -> int:
         suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
-        for frame, trouble in frames(server.ask, first, lambda: time.sleep(interval)):
+        for frame, trouble in frames(lambda: ask(server), first, lambda: time.sleep(interval)):
             rows = max(MIN_ROWS, console.height - LINES_ABOVE)
             live.update(picture(frame, console.width, rows, trouble), refresh=True)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where to ask. `path`: what stands before `PATH`, behind a proxy."""
-
-    secure: bool
-    host: str
-    port: int | None
-    path: str
-    key: str
-
-    @classmethod
-    def at(cls, url: str, key: str) -> Server:
+def ask(server: RemoteServer) -> Frame:
+    """
+    Raises:
+        KvikError: there is no answer, or none that can be used.
+    """
+    try:
+        connection = server.connection(TIMEOUT)
         try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise KvikError("url", f"{plain(url)!r} cannot be read ({error})") from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise KvikError("url", f"must be like http://127.0.0.1:8000, not {plain(url)!r}")
-        if not (key.isascii() and key.isprintable()):
-            raise KvikError("api_key", "must be of printable ASCII characters")
-        path = parts.path.rstrip("/").removesuffix("/v1")  # which OpenAI's clients want there
-        return cls(parts.scheme == "https", host, port, path, key)
-
-    def ask(self) -> Frame:
-        """
-        Raises:
-            KvikError: there is no answer, or none that can be used.
-        """
-        kind = HTTPSConnection if self.secure else HTTPConnection
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        try:
-            connection = kind(self.host, self.port, timeout=TIMEOUT)
-            try:
-                connection.request("GET", self.path + PATH, headers=headers)
-                answer = connection.getresponse()
-                status, body = answer.status, answer.read(MAX_BYTES)
-            finally:
-                connection.close()
-        except (OSError, HTTPException, ValueError) as error:  # ValueError: a host of odd letters
-            where = f"{plain(self.host)}:{self.port or (443 if self.secure else 80)}"
-            why = plain(str(error) or type(error).__name__)
-            raise KvikError("url", f"no server answers at {where} ({why})") from None
-        return read(status, body)
+            connection.request("GET", server.target(PATH), headers=dict(server.headers))
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read(MAX_BYTES)
+        finally:
+            connection.close()
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: a host of odd letters
+        why = plain(str(error) or type(error).__name__)
+        raise KvikError("url", f"no server answers at {plain(server.url)} ({why})") from None
+    return read(status, body)
 
 
 def read(status: int, body: bytes) -> Frame:

@@ -1,0 +1,85 @@
+"""A server elsewhere, as `--url` and `--api-key` of any command name it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvik.config.errors import ConfigError
+
+_IN_A_HEADER = re.compile(r"[!-~]*")
+_SHOWN = 60  # characters of what is wrong
+KEY_HELP = "the key, or @FILE that holds it"
+
+
+def add_key_flag(add: argparse._ActionsContainer, help: str = KEY_HELP) -> None:
+    add.add_argument("--api-key", default="", metavar="KEY", help=help)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """Attributes:
+    url: with http:// or https://, and without the /v1 that OpenAI's clients want at its end.
+    key: "" is none.
+    """
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    @classmethod
+    def at(cls, url: str, key: str = "") -> RemoteServer:
+        """From what a user types: http:// may be left out, and a /v1 at the end is as good as none.
+
+        Raises:
+            ConfigError: url or api_key cannot be.
+        """
+        whole = url if "://" in url else f"http://{url}"
+        if not _is_http(whole):
+            raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {_shown(url)!r}")
+        return cls(whole.rstrip("/").removesuffix("/v1").rstrip("/"), _read_key(key))
+
+    def connection(self, timeout: float) -> HTTPConnection:
+        """Not connected yet. `timeout`: seconds that the server may be silent."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        return kind(parts.hostname, parts.port or kind.default_port, timeout=timeout)
+
+    def target(self, path: str) -> str:
+        """What to ask a connection for: `path`, behind what a proxy has before it."""
+        return urlsplit(self.url).path + path
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+    more = parts.query or parts.fragment or parts.username
+    return bool(good and not more and re.fullmatch(r"[!-~]+", url))
+
+
+def _read_key(given: str) -> str:
+    key = given
+    if given.startswith("@"):
+        try:
+            key = Path(given[1:]).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):  # ValueError: no text, or no name of a file
+            raise ConfigError("api_key", f"cannot be read from {_shown(given[1:])!r}") from None
+    if not _IN_A_HEADER.fullmatch(key):
+        raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
+    return key
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
