@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 
@@ -43,18 +43,33 @@ def ended_like_ctrl_c() -> Iterator[None]:
     started is cleaned up, what was measured is printed. A signal that is ignored (`nohup`) stays
     so."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     for number, handler in before.items():
         if handler is signal.SIG_DFL:
             signal.signal(number, _as_ctrl_c)
     try:
-        yield
+        with _blocked_interrupt() if ignored else nullcontext():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+@contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """A job in the background ignores Ctrl-C, which is not for it. But an event loop ends its tasks
+    in order only where Ctrl-C has its usual handler. So it has, and what the terminal sends is kept
+    from it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this also forgets what was sent
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    if callable(signal.getsignal(signal.SIGINT)):  # an event loop's own, perhaps
-        signal.raise_signal(signal.SIGINT)
-    else:  # a job in the background: Ctrl-C is not for it, this is
-        raise KeyboardInterrupt
+    handler = signal.getsignal(signal.SIGINT)  # an event loop's own, perhaps
+    assert callable(handler)
+    handler(signal.SIGINT, frame)
