@@ -17,6 +17,7 @@ import uvloop
 from helpers import engine_child
 from helpers.engine_child import CRASH, HANG, PAUSE
 from helpers.served_engine import tiny_config
+from helpers.virtual_time import run_virtually
 
 from kvik.config.errors import UnavailableError
 from kvik.core.sampling_params import SamplingParams
@@ -297,6 +298,7 @@ class Still:
     num_unfinished = 1
     signs_of_life = 1
     state, reason = EngineState.READY, ""
+    step_limit: float | None = None
 
     def set_state(self, state: EngineState, reason: str) -> None:
         self.state = state
@@ -317,6 +319,33 @@ def test_only_time_that_was_watched_counts():
         assert time.monotonic() - began > 0.5
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("limit", "stalls_at", "lost_at"),
+    [(None, 3600, 3630), (30.0, 30, 60), (1920.0, 1920, 1950), (7680.0, 3600, 3630)],
+)
+def test_patience_follows_the_steps_that_were_measured(
+    limit: float | None, stalls_at: float, lost_at: float
+) -> None:
+    """A model whose steps might take an hour is not given one, once they are known to be short."""
+
+    class Watched(Still):
+        step_limit = limit
+        stalled_at = 0.0
+
+        def set_state(self, state: EngineState, reason: str) -> None:
+            self.stalled_at = self.stalled_at or asyncio.get_running_loop().time()
+
+    async def test() -> None:
+        line, clock = Watched(), asyncio.get_running_loop().time
+        supervisor = Supervisor([], Start(tiny_config()), Patience(stall=3600.0), print)
+        began = clock()
+        await supervisor._watch(line)
+        assert line.stalled_at - began == pytest.approx(stalls_at, abs=1.0)
+        assert clock() - began == pytest.approx(lost_at, abs=1.0)
+
+    run_virtually(test())
 
 
 def test_closing_ends_one_that_does_not_listen():

@@ -17,13 +17,16 @@ from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine.lines import HostLine
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop
+from kvik.engine.step_limits import StepWatch
 from kvik.engine.wire import (
     Add,
     Answer,
     Ask,
     End,
     Ready,
+    StepLimit,
     WireError,
+    cut,
     encode,
     engine_request,
     frame,
@@ -45,6 +48,7 @@ class EngineHost:
         self._loop = loop
         self._line = line
         self._live = LiveCollector(loop.core)
+        loop.watch(StepWatch(lambda seconds: line.send(frame(StepLimit(seconds)))))
         self._failed: list[RequestDelta] = []  # last deltas of requests that the core does not know
         self._patience: float | None = None  # how long there is nothing to do
         self._last_sent = loop.clock()
@@ -139,6 +143,11 @@ class EngineHost:
 
     def _send(self, deltas: Sequence[RequestDelta], waits: bool) -> None:
         steps = self._loop.core.scheduler.counters.steps
+        if any(delta.prompt_logprobs for delta in deltas):
+            for delta in deltas:
+                for piece in cut(delta):
+                    self._line.send(self._encoded_alone(steps, waits, piece))
+            return
         try:
             data = frame(stepped(steps, waits, deltas))
         except Exception:

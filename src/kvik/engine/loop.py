@@ -32,6 +32,10 @@ class EngineLoop:
         self._in_flight: deque[object] = deque()
         self._watch = _Watch(clock())
 
+    def watch(self, observer: LoopObserver) -> None:
+        """Tell one more from now on; before the first request."""
+        self.observers = (*self.observers, observer)
+
     def add(self, request: EngineRequest) -> None:
         """See `EngineCore.add`."""
         now = self.clock()

@@ -33,6 +33,7 @@ from kvik.engine.wire import (
     FromEngine,
     Ready,
     Start,
+    StepLimit,
     Stepped,
     encode,
     frame,
@@ -85,6 +86,7 @@ class RemoteClient:
         self._steps = 0
         self._signs = 0
         self._num_starts = 0
+        self._step_limit: float | None = None
 
     # -- what the server sees --------------------------------------------------------------------
 
@@ -168,8 +170,13 @@ class RemoteClient:
     def signs_of_life(self) -> int:
         return self._signs
 
+    @property
+    def step_limit(self) -> float | None:
+        return self._step_limit
+
     def connect(self, sock: socket.socket, start: Start | None) -> None:
         self._steps = 0
+        self._step_limit = None
         self._line = ClientLine(sock, self._take, self._lost)
         if start is not None:
             self._line.send(frame(start))
@@ -220,6 +227,8 @@ class RemoteClient:
                     self._steps = message.steps
                     self._signs += 1
                 deltas += message.deltas()
+            elif isinstance(message, StepLimit):
+                self._step_limit = message.seconds
             elif isinstance(message, Answer):
                 self._answered(message)
             elif isinstance(message, Ready):

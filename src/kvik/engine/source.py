@@ -48,6 +48,11 @@ class SourceClient(Protocol):
         """0 until an engine was ready; grows while it advances, or has a reason to wait."""
         ...
 
+    @property
+    def step_limit(self) -> float | None:
+        """Seconds after which what the engine computes now has taken too long; None: not known."""
+        ...
+
     def connect(self, sock: socket.socket, start: Start | None) -> None:
         """Talk to the engine at the other end; the socket is the client's from now on.
 

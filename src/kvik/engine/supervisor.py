@@ -29,7 +29,8 @@ class Patience:
     """Seconds, and how often.
 
     Attributes:
-        stall: with work and no step, until the engine counts as stalled.
+        stall: with work and no step, until the engine counts as stalled. Less where it knows
+            better, from the steps that it has measured.
         kill: from then until it is killed.
         exit: for the process to end after its socket was closed.
         pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
@@ -46,8 +47,8 @@ class Patience:
 
 
 def patience_for(config: ResolvedConfig) -> Patience:
-    """As much as the largest step may take. On a GPU that is little; a CPU may compute for minutes
-    on a full budget of a large model, and is still not hung."""
+    """As much as the largest step may take, while none was measured. On a GPU that is little; a
+    CPU may compute for minutes on a full budget of a large model, and is still not hung."""
     if config.runner.device != "cpu":
         return Patience()
     model, scheduler = config.model, config.scheduler
@@ -168,9 +169,11 @@ class Supervisor:
             else:
                 stood += min(now - last, 2 * _TICK)
             last = now
+            limit = client.step_limit
+            stall = patience.stall if limit is None else min(limit, patience.stall)
             told = f"the engine has had work for {stood:.0f} s and no step was computed"
-            if stood >= patience.stall + patience.kill:
+            if stood >= stall + patience.kill:
                 return told
-            if stood >= patience.stall:
+            if stood >= stall:
                 client.set_state(EngineState.STALLED, told)
         return ""

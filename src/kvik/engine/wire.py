@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -19,7 +20,8 @@ from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
 _HEADER = struct.Struct("<I")
 _RECEIVE = 1 << 20  # bytes
-_READS = 64  # in a row: a fast writer must not keep its reader from all else
+_READS = 8  # in a row: a fast writer must not keep its reader from all else
+MAX_VALUES = 8192  # log probabilities of a prompt in a frame: a millisecond or two to decode
 
 
 class WireError(Exception):
@@ -114,6 +116,12 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
         return deltas
 
 
+class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
+    """From now on steps of more than so many seconds are no steps any more: the engine hangs."""
+
+    seconds: float
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What was asked for, encoded; or why there is no answer."""
 
@@ -122,7 +130,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str | None = None
 
 
-FromEngine = Ready | Unusable | Stepped | Answer
+FromEngine = Ready | Unusable | Stepped | StepLimit | Answer
 
 to_start = msgspec.msgpack.Decoder(Start)
 to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -147,6 +155,17 @@ def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
         else:
             rows.append(delta)
     return Stepped(steps, waits, ids, indexes, tokens, rows)
+
+
+def cut(delta: RequestDelta) -> Iterator[RequestDelta]:
+    """The log probabilities of a long prompt a piece at a time, each as a delta of its own, and at
+    last the rest: whoever reads them has something else to do in between."""
+    logprobs = delta.prompt_logprobs or []
+    length = max(1, MAX_VALUES // (1 + len(logprobs[-1].top))) if logprobs else 1
+    while len(logprobs) > length:
+        piece, logprobs = logprobs[:length], logprobs[length:]
+        yield RequestDelta(delta.request_id, delta.index, [], prompt_logprobs=piece)
+    yield replace(delta, prompt_logprobs=logprobs) if logprobs else delta
 
 
 def frame(message: msgspec.Struct) -> bytes:
