@@ -186,3 +186,16 @@ def test_what_is_too_long_is_not_sent(monkeypatch):
     monkeypatch.setattr(wire, "MAX_FRAME", 10)
     with pytest.raises(WireError, match="at most 10 can be sent"):
         wire.frame(End("a" * 20, None, FinishReason.ABORT, None))
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_logprobs_of_a_long_prompt_come_in_pieces(top):
+    row = TokenLogprobs(7, -1.0, 2, tuple((token, -0.5) for token in range(top)))
+    delta = RequestDelta("a", 0, [5], FinishReason.LENGTH, prompt_logprobs=[row] * 20_001)
+    *pieces, rest = wire.cut(delta)
+    assert pieces
+    assert all(len(piece.prompt_logprobs) * (1 + top) <= wire.MAX_VALUES for piece in pieces)
+    assert not any(piece.token_ids or piece.finish_reason for piece in pieces)
+    joined = [one for piece in [*pieces, rest] for one in piece.prompt_logprobs]
+    assert replace(rest, prompt_logprobs=joined) == delta
+    assert list(wire.cut(DELTAS[0])) == [DELTAS[0]]

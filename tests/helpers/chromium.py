@@ -53,19 +53,35 @@ class Browser:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._session: str | None = None
+        self._client: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._reader: asyncio.Task[None] | None = None
         self.errors: list[str] = []
         self.urls: list[str] = []
-        self._run(self._open(width, height))
+        try:
+            self._run(self._open(width, height))
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Whatever there is of it, the process and its profile too."""
         try:
             self._run(self._close())
         finally:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(20)
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
             assert self._process.stderr is not None
             self._process.stderr.close()
             self._runner.close()
@@ -172,7 +188,7 @@ class Browser:
                 raise RuntimeError("Chromium did not start")
         self._client = aiohttp.ClientSession()
         self._socket = await self._client.ws_connect(line.split()[-1], max_msg_size=0)
-        self._reader = loop.create_task(self._read())
+        self._reader = loop.create_task(self._read(self._socket))
         targets = (await self._send("Target.getTargets", {}))["targetInfos"]
         page = next(t["targetId"] for t in targets if t["type"] == "page")
         attached = await self._send("Target.attachToTarget", {"targetId": page, "flatten": True})
@@ -183,9 +199,12 @@ class Browser:
         await self._send("Emulation.setDeviceMetricsOverride", size)
 
     async def _close(self) -> None:
-        self._reader.cancel()
-        await self._socket.close()
-        await self._client.close()
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._socket is not None:
+            await self._socket.close()
+        if self._client is not None:
+            await self._client.close()
 
     async def _send(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
@@ -193,18 +212,24 @@ class Browser:
         message = {"id": number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
+        assert self._socket is not None
         await self._socket.send_json(message)
-        answer = await asyncio.wait_for(future, 30)
+        try:
+            answer = await asyncio.wait_for(future, 30)
+        finally:
+            self._answers.pop(number, None)  # one that comes too late is nobody's
         if "error" in answer:
             raise AssertionError(f"{method}: {answer['error']['message']}")
         result: dict[str, Any] = answer["result"]
         return result
 
-    async def _read(self) -> None:
-        async for message in self._socket:
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
             event = json.loads(message.data)
             if "id" in event:
-                self._answers.pop(event["id"]).set_result(event)
+                waiting = self._answers.pop(event["id"], None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(event)
             else:
                 self._note(event["method"], event["params"])
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvik.config.errors import OverloadError
+from kvik.server import body
 from kvik.server.app import App, Edge
 from kvik.server.body import parse_json, read_body
 from kvik.server.body_budget import BodyBudget, BodyLimits
@@ -272,3 +273,24 @@ def test_any_bytes_are_json_or_refused(data: bytes) -> None:
         parse_json(data, BodyLimits(max_depth=4, max_values=8))
     except HttpError as error:
         assert error.status == 400
+
+
+def outside_strings(data: bytes) -> bytes:
+    """All at once."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(plain.split(b'"')[::2])
+
+
+@given(st.lists(st.sampled_from([*b'"\\[]{},a', 0xC3]), max_size=40).map(bytes))
+def test_pieces_of_a_body_are_as_the_whole(data: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "PIECE_BYTES", 3)
+        assert body._outside_strings(data, 1000) == outside_strings(data)
+        quotes = data.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"')
+        if quotes > 2:
+            assert body._outside_strings(data, 1) is None
+        text = data.replace(b"\xc3", "ä€🐕".encode())
+        assert body._decoded(text) == text.decode()
+        if b"\xc3" in data:
+            with pytest.raises(HttpError, match="UTF-8"):
+                body._decoded(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ import anthropic
 import openai
 import pytest
 from helpers.http_server import HttpServer, http_server
+from helpers.served_engine import FakeExecutor
+from helpers.serving import Served, served
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +29,7 @@ from kvik.server.drain import Drain
 from kvik.server.errors import HttpError, model_not_found
 from kvik.server.failures import aborted, deadline_exceeded, failed
 from kvik.server.keys import Keys
+from kvik.server.openai.routes import routes
 from kvik.server.route import Route
 
 # name -> how it is raised, its status, and whether a client should come back
@@ -42,13 +46,14 @@ ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
     "share": (lambda: OverloadError("queue", "your share", 1.2, own=True), 429, True),
     "queue": (lambda: OverloadError("queue", "is full", 0.7, own=False), 503, True),
     "starting": (lambda: UnavailableError("engine", "is being loaded"), 503, True),
-    "aborted": (lambda: aborted("the server is being stopped"), 503, True),
-    "engine": (lambda: failed("the step failed"), 500, False),
+    "stopped": (lambda: aborted("the server is being stopped", again=True), 503, True),
+    "aborted": (lambda: aborted("an operator ended it", again=False), 503, False),
+    "engine": (lambda: failed("gen-1"), 500, False),
     "deadline": (deadline_exceeded, 504, False),
     "bug": (lambda: RuntimeError("a bug"), 500, False),
 }
 SAID: Any = {"role": "user", "content": "Hi"}
-SECONDS = {"share": 2.0, "queue": 1.0, "starting": 1.0}  # that Retry-After says
+SECONDS = {"share": 2.0, "queue": 1.0, "starting": 1.0, "stopped": 1.0}  # that Retry-After says
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,61 @@ def test_the_anthropic_client(server: HttpServer, seen: Counter[str], which: str
         client.messages.create(model="m", messages=[SAID], max_tokens=1)
     assert caught.value.status_code == status
     assert seen[which] == (2 if again else 1)
+
+
+def by_an_operator(server: Served) -> None:
+    (request_id,) = server.inner.generations.live
+    server.inner.generations.abort(request_id)
+
+
+def with_the_server(server: Served) -> None:
+    server.inner.generations.abort_all("the server is being stopped")
+
+
+@pytest.mark.parametrize(("end", "again"), [(by_an_operator, False), (with_the_server, True)])
+def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool) -> None:
+    """What an operator ends is not sent again; what ended with the server is, and does well where
+    there is one."""
+    executor = FakeExecutor()
+    executor.gate.clear()  # the first request has to wait
+
+    def act() -> None:
+        while not server.inner.generations.live:
+            time.sleep(0.01)
+        server.http.call(_now(end, server))
+        executor.gate.set()
+
+    with served(routes, executor) as server:
+        client = openai.OpenAI(base_url=f"{server.http.url}/v1", api_key="x", max_retries=2)
+        thread = threading.Thread(target=act)
+        thread.start()
+        start = time.monotonic()
+        asked: Any = {"model": "letters", "prompt": [1, 2], "max_tokens": 3}
+        with client:
+            if again:
+                assert client.completions.create(**asked).usage
+                assert time.monotonic() - start > 0.95  # as Retry-After says
+            else:
+                with pytest.raises(openai.InternalServerError) as caught:
+                    client.completions.create(**asked)
+                assert (caught.value.status_code, caught.value.code) == (503, "aborted")
+        thread.join()
+        assert len(server.inner.watcher.arrived_ids) == 1 + again
+        server.at_rest()
+
+
+async def _now(end: Callable[[Served], None], server: Served) -> None:
+    end(server)
+
+
+def test_a_server_that_is_drained_is_asked_again() -> None:
+    with served(routes) as server:
+        drain = server.parts.drain
+        drain.start()
+        client = openai.OpenAI(base_url=f"{server.http.url}/v1", api_key="x", max_retries=2)
+        timer = threading.Timer(0.5, drain.stop)
+        timer.start()
+        with client:
+            answer = client.completions.create(model="letters", prompt=[1, 2], max_tokens=3)
+        assert answer.usage and answer.usage.completion_tokens == 3
+        timer.join()

@@ -109,7 +109,10 @@ def test_a_storm_of_disconnects_and_reconnects(stream):
             for i, sock in enumerate(socks):
                 hang_up(sock, "reset" if i % 2 else "close")
         server.at_rest()
-        assert server.inner.admission.num_waiting == 0
+        deadline = time.monotonic() + 30
+        while server.inner.admission.num_waiting:  # of those whose bodies were only just read
+            assert time.monotonic() < deadline
+            server.at_rest()
 
 
 def test_before_the_body_is_complete():

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.core.types import FinishReason, RequestDelta, TokenLogprobs
+from kvik.core.types import FinishReason, PromptUse, RequestDelta, TokenLogprobs
 from kvik.server import held as module
 from kvik.server.held import Held
 
@@ -98,3 +98,16 @@ def test_what_is_held_goes_on_by_itself_and_what_is_dropped_does_not():
         assert len(reader.calls) == 2
 
     asyncio.run(run())
+
+
+def test_what_comes_before_a_first_token_stays_with_it():
+    """Log probabilities of a prompt come in pieces, and what was cached of it with the token."""
+    found: list[RequestDelta] = []
+    held = Held(found.extend, lambda: 0.0)
+    rows = [TokenLogprobs(token, -1.0, 1) for token in range(4)]
+    used = PromptUse(3, 0)
+    for piece in (rows[:2], rows[2:]):
+        held.add(RequestDelta("a", 0, [], prompt_logprobs=piece))
+    held.add(RequestDelta("a", 0, [7], prompt=used))
+    held.release(["a"], 1)
+    assert found == [RequestDelta("a", 0, [7], prompt=used, prompt_logprobs=rows)]

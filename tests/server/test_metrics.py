@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from helpers.calibrations import measured_device
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvik.config.config import EngineConfig
@@ -22,6 +23,7 @@ from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
+from kvik.planner.efficiency import WHAT_HELPS
 from kvik.server.drain import Drain
 from kvik.server.metrics import Metrics
 from kvik.server.observer import Life
@@ -177,6 +179,7 @@ def test_the_engine_is_read() -> None:
     assert found["kvik:engine_starts_total"] == 2
     assert found["kvik:engine_seconds_total{doing=host}"] == 0.25
     assert found["kvik:speculation_speedup"] == 2.0
+    assert found["kvik:speculation_accepted_length"] == 2.5
     assert "process_resident_memory_bytes" in found
 
 
@@ -258,3 +261,33 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
     ours = names(metrics.text(later, 9.0), "kvik:") | {"memory_bandwidth_share", "compute_share"}
     read_there = {name.removesuffix("_bucket") for name in re.findall(r"kvik:(\w+)", text)}
     assert read_there <= ours
+
+
+def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
+    """Steps that take twice what their bytes need are bound by reading the weights."""
+    from kvik.planner.running import RunningModel
+
+    metrics = made()[0]
+    config = metrics._parts.engine.config
+    shape = RunningModel.of(config).shape
+    metrics._model = model = RunningModel(config, shape, measured_device())
+    metrics.text(STATS, 100.0)
+    steps = 1000
+    n = 2 + steps
+    work = replace(STATS.work, decode_steps=n, decode_step_tokens=n, decode_tokens=n)
+    weights = shape.read_bytes(model.setting.weight_format, 1)
+    seconds = 1.5 * steps * weights / 40e9
+    time = LoopTime(STATS.time.executor + seconds, STATS.time.host, STATS.time.idle)
+    later = replace(STATS, steps=4 + steps, work=work, time=time)
+    found = read(metrics.text(later, 100.0 + seconds))
+    assert found["kvik:memory_bytes_ceiling"] == pytest.approx(40e9, rel=0.01)
+    assert found["kvik:flops_ceiling"] > 0
+    assert 0.5 < found["kvik:memory_bandwidth_share"] <= 1.0
+    assert 0 < found["kvik:compute_share"] <= 1.0
+    limits = {limit: found[f"kvik:bottleneck{{limit={limit}}}"] for limit in WHAT_HELPS}
+    assert limits == {limit: float(limit == "weights bandwidth") for limit in WHAT_HELPS}
+
+
+def test_the_documentation_says_what_each_limit_means() -> None:
+    rows = re.findall(r"^\| `([\w ]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    assert set(WHAT_HELPS) <= set(rows)

@@ -69,7 +69,7 @@ def test_what_fails_before_the_first_token_has_its_own_status(stream):
         answer = httpx2.post(f"{server.http.url}/v1/generate", json={**LONG, "stream": stream})
         assert answer.status_code == 500
         assert answer.headers["x-should-retry"] == "false"
-        assert "the step failed" in answer.json()["error"]["message"]
+        assert "the engine failed in this request" in answer.json()["error"]["message"]
         server.at_rest()
 
 

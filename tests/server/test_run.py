@@ -51,7 +51,7 @@ class Running:
     async def wait(self, request: Request) -> Response:
         await self.done.wait()
         if self.aborted:
-            raise aborted(self.aborted)
+            raise aborted(self.aborted, again=True)
         return JSONResponse({"answer": 1})
 
 
@@ -127,7 +127,7 @@ def test_health_and_readiness_follow_the_engine() -> None:
             status, body = await server.get(path)
             assert status == 503
             assert b'"starting"' in body
-            assert b"is being loaded" in body
+            assert b"the engine is being started" in body
         await server.ready()
         for path in ("/health", "/ready", "/ping", "/version"):
             assert (await server.get(path))[0] == 200

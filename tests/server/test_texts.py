@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -117,6 +118,55 @@ def test_without_a_template_conversations_are_refused(tokenizer: Tokenizer) -> N
             await texts.render([{"role": "user", "content": "hi"}])
 
     with_texts(counted(tokenizer), use)
+
+
+class Slow(Counted):
+    """Takes until it is told to go on, a text at a time; notes whose text it was."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer.library, tokenizer.bos_token, tokenizer.eos_token)
+        self.order: list[str] = []
+        self.go = threading.Semaphore(0)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.go.acquire()
+        self.order.append(text[0])
+        return [1]
+
+
+def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
+    """A flood by one delays a text of another by what is being tokenised, and by no more."""
+    slow, length = Slow(tokenizer), INLINE_CHARS + 1
+
+    async def use(texts: Texts) -> list[str]:
+        flood = [asyncio.ensure_future(texts.of("a").encode("a" * length)) for _ in range(20)]
+        await asyncio.sleep(0.01)  # two of them have the threads
+        gone = asyncio.ensure_future(texts.of("c").encode("c" * length))
+        late = [asyncio.ensure_future(texts.of(name).encode(name * length)) for name in "bbd"]
+        await asyncio.sleep(0.01)
+        gone.cancel()  # who is gone takes no turn
+        for _ in range(23):
+            slow.go.release()
+            await asyncio.sleep(0.005)
+        assert await asyncio.gather(*flood, *late) == [[1]] * 23
+        return slow.order
+
+    order = "".join(with_texts(slow, use, 100_000))
+    assert order == "aa" + "abdab" + "a" * 16
+
+
+def test_a_tenant_has_bounded_room(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TENANT_CHARS", 10_000)
+    long = "a " * 2000
+
+    async def use(texts: Texts) -> None:
+        found = await asyncio.gather(
+            *(texts.of(tenant).encode(long) for tenant in "aaabbb"), return_exceptions=True
+        )
+        refused = [isinstance(one, OverloadError) and one.own for one in found]
+        assert refused == [False, False, True] * 2
+
+    with_texts(tokenizer, use, 16_000)
 
 
 def test_texts_that_wait_have_bounded_room(

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from helpers.http_server import ask
+from helpers.story_site import story_site
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -15,7 +17,9 @@ from kvik.config.errors import ConfigError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
+from kvik.server.all_routes import all_routes
 from kvik.server.observer import Life, Observer
+from kvik.server.request_metrics import RequestMetrics
 from kvik.server.tracing import Tracing, otlp_exporter
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -97,6 +101,35 @@ def test_it_joins_the_callers_trace() -> None:
     assert span.context is not None and span.parent is not None
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == PARENT
+
+
+def test_it_joins_the_callers_trace_on_every_route() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter, "stories")
+    said = {"messages": [{"role": "user", "content": "A fox"}], "max_tokens": 2}
+    text = {"prompt": "A fox", "max_tokens": 2}
+    asked: list[tuple[str, dict[str, object]]] = [
+        ("/v1/completions", text),
+        ("/v1/completions", {**text, "stream": True}),
+        ("/v1/chat/completions", said),
+        ("/v1/embeddings", {"input": "A fox"}),
+        ("/v1/generate", text),
+        ("/v1/messages", {**said, "model": "stories"}),
+        ("/invocations", said),
+    ]
+    with story_site(lambda parts: all_routes(parts, RequestMetrics()), observers=[tracing]) as site:
+        for number, (path, body) in enumerate(asked):
+            header = f"00-{TRACE}-{number + 1:016x}-01"
+            assert ask(site.server, "POST", path, body, traceparent=header).status == 200
+        too_long = f"00-{TRACE}-{PARENT}-01-{'x' * 200}"
+        assert ask(site.server, "POST", "/v1/generate", text, traceparent=too_long).status == 200
+        site.at_rest()
+    tracing.close()
+    spans = [span for span in exporter.get_finished_spans() if span.name == "kvik.request"]
+    parents = [span.parent and span.parent.span_id for span in spans]
+    assert parents == [*range(1, len(asked) + 1), None]
+    for span in spans[:-1]:
+        assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", f"00-{TRACE}-{PARENT}", "\n" * 5000])

@@ -35,6 +35,7 @@ class TextDelta:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     stop_reason: int | str | None = None  # the stop string or stop id that ended it
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first of completion 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class _Entry:
     streaming: bool
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_told: bool = False  # in a delta
     embedding: list[float] | None = None
     reports: dict[int, RequestReport] = field(default_factory=dict)  # by index
 
@@ -178,8 +180,9 @@ class OutputProcessor:
             entry = self._entries.get(delta.request_id)
             if entry is None:
                 continue  # its reader is gone
-            if delta.prompt_logprobs is not None:
-                entry.prompt_logprobs = delta.prompt_logprobs
+            if delta.prompt_logprobs is not None:  # long ones come in pieces
+                entry.prompt_logprobs = entry.prompt_logprobs or []
+                entry.prompt_logprobs += delta.prompt_logprobs
             if delta.embedding is not None:
                 entry.embedding = delta.embedding
             completion = entry.completions[delta.index]
@@ -213,6 +216,7 @@ class OutputProcessor:
                         if tokens and delta.logprobs
                         else None,
                         stop_reason=result.stop_reason if result else None,
+                        prompt_logprobs=_untold(entry) if delta.index == 0 else None,
                     )
                 )
         return out
@@ -288,6 +292,14 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
     return [one[0] if len(one) == 1 else _joined(one) for one in by_index.values()]
 
 
+def _untold(entry: _Entry) -> list[TokenLogprobs | None] | None:
+    """Log probabilities of the prompt, once; they are complete before the first token."""
+    if entry.prompt_told or entry.prompt_logprobs is None:
+        return None
+    entry.prompt_told = True
+    return [None, *entry.prompt_logprobs]
+
+
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
     last = deltas[-1]
     return TextDelta(
@@ -299,6 +311,7 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
         last.error,
         [one for delta in deltas for one in delta.logprobs or ()] or None,
         last.stop_reason,
+        deltas[0].prompt_logprobs,
     )
 
 

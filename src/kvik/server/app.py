@@ -25,11 +25,10 @@ from kvik.server.body_budget import DEFAULT_LIMITS, BodyBudget, BodyLimits
 from kvik.server.drain import Drain
 from kvik.server.errors import HttpError, describe, in_messages
 from kvik.server.escape import escaped
-from kvik.server.exchange import SCOPE_KEY, Exchange
+from kvik.server.exchange import CLOSE_EXTENSION, SCOPE_KEY, Exchange
 from kvik.server.guards import Origins, check_host, is_loopback
 from kvik.server.keys import Caller, Keys
 from kvik.server.parts import Parts
-from kvik.server.reply import CLOSE_EXTENSION
 from kvik.server.route import Route
 from kvik.server.route_table import RouteTable
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 from starlette.responses import Response
 
 from kvik.config.errors import KvikError
+from kvik.server.beside import beside
 from kvik.server.errors import model_not_found
 from kvik.server.parts import Parts
+from kvik.server.pieces import encoded
 
 
 def check_model(parts: Parts, model: str | None) -> None:
@@ -31,3 +33,9 @@ def called(**names: str) -> Iterator[None]:
 
 def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def large_response(num_items: int, answer: Callable[[], msgspec.Struct]) -> Response:
+    """The same for what may be large: see `beside`."""
+    data = await beside(num_items, lambda: encoded(answer()))
+    return Response(data, media_type="application/json")

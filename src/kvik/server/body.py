@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from kvik.server.escape import escaped
 from kvik.server.exchange import exchange_of
 
 T = TypeVar("T", bound=msgspec.Struct)
+Data = bytes | bytearray
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,10 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # all the same. (A regular expression would take twenty times as long.)
 ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
 LONG_NUMBER = (b"0" * 19, b"0e")
+NO_BACKSLASH = re.compile(rb"[^\\]")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # as msgspec words it
+PIECE_BYTES = 1 << 18  # of a large body, worked on at once: other threads wait as long
 MAX_SHOWN = 24  # characters of a number
 MAX_IGNORED = 16  # fields that are told of
 
@@ -65,7 +69,7 @@ async def read_chosen(request: Request, choose: Callable[[dict[str, Any]], type[
 
 
 def _decode(
-    data: bytes, choose: Callable[[dict[str, Any]], type[T]], limits: BodyLimits
+    data: Data, choose: Callable[[dict[str, Any]], type[T]], limits: BodyLimits
 ) -> tuple[T, list[str]]:
     """The body, and the names of what was ignored."""
     value = parse_json(data, limits)
@@ -89,17 +93,14 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
         _invalid(str(error))
 
 
-def parse_json(data: bytes, limits: BodyLimits) -> Any:
+def parse_json(data: Data, limits: BodyLimits) -> Any:
     """The value of a JSON text that is safe to work with: of bounded depth and size, each key once,
     numbers finite and integers within 64 bits, strings that UTF-8 can hold.
 
     Raises:
         HttpError: 400.
     """
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise HttpError(400, "the body must be UTF-8 text") from None
+    text = _decoded(data)
     _check_size(data, limits)
     # What is long is read in a thread, and lets others run only where it calls code of ours.
     exact = len(data) > limits.small_bytes or _has_long_number(data)
@@ -126,7 +127,20 @@ def parse_json(data: bytes, limits: BodyLimits) -> Any:
     return value
 
 
-def _has_long_number(data: bytes) -> bool:
+def _decoded(data: Data) -> str:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        pieces = [
+            decoder.decode(data[start : start + PIECE_BYTES])
+            for start in range(0, len(data), PIECE_BYTES)
+        ]
+        pieces.append(decoder.decode(b"", final=True))
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body must be UTF-8 text") from None
+    return "".join(pieces)
+
+
+def _has_long_number(data: Data) -> bool:
     alike = data.translate(ONE_DIGIT)
     return any(sign in alike for sign in LONG_NUMBER)
 
@@ -145,7 +159,7 @@ def _check_headers(request: Request, limits: BodyLimits) -> None:
         raise _too_large(limits)
 
 
-async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytes:
+async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytearray:
     data = bytearray()
     try:
         async with asyncio.timeout(limits.seconds):
@@ -160,10 +174,10 @@ async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytes
         raise HttpError(408, message, headers=headers) from None
     if not data:
         raise HttpError(400, "the body is empty")
-    return bytes(data)
+    return data
 
 
-def _check_size(data: bytes, limits: BodyLimits) -> None:
+def _check_size(data: Data, limits: BodyLimits) -> None:
     if _is_small(data, limits):
         return
     outside = _outside_strings(data, most=limits.max_values + limits.max_keys)
@@ -172,16 +186,35 @@ def _check_size(data: bytes, limits: BodyLimits) -> None:
         raise HttpError(400, f"the body must have at most {what}")
 
 
-def _outside_strings(data: bytes, most: int) -> bytes | None:
+def _outside_strings(data: Data, most: int) -> bytes | None:
     """JSON without its strings; None if they are more than `most`. A regular expression would hold
     up all other threads for ten times as long."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # their only quotes are at their ends
-    if plain.count(b'"') > 2 * most:
-        return None
-    return b"".join(plain.split(b'"')[::2])
+    found: list[Data] = []
+    num_quotes = 0
+    for piece in _uncut(data):
+        # What is left of strings has quotes only at its ends.
+        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = plain.split(b'"')
+        found += parts[num_quotes % 2 :: 2]
+        num_quotes += len(parts) - 1
+        if num_quotes > 2 * most:
+            return None
+    return b"".join(found)
 
 
-def _is_small(data: bytes, limits: BodyLimits) -> bool:
+def _uncut(data: Data) -> Iterator[Data]:
+    """Pieces, of which none ends in the middle of an escape."""
+    start = 0
+    while start < len(data):
+        end = start + PIECE_BYTES
+        if data[end - 1 : end] == b"\\":
+            after = NO_BACKSLASH.search(data, end)
+            end = after.end() if after else len(data)
+        yield data[start:end]
+        start = end
+
+
+def _is_small(data: Data, limits: BodyLimits) -> bool:
     """Values are separated by commas, or are the first in their brackets."""
     num_brackets = data.count(b"[") + data.count(b"{")
     num_values = num_brackets + data.count(b",")
@@ -189,7 +222,7 @@ def _is_small(data: bytes, limits: BodyLimits) -> bool:
     return num_values <= limits.max_values and num_keys <= limits.max_keys
 
 
-def _check_depth(data: bytes, limits: BodyLimits) -> None:
+def _check_depth(data: Data, limits: BodyLimits) -> None:
     if data.count(b"[") + data.count(b"{") <= limits.max_depth:
         return
     outside = _outside_strings(data, most=limits.max_values + limits.max_keys)

@@ -21,10 +21,9 @@ from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
 from kvik.server.drain import Drain
 from kvik.server.errors import HttpError
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import CLOSE_EXTENSION, caller_of
 from kvik.server.keys import Keys
 from kvik.server.parts import Parts
-from kvik.server.reply import CLOSE_EXTENSION
 from kvik.server.route import Route
 from kvik.server.sse import CONTENT_TYPE, json_event
 

@@ -10,6 +10,8 @@ from kvik.server.body_budget import BodyBudget
 from kvik.server.keys import ANYBODY, Caller
 
 SCOPE_KEY = "kvik.exchange"
+CLOSE_EXTENSION = "kvik.close"  # in the scope: breaks the connection, whatever waits to be sent
+MAX_TRACE_PARENT = 128  # characters; those that are known have 55
 
 
 @dataclass(slots=True)
@@ -34,6 +36,12 @@ def exchange_of(request: Request) -> Exchange:
 
 def caller_of(request: Request) -> Caller:
     return exchange_of(request).caller
+
+
+def trace_parent_of(request: Request) -> str | None:
+    """The caller's trace (W3C Trace Context), if it names one; not checked but for its length."""
+    header = request.headers.get("traceparent")
+    return header if header and len(header) <= MAX_TRACE_PARENT else None
 
 
 def request_id_of(request: Request) -> str:

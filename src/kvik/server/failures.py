@@ -1,17 +1,34 @@
-"""How a generation can fail after it was admitted."""
+"""How a generation can fail, in words that tell nothing of the machine: what an exception says, or
+the last line of a process, is for the log."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kvik.config.errors import UnavailableError
+from kvik.engine.async_client import EngineState
 from kvik.server.errors import HttpError
 
 FAILED = "engine_error"
 DEADLINE = "deadline_exceeded"
 ABORTED = "aborted"
 
+_STATES: Mapping[EngineState, str] = {
+    EngineState.STARTING: "is being started",
+    EngineState.STALLED: "has work, and has computed no step for too long",
+    EngineState.RESTARTING: "has failed, and is being started again",
+    EngineState.FAILED: "has failed, and is not started again",
+    EngineState.CLOSED: "was closed",
+}
 
-def failed(message: str) -> HttpError:
-    """The engine could not finish it, and would not if it was asked again."""
-    return HttpError(500, message, code=FAILED)
+
+def failed(request_id: str) -> HttpError:
+    """The engine could not finish it, and would not if it was asked again.
+
+    Args:
+        request_id: under which the log says why.
+    """
+    return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
 
 
 def deadline_exceeded() -> HttpError:
@@ -19,7 +36,22 @@ def deadline_exceeded() -> HttpError:
     return HttpError(504, message, code=DEADLINE)
 
 
-def aborted(message: str) -> HttpError:
-    """It was ended from outside: by an operator, with the server, or because its reader went away
-    or did not read."""
-    return HttpError(503, message, code=ABORTED)
+def aborted(message: str, *, again: bool) -> HttpError:
+    """It was ended from outside.
+
+    Args:
+        again: whether to send it again, as to another server or to this one when it is back. Not
+            if somebody wanted this very request to end.
+    """
+    headers = {"retry-after": "1"} if again else {}
+    headers["x-should-retry"] = "true" if again else "false"
+    return HttpError(503, message, code=ABORTED, headers=headers)
+
+
+def state_in_words(state: EngineState) -> str:
+    """Of an engine that is not ready: what it does instead."""
+    return _STATES.get(state, "is not ready")
+
+
+def not_ready(state: EngineState) -> UnavailableError:
+    return UnavailableError("engine", state_in_words(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,12 +13,16 @@ from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.server.admission import Admission, Ticket
 from kvik.server.bell import Bell
-from kvik.server.failures import aborted, deadline_exceeded, failed
+from kvik.server.escape import escaped
+from kvik.server.failures import aborted, deadline_exceeded, failed, not_ready
 from kvik.server.held import Held
 from kvik.server.intake import Draft, GenerationRequest, Intake, Limits
 from kvik.server.observer import Life, Observer
 from kvik.server.texts import Texts
 
+_log = logging.getLogger(__name__)
+
+MAX_LOGGED = 500  # characters of what an engine says of an error
 MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
 _FAILED = {
     FinishReason.ABORT: "abort",
@@ -106,9 +111,10 @@ class Generation:
             self._unstarted.discard(index)
             self._ticket.started()
 
-    def abort(self, reason: str = "the request was aborted") -> None:
-        """End it now, whatever its phase; nothing happens if it has ended."""
-        self._owner._fail(self, aborted(reason), FinishReason.ABORT)
+    def abort(self, reason: str = "the request was aborted", *, again: bool = False) -> None:
+        """End it now, whatever its phase; nothing happens if it has ended. `again`: its caller is
+        told to send it again."""
+        self._owner._fail(self, aborted(reason, again=again), FinishReason.ABORT)
 
 
 class Generations:
@@ -143,16 +149,26 @@ class Generations:
         return self._live
 
     async def start(
-        self, request: GenerationRequest, tenant: str, *, streaming: bool
+        self,
+        request: GenerationRequest,
+        tenant: str,
+        *,
+        streaming: bool,
+        trace_parent: str | None = None,
     ) -> Generation:
         """Admit a request and send it to the engine.
+
+        Args:
+            trace_parent: the caller's trace, as its header `traceparent` names it.
 
         Raises:
             ParamError, CapacityError: it can never be served.
             OverloadError: there is no room for it now, or its deadline cannot be met.
             UnavailableError: the engine is not ready.
         """
-        (generation,) = await self.start_all([request], tenant, streaming=streaming)
+        (generation,) = await self.start_all(
+            [request], tenant, streaming=streaming, trace_parent=trace_parent
+        )
         return generation
 
     def check_room(self, tenant: str, num_requests: int) -> None:
@@ -169,11 +185,16 @@ class Generations:
             raise
 
     async def start_all(
-        self, requests: Sequence[GenerationRequest], tenant: str, *, streaming: bool
+        self,
+        requests: Sequence[GenerationRequest],
+        tenant: str,
+        *,
+        streaming: bool,
+        trace_parent: str | None = None,
     ) -> list[Generation]:
         """All of them or none. They share a bell."""
         try:
-            return await self._start_all(requests, tenant, streaming)
+            return await self._start_all(requests, tenant, streaming, trace_parent)
         except KvikError as error:
             self._observer.refused(tenant, _why(error))
             raise
@@ -187,13 +208,18 @@ class Generations:
         return True
 
     def abort_all(self, reason: str) -> None:
+        """End everything, with the server."""
         for generation in list(self._live.values()):
-            generation.abort(reason)
+            generation.abort(reason, again=True)
 
     # The way in
 
     async def _start_all(
-        self, requests: Sequence[GenerationRequest], tenant: str, streaming: bool
+        self,
+        requests: Sequence[GenerationRequest],
+        tenant: str,
+        streaming: bool,
+        trace_parent: str | None,
     ) -> list[Generation]:
         arrived = self._clock()
         self._check_room(tenant, sum(r.params.n for r in requests))
@@ -206,7 +232,8 @@ class Generations:
         bell = Bell()
         try:
             for draft in drafts:
-                generations.append(self._add(draft, arrived, streaming, bell))
+                self._check_ready()
+                generations.append(self._add(draft, arrived, streaming, bell, trace_parent))
                 await asyncio.sleep(0)
         except BaseException:
             for generation in generations:
@@ -220,16 +247,29 @@ class Generations:
 
     def _check_ready(self) -> None:
         if self._engine.state is not EngineState.READY:
-            raise UnavailableError("engine", self._engine.reason or "is not ready")
+            raise not_ready(self._engine.state)
 
-    def _add(self, draft: Draft, arrived: float, streaming: bool, bell: Bell) -> Generation:
+    def _add(
+        self,
+        draft: Draft,
+        arrived: float,
+        streaming: bool,
+        bell: Bell,
+        trace_parent: str | None,
+    ) -> Generation:
         request = draft.request
         if draft.wanted_by is not None and request.priority >= 0:  # what is urgent waits less
             self._admission.check_deadline(request.tenant, draft.wanted_by)
         n, num_tokens = request.params.n, len(request.prompt_token_ids)
         ticket = self._admission.admit(request.tenant, n, num_tokens)
         life = Life(
-            request.request_id, request.tenant, request.params, num_tokens, streaming, arrived
+            request.request_id,
+            request.tenant,
+            request.params,
+            num_tokens,
+            streaming,
+            arrived,
+            trace_parent=trace_parent,
         )
         generation = Generation(self, request, life, ticket, bell, draft.degraded)
         try:
@@ -309,7 +349,7 @@ class Generations:
     def _finish(self, generation: Generation, output: RequestOutput) -> None:
         error = next((c.error for c in output.completions if c.error is not None), None)
         if error is not None:  # its text could not be made, though its tokens were
-            self._fail(generation, failed(error), FinishReason.ERROR)
+            self._fail(generation, _failed(output.request_id, error), FinishReason.ERROR)
             return
         generation.result = output
         self._forget(generation)
@@ -339,8 +379,14 @@ def _failure(delta: RequestDelta) -> KvikError:
     if delta.finish_reason is FinishReason.DEADLINE:
         return deadline_exceeded()
     if delta.finish_reason is FinishReason.ABORT:
-        return aborted(delta.error or "the request was aborted")
-    return failed(delta.error or "the engine failed")
+        return aborted("the request was aborted", again=True)
+    return _failed(delta.request_id, delta.error or "the engine did not say why")
+
+
+def _failed(request_id: str, error: str) -> KvikError:
+    """What an exception says may tell of the machine: it is for the log."""
+    _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
+    return failed(request_id)
 
 
 def _why(error: KvikError) -> str:

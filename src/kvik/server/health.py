@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from kvik import __version__
 from kvik.engine.async_client import EngineState
+from kvik.server.failures import state_in_words
 from kvik.server.parts import Parts
 from kvik.server.route import Route
 
@@ -35,7 +36,7 @@ class Health:
         if self._parts.drain.started:
             return "draining", "the server is being stopped"
         if engine.state is not EngineState.READY:
-            return str(engine.state), engine.reason
+            return str(engine.state), f"the engine {state_in_words(engine.state)}"
         return None
 
 

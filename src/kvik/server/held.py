@@ -67,8 +67,11 @@ class Held:
 
 
 def _join(held: RequestDelta, later: RequestDelta) -> None:
-    """What comes with a first token is not looked at: nothing is held before that."""
+    """Before a first token only the log probabilities of its prompt come."""
     held.token_ids += later.token_ids
+    if later.prompt_logprobs is not None:
+        held.prompt_logprobs = (held.prompt_logprobs or []) + later.prompt_logprobs
+    held.prompt = held.prompt or later.prompt
     if later.logprobs is not None:
         held.logprobs = later.logprobs if held.logprobs is None else held.logprobs + later.logprobs
     if later.finish_reason is not None:

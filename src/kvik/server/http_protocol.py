@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kvik.server.errors import HttpError, describe
-from kvik.server.reply import CLOSE_EXTENSION
+from kvik.server.exchange import CLOSE_EXTENSION
 
 
 @dataclass(frozen=True, slots=True)

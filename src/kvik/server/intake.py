@@ -113,7 +113,8 @@ class Intake:
             params = params.with_changes(bad_words=await self._bad_words(params))
         if isinstance(wish.prompt, str):
             text = wish.prompt
-            ids: Sequence[int] = await self._texts.encode(text, wish.add_special_tokens)
+            texts = self._texts.of(tenant)
+            ids: Sequence[int] = await texts.encode(text, wish.add_special_tokens)
             if not text or not ids:  # some tokenizers put a token before nothing at all
                 raise ParamError("prompt", "must not be empty")
         else:

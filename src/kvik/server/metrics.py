@@ -231,6 +231,9 @@ def _speculation(families: Families, stats: EngineStats) -> None:
     families.counter(
         "spec_decode_num_accepted_tokens_per_pos", note, rows or [({"position": "0"}, 0)]
     )
+    if drafts.rows:
+        note = "Tokens that a row with drafts yields, the model's own included."
+        families.gauge("speculation_accepted_length", note, drafts.mean_length, ours=True)
     if stats.speculation.speedup is not None:
         note = "How much faster tokens come than without drafts, as estimated."
         families.gauge("speculation_speedup", note, stats.speculation.speedup, ours=True)

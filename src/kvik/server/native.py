@@ -15,7 +15,7 @@ from starlette.responses import Response
 from kvik.core.sampling_params import MAX_LIST_ENTRIES, MAX_STOP_STRINGS, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation
 from kvik.server.intake import GenerationRequest
 from kvik.server.parts import Parts
@@ -113,7 +113,12 @@ async def generate(parts: Parts, request: Request) -> Response:
         deadline_ms=body.deadline_ms,
     )
     generations = parts.generations
-    generation = await generations.start(wish, caller_of(request).tenant, streaming=body.stream)
+    generation = await generations.start(
+        wish,
+        caller_of(request).tenant,
+        streaming=body.stream,
+        trace_parent=trace_parent_of(request),
+    )
     if body.stream:
         return StreamReply([generation], GenerateEvents(generation))
     (output,) = await outputs(request, [generation])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from kvik.config.errors import KvikError
 from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.beside import beside
 from kvik.server.errors import describe
 from kvik.server.failures import aborted
 from kvik.server.generation import Generation
 from kvik.server.sse import CONTENT_TYPE, HEARTBEAT, json_event
 
-CLOSE_EXTENSION = "kvik.close"  # in the scope: breaks the connection, whatever waits to be sent
 DEGRADED_HEADER = "x-kvik-degraded"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
 _log = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ class StreamReply(Response):
         except TimeoutError:
             if not self._limit.expired():
                 raise
-            raise aborted("its reader is too slow") from None  # the connection will be broken
+            raise aborted(
+                "its reader is too slow", again=False
+            ) from None  # the connection will be broken
         finally:
             watch.cancel()
             ticker.cancel()
@@ -117,7 +120,7 @@ class StreamReply(Response):
             if self._gone:
                 raise ClientDisconnect
             try:
-                chunk, last = self._next()
+                chunk, last = await self._next()
             except Exception as error:
                 if not self._begun:
                     raise
@@ -128,17 +131,16 @@ class StreamReply(Response):
             if last:
                 return
 
-    def _next(self) -> tuple[bytes, bool]:
+    async def _next(self) -> tuple[bytes, bool]:
         """What can be sent now, and whether it is the last."""
+        taken = [generation.take() for generation in self._generations]
+        failure = next((g.failure for g in self._generations if g.failure is not None), None)
+        last = all(generation.result is not None for generation in self._generations)
         parts: list[bytes] = []
-        last = True
-        failure: KvikError | None = None
-        for position, generation in enumerate(self._generations):
-            deltas = generation.take()
+        for position, deltas in enumerate(taken):
             if deltas:
-                parts.append(self._events.grow(position, deltas))
-            failure = failure or generation.failure
-            last = last and generation.result is not None
+                grow = partial(self._events.grow, position, deltas)
+                parts.append(await beside(_num_of_prompt(deltas), grow))
         if failure is not None:
             if not self._begun:
                 raise failure
@@ -221,6 +223,12 @@ async def outputs(request: Request, generations: Sequence[Generation]) -> list[R
     finally:
         watch.cancel()
         _abort(generations, "its reader is gone")
+
+
+def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
+    """Log probabilities of prompts that come with a beginning. All else of a delta is little."""
+    rows = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
 
 
 def degraded_header(generations: Sequence[Generation]) -> dict[str, str]:

@@ -4,12 +4,13 @@ that no context can hold is refused before that."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
-from kvik.config.errors import ModelError, OverloadError, ParamError
-from kvik.server.templates import Templates
+from kvik.config.errors import ModelError, ParamError
+from kvik.server.templates import WORKERS, Templates
+from kvik.server.turns import Room, Turns
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.template_process import TemplateSource
 from kvik.text.tokenizer import Tokenizer
@@ -23,10 +24,11 @@ MAX_BYTES_PER_TOKEN = 128
 # its beginning tells whether the rest is worth reading.
 PROBE_BYTES_PER_TOKEN = 8
 MAX_WAITING_CHARS = 128 << 20  # of texts that wait for a thread or a template, all together
+MAX_TENANT_CHARS = 64 << 20  # and those of one tenant
 
 
 class Texts:
-    """The tokenizer and the chat template of the served model.
+    """The tokenizer and the chat template of the served model, for one tenant: see `of`.
 
     Args:
         tokenizer: None if the model has none; prompts are token ids then.
@@ -37,22 +39,32 @@ class Texts:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
-        self._num_waiting = 0  # characters
+        self._encoding, self._rendering = Turns(THREADS), Turns(WORKERS)
+        self._room = Room(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates, self._no_template = _templates(tokenizer)
+        self._tenant = ""
+
+    def of(self, tenant: str) -> Texts:
+        """The same, for the texts of this tenant: all tenants take turns."""
+        other = copy.copy(self)
+        other._tenant = tenant
+        return other
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
 
         Raises:
             ParamError: `text` has certainly more tokens than the context, or there is no tokenizer.
+            OverloadError: too much text waits already.
         """
         tokenizer = self._known("prompt")
         if len(text) <= INLINE_CHARS:
             return tokenizer.encode(text, add_special_tokens)
         if len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
-        with self._wait(len(text)):
-            return await self._encode(tokenizer, text, add_special_tokens)
+        with self._room.hold(self._tenant, len(text)):
+            async with self._encoding.turn(self._tenant):
+                return await self._encode(tokenizer, text, add_special_tokens)
 
     async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         loop = asyncio.get_running_loop()
@@ -78,17 +90,20 @@ class Texts:
         Raises:
             ParamError: the messages are malformed, the template refuses them, takes too long or
                 fails; or the model has none.
+            OverloadError: too much text waits already.
         """
         self._known("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
-        with self._wait(sum(len(str(message.get("content"))) for message in messages)):
-            return await self._templates.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                variables=variables,
-            )
+        num_chars = sum(len(str(message.get("content"))) for message in messages)
+        with self._room.hold(self._tenant, num_chars):
+            async with self._rendering.turn(self._tenant):
+                return await self._templates.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    variables=variables,
+                )
 
     async def encode_chat(
         self,
@@ -118,21 +133,6 @@ class Texts:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._templates is not None:
             await self._templates.close()
-
-    @contextmanager
-    def _wait(self, num_chars: int) -> Iterator[None]:
-        """Hold a text that waits for its turn, or is being worked on.
-
-        Raises:
-            OverloadError: too much is held already.
-        """
-        if self._num_waiting and self._num_waiting + num_chars > MAX_WAITING_CHARS:
-            raise OverloadError("queue", "too much text waits to be tokenised", 1.0, own=False)
-        self._num_waiting += num_chars
-        try:
-            yield
-        finally:
-            self._num_waiting -= num_chars
 
     def _known(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

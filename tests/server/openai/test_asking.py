@@ -101,8 +101,6 @@ def test_every_parameter_reaches_the_engine() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "n": 2}, "max_tokens"),
         ({"best_of": 2}, "best_of"),

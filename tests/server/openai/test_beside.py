@@ -35,10 +35,16 @@ def test_much_of_it_is_done_in_a_thread() -> None:
         (chat, "whole", "/v1/chat/completions", {**TALK, "logprobs": True, "top_logprobs": 2}),
         (chat, "whole", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
         (
-            completions,
-            "json_response",
+            completions.CompletionShape,
+            "whole",
             "/v1/completions",
             {"prompt": "A dog", "logprobs": 2, "max_tokens": 4},
+        ),
+        (
+            completions.CompletionShape,
+            "before",
+            "/v1/completions",
+            {"prompt": "A dog", "echo": True, "logprobs": 2, "stream": True},
         ),
         (completions, "_echo", "/v1/completions", {"prompt": [5, 6, 7], "echo": True}),
         (conversation, "_plain", "/v1/chat/completions", TALK),

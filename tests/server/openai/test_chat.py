@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx2
@@ -216,6 +217,16 @@ def test_prompt_logprobs_stand_beside_the_choices(http: httpx2.Client) -> None:
     assert all(
         {"logprob", "rank", "decoded_token"} == set(v) for e in shown[1:] for v in e.values()
     )
+
+
+def test_a_stream_has_prompt_logprobs_in_its_first_chunk(http: httpx2.Client) -> None:
+    body = {"messages": TALK, "max_tokens": 5, "n": 2, "prompt_logprobs": 1, "seed": 1}
+    whole = http.post("/v1/chat/completions", json=body).json()
+    lines = http.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
+    first, *rest = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert rest and not any("prompt_logprobs" in chunk for chunk in rest)
 
 
 def test_many_at_once_through_the_async_client(site: Site) -> None:

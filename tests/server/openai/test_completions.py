@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx2
@@ -10,6 +11,7 @@ import openai
 import pytest
 from helpers.story_site import Site
 
+from kvik.engine import wire
 from kvik.llm import LLM
 
 MODEL = "stories"
@@ -143,6 +145,39 @@ def test_logprobs_of_a_stream_join_to_those_of_the_whole(client: openai.OpenAI) 
             tokens += chunk.choices[0].logprobs.tokens or []
             offsets += chunk.choices[0].logprobs.text_offset or []
     assert tokens == whole.tokens and offsets == whole.text_offset
+
+
+@pytest.mark.parametrize("at_once", [1, 1000])
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_a_stream_shows_its_prompt_as_the_whole_does(
+    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, max_tokens: int, at_once: int
+) -> None:
+    """In its first chunk of each choice, in however many pieces the engine sends it."""
+    monkeypatch.setattr(wire, "MAX_VALUES", at_once)
+    body: dict[str, Any] = {
+        "prompt": [TEXT, "The cat"],
+        "n": 1 if max_tokens == 0 else 2,
+        "seed": 3,
+        "echo": True,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "max_tokens": max_tokens,
+    }
+    whole = http.post("/v1/completions", json=body).json()["choices"]
+    lines = http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    chunks = [choice for event in events for choice in event["choices"]]
+    assert lines[-2] == "data: [DONE]"
+    for expected in whole:
+        mine = [chunk for chunk in chunks if chunk["index"] == expected["index"]]
+        assert "".join(chunk["text"] for chunk in mine) == expected["text"]
+        assert mine[0]["text"] == body["prompt"][expected["index"] // body["n"]]
+        assert mine[0]["prompt_logprobs"] == expected["prompt_logprobs"]
+        assert not any("prompt_logprobs" in chunk for chunk in mine[1:])
+        shown = [chunk["logprobs"] for chunk in mine if chunk["logprobs"]]
+        assert shown[0]["token_logprobs"][0] is None and len(shown[0]["tokens"]) > 1
+        for name, values in expected["logprobs"].items():
+            assert [value for one in shown for value in one[name]] == values, name
 
 
 def test_bytes_of_a_character_are_escaped(client: openai.OpenAI, llm: LLM) -> None:

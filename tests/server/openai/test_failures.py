@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx2
@@ -13,6 +14,7 @@ from helpers.story_site import Site
 LONG = {"max_tokens": 300, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], **LONG}
 TEXT = {"prompt": "Once upon a time", **LONG}
+SECRET = "a secret of the machine"
 ROUTES = [("chat/completions", CHAT), ("completions", TEXT)]
 
 
@@ -31,7 +33,7 @@ def fail_at(site: Site, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     def failing(plan: Any) -> object:
         count[0] += 1
         if count[0] == step:
-            raise RuntimeError("a secret of the machine")
+            raise RuntimeError(SECRET)
         return submit(plan)
 
     monkeypatch.setattr(executor, "submit", failing)
@@ -43,15 +45,21 @@ def test_before_the_first_token_it_has_its_own_status(
     site: Site,
     http: httpx2.Client,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     path: str,
     body: dict[str, Any],
     stream: bool,
 ) -> None:
+    """It says under which id the log has the reason, and not the reason."""
     fail_at(site, monkeypatch, 1)
     answer = http.post(f"/v1/{path}", json={**body, "stream": stream})
     assert answer.status_code == 500, answer.text
     assert answer.headers["x-should-retry"] == "false"
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert SECRET not in answer.text
+    found = re.fullmatch(r"the engine failed in this request \((gen-\w+)\)", error["message"])
+    assert found and any(found[1] in line and SECRET in line for line in caplog.messages)
     site.at_rest()
 
 
@@ -67,7 +75,7 @@ def test_in_a_stream_it_is_one_event_and_the_end(
     answer = http.post(f"/v1/{path}", json={**body, "stream": True, "n": 2})
     assert answer.status_code == 200
     events = [json.loads(e.removeprefix("data: ")) for e in answer.text.split("\n\n") if e]
-    assert "[DONE]" not in answer.text
+    assert "[DONE]" not in answer.text and SECRET not in answer.text
     assert set(events[-1]) == {"error"}
     assert set(events[-1]["error"]) == {"message", "type", "param", "code"}
     assert events[-1]["error"]["code"] == "engine_error"

@@ -18,7 +18,7 @@ from kvik.server.anthropic.usage import Meter
 from kvik.server.asking import called, check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
@@ -34,10 +34,12 @@ async def messages(parts: Parts, request: Request) -> Response:
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, params.n)
     conversation = await beside(len(body.messages), lambda: read_conversation(body))
-    prompt = await make_prompt(parts.texts, conversation)
+    prompt = await make_prompt(parts.texts.of(tenant), conversation)
     wish = GenerationRequest(prompt=prompt.token_ids, params=params, pins=prompt.pins)
     with called(prompt="messages", stop="stop_sequences"):
-        generation = await parts.generations.start(wish, tenant, streaming=bool(body.stream))
+        generation = await parts.generations.start(
+            wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
+        )
     config = parts.engine.config
     heading = Heading(
         id=f"msg_{secrets.token_hex(12)}",
@@ -63,7 +65,7 @@ async def count_tokens(parts: Parts, request: Request) -> Response:
     refuse(body, COUNT)
     conversation = await beside(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
-    prompt = await make_prompt(parts.texts, conversation)
+    prompt = await make_prompt(parts.texts.of(caller_of(request).tenant), conversation)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 

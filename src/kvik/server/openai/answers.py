@@ -26,13 +26,13 @@ class Usage(Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
-class TopLogprob(Struct):
+class TopLogprob(Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Struct, gc=False):
     """`bytes` is what the token adds to the text; `token` the same, escaped if it is no UTF-8."""
 
     token: str
@@ -55,7 +55,7 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None] | None
 
 
-class PromptLogprob(Struct):
+class PromptLogprob(Struct, gc=False):
     logprob: float
     rank: int | None  # 1 is the most likely
     decoded_token: str
@@ -112,6 +112,7 @@ class ChatChunk(Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
 
 
 class CompletionChoice(Struct):

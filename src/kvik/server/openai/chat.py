@@ -5,10 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.asking import called, check_model, json_response
-from kvik.server.beside import beside
+from kvik.server.asking import called, check_model, large_response
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.asking import check_logprobs, check_room, generation_request, num_logprobs
 from kvik.server.openai.chat_answer import ChatStream, whole
 from kvik.server.openai.chat_request import ChatRequest
@@ -32,7 +31,7 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, params.n)
     ids = await conversation_ids(
-        parts.texts,
+        parts.texts.of(tenant),
         body.messages,
         body.chat_template_kwargs,
         body.add_generation_prompt,
@@ -44,14 +43,14 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
         check_room(parts, len(ids), asked, name)
         check_logprobs(parts, [ids], params, "prompt_logprobs", "top_logprobs")
         wish = generation_request(body, ids, params)
-        generation = await parts.generations.start(wish, tenant, streaming=bool(body.stream))
+        generation = await parts.generations.start(
+            wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
+        )
     heading = Heading(f"chatcmpl-{generation.request_id}", body.model or parts.model_name)
     names = TokenNames(parts.texts.tokenizer)
     if body.stream:
         return StreamReply([generation], ChatStream(heading, body, names, len(ids)))
     (output,) = await outputs(request, [generation])
-    answer = await beside(
-        num_logprobs(output), lambda: json_response(whole(heading, body, names, output))
-    )
+    answer = await large_response(num_logprobs(output), lambda: whole(heading, body, names, output))
     answer.headers.update(degraded_header([generation]))
     return answer

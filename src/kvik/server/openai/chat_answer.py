@@ -22,7 +22,8 @@ from kvik.server.openai.chat_request import ChatRequest
 from kvik.server.openai.heading import FINGERPRINT, Heading
 from kvik.server.openai.tokens import TokenNames
 from kvik.server.openai.usage import usage_of, usage_so_far
-from kvik.server.sse import DONE, Template, json_event
+from kvik.server.pieces import encoded
+from kvik.server.sse import DONE, Template, event, json_event
 
 _HOLE = "\ue000text\ue000"
 
@@ -47,7 +48,7 @@ def _choice(body: ChatRequest, names: TokenNames, one: CompletionOutput) -> Chat
     return ChatChoice(
         index=one.index,
         message=AnswerMessage(one.text),
-        logprobs=names.chat(one.logprobs or []) if body.logprobs else None,
+        logprobs=names.whole_chat(one.logprobs or []) if body.logprobs else None,
         finish_reason=one.finish_reason,
         stop_reason=one.stop_reason,
     )
@@ -63,6 +64,7 @@ class ChatStream:
         self._heading = heading
         self._names = names
         self._logprobs = bool(body.logprobs)
+        self._prompt_logprobs = body.prompt_logprobs is not None
         self._final_usage = options is not None and bool(options.include_usage)
         self._each_usage = options is not None and bool(options.continuous_usage_stats)
         self._num_prompt_tokens = prompt_tokens
@@ -74,7 +76,7 @@ class ChatStream:
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
         """`position` is 0: a chat has one prompt."""
-        return b"".join(event for delta in deltas for event in self._events(delta))
+        return b"".join(one for delta in deltas for one in self._events(delta))
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         usage = json_event(self._chunk([], usage_of(outputs))) if self._final_usage else b""
@@ -84,7 +86,10 @@ class ChatStream:
         self._num_tokens += len(delta.token_ids)
         if delta.index not in self._templates:
             self._templates[delta.index] = self._template(delta.index)
-            yield self._event(ChunkChoice(delta.index, Delta(role="assistant", content="")))
+            first = self._chunk_of(ChunkChoice(delta.index, Delta(role="assistant", content="")))
+            if self._prompt_logprobs and delta.prompt_logprobs is not None:
+                first.prompt_logprobs = self._names.prompt(delta.prompt_logprobs)
+            yield event(encoded(first))
         logprobs = self._shown(delta.logprobs)
         if logprobs is not None or (delta.text and self._each_usage):
             yield self._event(ChunkChoice(delta.index, Delta(content=delta.text), logprobs))
@@ -102,10 +107,13 @@ class ChatStream:
         return Template(self._chunk([ChunkChoice(index, Delta(content=_HOLE))], usage), [_HOLE])
 
     def _event(self, choice: ChunkChoice) -> bytes:
+        return json_event(self._chunk_of(choice))
+
+    def _chunk_of(self, choice: ChunkChoice) -> ChatChunk:
         usage: Usage | UnsetType | None = None if self._final_usage else UNSET
         if self._each_usage:
             usage = usage_so_far(self._num_prompt_tokens, self._num_tokens)
-        return json_event(self._chunk([choice], usage))
+        return self._chunk([choice], usage)
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(

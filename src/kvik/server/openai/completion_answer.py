@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
 
+from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.server.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.heading import FINGERPRINT, Heading
 from kvik.server.openai.tokens import CompletionTokens, TokenNames
 from kvik.server.openai.usage import usage_of, usage_so_far
-from kvik.server.sse import DONE, Template, json_event
+from kvik.server.pieces import encoded
+from kvik.server.sse import DONE, Template, event, json_event
 
 _HOLE = "\ue000text\ue000"
 
@@ -84,15 +86,37 @@ class CompletionShape:
             prompt_logprobs=self._names.prompt(output.prompt_logprobs or []) if asked else UNSET,
         )
 
+    def before(
+        self, index: int, position: int, logprobs: Sequence[TokenLogprobs | None] | None
+    ) -> CompletionChoice | None:
+        """What a stream shows of the prompt before a completion of it, if anything was asked for.
+
+        Args:
+            logprobs: of the prompt's tokens, if they were computed.
+        """
+        echoed = self._echo and self.logprobs is not None
+        asked = self.prompt_logprobs is not None
+        if not (self.echoes[position] or echoed or asked):
+            return None
+        return CompletionChoice(
+            index,
+            self.echoes[position],
+            logprobs=self._read(position, logprobs or []) if echoed else None,
+            prompt_logprobs=self._names.prompt(logprobs or []) if asked else UNSET,
+        )
+
+    def _read(self, position: int, logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """Of an echoed prompt."""
+        shown = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, ())
+        return shown.show(self.prompts[position], logprobs)
+
     def _logprobs(
         self, position: int, output: RequestOutput, one: CompletionOutput
     ) -> CompletionLogprobs:
         own = self.tokens(position).show(one.token_ids, one.logprobs or [])
         if not self._echo:
             return own
-        prompt = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, ())
-        read = prompt.show(self.prompts[position], output.prompt_logprobs or [])
-        return _both(read, own)
+        return _both(self._read(position, output.prompt_logprobs or []), own)
 
 
 class CompletionStream:
@@ -107,12 +131,13 @@ class CompletionStream:
         self._num_tokens = 0
         self._templates: dict[int, Template] = {}  # of the completions that have begun
         self._tokens: dict[int, CompletionTokens] = {}
+        self._prompts: dict[int, list[TokenLogprobs | None]] = {}  # log probabilities, by position
 
     def begin(self) -> bytes:
         return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join(event for delta in deltas for event in self._events(position, delta))
+        return b"".join(one for delta in deltas for one in self._events(position, delta))
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         usage = b""
@@ -122,11 +147,14 @@ class CompletionStream:
 
     def _events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         index = position * self._shape.n + delta.index
+        if delta.prompt_logprobs is not None:  # the others of a prompt begin after the first one
+            self._prompts[position] = delta.prompt_logprobs
         self._num_tokens += len(delta.token_ids)
         if index not in self._templates:
             self._templates[index] = self._template(index)
-            if self._shape.echoes[position]:
-                yield self._event(CompletionChoice(index, self._shape.echoes[position]))
+            before = self._shape.before(index, position, self._prompts.get(position))
+            if before is not None:
+                yield event(encoded(self._shape.completion([before], self._usage())))
         logprobs = self._logprobs(position, index, delta)
         if logprobs is not None or (delta.text and self._each_usage):
             yield self._event(CompletionChoice(index, delta.text, logprobs))
@@ -148,10 +176,12 @@ class CompletionStream:
         return Template(chunk, [_HOLE])
 
     def _event(self, choice: CompletionChoice) -> bytes:
-        usage: Usage | UnsetType | None = None if self._final_usage else UNSET
+        return json_event(self._shape.completion([choice], self._usage()))
+
+    def _usage(self) -> Usage | UnsetType | None:
         if self._each_usage:
-            usage = usage_so_far(self._num_prompt_tokens, self._num_tokens)
-        return json_event(self._shape.completion([choice], usage))
+            return usage_so_far(self._num_prompt_tokens, self._num_tokens)
+        return None if self._final_usage else UNSET
 
 
 def _both(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

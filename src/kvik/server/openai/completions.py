@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.asking import called, check_model, json_response
+from kvik.server.asking import called, check_model, large_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.asking import check_logprobs, check_room, generation_request, num_logprobs
 from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
 from kvik.server.openai.completion_request import CompletionRequest
@@ -33,7 +33,8 @@ async def answer_completions(parts: Parts, request: Request, body: CompletionReq
     check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, len(given) * params.n)
-    prompts = [await prompt_ids(parts.texts, one, body.add_special_tokens) for one in given]
+    texts = parts.texts.of(tenant)
+    prompts = [await prompt_ids(texts, one, body.add_special_tokens) for one in given]
     for ids in prompts:
         check_room(parts, len(ids), body.max_tokens, "max_tokens")
     of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
@@ -43,7 +44,9 @@ async def answer_completions(parts: Parts, request: Request, body: CompletionReq
         echoes = await beside(num_echoed, lambda: [_echo(parts, body, one) for one in given])
     wishes = [generation_request(body, ids, params) for ids in prompts]
     streaming = bool(body.stream)
-    generations = await parts.generations.start_all(wishes, tenant, streaming=streaming)
+    generations = await parts.generations.start_all(
+        wishes, tenant, streaming=streaming, trace_parent=trace_parent_of(request)
+    )
     shape = CompletionShape(
         Heading(f"cmpl-{generations[0].request_id}", body.model or parts.model_name),
         body,
@@ -54,9 +57,7 @@ async def answer_completions(parts: Parts, request: Request, body: CompletionReq
     if streaming:
         return StreamReply(generations, CompletionStream(shape, body))
     finished = await outputs(request, generations)
-    answer = await beside(
-        sum(map(num_logprobs, finished)), lambda: json_response(shape.whole(finished))
-    )
+    answer = await large_response(sum(map(num_logprobs, finished)), lambda: shape.whole(finished))
     answer.headers.update(degraded_header(generations))
     return answer
 

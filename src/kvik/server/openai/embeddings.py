@@ -16,7 +16,7 @@ from kvik.engine.embedding import normalise
 from kvik.server.asking import called, check_model
 from kvik.server.beside import beside
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
+from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
 from kvik.server.openai.embedding_request import MAX_INPUTS, EmbeddingRequest
@@ -47,7 +47,8 @@ async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingReque
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, len(given))
     with called(prompt="input"):
-        inputs = [await prompt_ids(parts.texts, one, body.add_special_tokens) for one in given]
+        texts = parts.texts.of(tenant)
+        inputs = [await prompt_ids(texts, one, body.add_special_tokens) for one in given]
         wishes = [
             GenerationRequest(
                 prompt=ids,
@@ -58,7 +59,9 @@ async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingReque
             )
             for ids in inputs
         ]
-        generations = await parts.generations.start_all(wishes, tenant, streaming=False)
+        generations = await parts.generations.start_all(
+            wishes, tenant, streaming=False, trace_parent=trace_parent_of(request)
+        )
     vectors = [output.embedding or [] for output in await outputs(request, generations)]
     num_tokens = sum(len(ids) for ids in inputs)
     empty = Embeddings(

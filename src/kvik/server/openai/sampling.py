@@ -81,8 +81,6 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
     if asked == 0 and not (body.echo and n == 1):
         raise ParamError("max_tokens", "must be at least 1, or 0 with echo and n = 1")
     changes = _alike(body)
-    if body.stream and body.echo and body.logprobs is not None:
-        raise ParamError("echo", "with logprobs is not streamed: leave one of them out")
     changes["max_tokens"] = asked
     changes["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
@@ -101,5 +99,3 @@ def _alike(body: Generating) -> dict[str, object]:
 def _check_stream(body: Generating) -> None:
     if body.stream_options is not None and not body.stream:
         raise ParamError("stream_options", "needs stream to be true")
-    if body.stream and body.prompt_logprobs is not None:
-        raise ParamError("prompt_logprobs", "are not streamed: leave stream out")

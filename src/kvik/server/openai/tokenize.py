@@ -11,6 +11,7 @@ from kvik.server.asking import check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
+from kvik.server.exchange import caller_of
 from kvik.server.openai.answers import Detokenized, Tokenized, TokenizerInfo
 from kvik.server.openai.conversation import conversation_ids
 from kvik.server.openai.prompts import prompt_ids
@@ -28,9 +29,10 @@ async def tokenize(parts: Parts, request: Request) -> Response:
     refuse(body, TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
+    texts = parts.texts.of(caller_of(request).tenant)
     if body.messages is not None:
         ids = await conversation_ids(
-            parts.texts,
+            texts,
             body.messages,
             body.chat_template_kwargs,
             body.add_generation_prompt,
@@ -38,7 +40,7 @@ async def tokenize(parts: Parts, request: Request) -> Response:
             body.add_special_tokens,
         )
     else:
-        ids = await prompt_ids(parts.texts, body.prompt or "", body.add_special_tokens)
+        ids = await prompt_ids(texts, body.prompt or "", body.add_special_tokens)
     token_strs: list[str] | UnsetType = UNSET
     if body.return_token_strs:
         names = TokenNames(parts.texts.tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from kvik.core.types import TokenLogprobs
 from kvik.server.openai.answers import (
@@ -13,6 +14,7 @@ from kvik.server.openai.answers import (
     TokenLogprob,
     TopLogprob,
 )
+from kvik.server.pieces import Made
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.tokenizer import Tokenizer
 
@@ -40,8 +42,12 @@ class TokenNames:
             return escape + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Of some output tokens, in order."""
+        """Of a few output tokens, in order."""
         return ChatLogprobs([self._chat_token(one) for one in logprobs])
+
+    def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """Of all of them; for `pieces.encoded`."""
+        return ChatLogprobs(cast(list[TokenLogprob], Made(logprobs, self._chat_token)))
 
     def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
         top = [
@@ -56,10 +62,12 @@ class TokenNames:
         return None if data is None else list(data)
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """By token id, the token itself first."""
-        return [None if one is None else self._prompt_token(one) for one in logprobs]
+        """By token id, the token itself first; for `pieces.encoded`, which knows no difference."""
+        return cast(PromptLogprobs, Made(logprobs, self._prompt_token))
 
-    def _prompt_token(self, one: TokenLogprobs) -> dict[str, PromptLogprob]:
+    def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
+        if one is None:
+            return None
         found = {
             str(one.token_id): PromptLogprob(finite(one.logprob), one.rank, self.name(one.token_id))
         }
