@@ -21,7 +21,7 @@ from kvik.worker.step_costs import StepCosts
 
 _Ids = NDArray[np.int64]
 
-# Of the budget, in steps without drafts: what it has at first, and what gains fill. With less, a few
+# Of the budget, in steps without drafts: what it has at first, and what gains fill. With less, some
 # steps that something held up end drafts that gain.
 FIRST, ROOM = 3.0, 12.0
 _WORTH, _KEEP = 1.04, 1.02  # speed-up for which drafts begin, and go on
