@@ -1,0 +1,125 @@
+"""The machine, and what it can do at best: the ceilings that all shares are of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from clock import timed
+from notes import Notes
+
+BYTES = 4 << 30  # of a tensor that is copied or read
+SIZE = 8192  # of square products
+SHORT = 1000  # launches of a kernel that does nothing
+NEEDED, WANTED = ("triton", "numpy", "tokenizers"), ("transformers", "pytest")
+
+
+def measure(notes: Notes) -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device: nothing here can be measured")
+    notes.attempt("machine", partial(_machine, notes))
+    notes.attempt("packages", partial(_packages, notes))
+    for name, call in (
+        ("copy", _copy),
+        ("read", _read),
+        ("bf16", _bf16),
+        ("fp8", _fp8),
+        ("int8", _int8),
+        ("launch", _launches),
+    ):
+        notes.attempt(name, partial(_note, notes, name, call))
+        torch.cuda.empty_cache()
+
+
+def _note(notes: Notes, name: str, call: Callable[[], float]) -> None:
+    notes.fact(name, call())
+
+
+def _machine(notes: Notes) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    notes.fact("gpu", properties.name)
+    notes.fact("processors", properties.multi_processor_count)
+    notes.fact("memory", properties.total_memory)
+    notes.fact("l2", properties.L2_cache_size)
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        notes.fact("driver", answer.stdout.strip())
+    except (OSError, subprocess.SubprocessError) as error:
+        notes.missed("driver", str(error))
+
+
+def _packages(notes: Notes) -> None:
+    notes.fact("python", platform.python_version())
+    notes.fact("torch", torch.__version__)
+    notes.fact("date", time.strftime("%Y-%m-%d"))
+    for name in NEEDED + WANTED:
+        try:
+            notes.fact(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            notes.missed(name, "is not installed")
+    native = importlib.util.find_spec("kvik.kernels.cpu._native") is not None
+    notes.fact("native kernels", native)
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        notes.missed("C compiler", "none found: Triton needs one to launch kernels")
+
+
+def _copy() -> float:
+    """Bytes per second, read and written ones."""
+    source = torch.empty(BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * BYTES / timed([lambda: target.copy_(source)], 0.5).seconds
+
+
+def _read() -> float:
+    """Bytes per second of what only reads: the largest of many numbers."""
+    numbers = torch.empty(BYTES // 4, device="cuda").normal_()
+    return BYTES / timed([numbers.amax], 0.5).seconds
+
+
+def _bf16() -> float:
+    """Operations per second, on random numbers: zeros take less power, and so less time."""
+    x, y = (torch.randn(SIZE, SIZE, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(x)
+    return 2 * SIZE**3 / timed([lambda: torch.mm(x, y, out=out)], 1.0).seconds
+
+
+def _fp8() -> float:
+    """With a scale for each row and column."""
+    x, y = (torch.randn(SIZE, SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    rows, columns = torch.ones(SIZE, 1, device="cuda"), torch.ones(1, SIZE, device="cuda")
+
+    def call() -> object:
+        return torch._scaled_mm(
+            x, y.t(), scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return 2 * SIZE**3 / timed([call], 1.0).seconds
+
+
+def _int8() -> float:
+    x, y = (
+        torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8, device="cuda") for _ in range(2)
+    )
+    return 2 * SIZE**3 / timed([lambda: torch._int_mm(x, y.t())], 1.0).seconds
+
+
+def _launches() -> float:
+    """Seconds of a launch from Python, of kernels that the device is done with sooner."""
+    one = torch.zeros(1, device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(SHORT):
+            one.add_(1)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    return seconds / SHORT

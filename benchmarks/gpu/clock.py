@@ -1,0 +1,86 @@
+"""Time on the device, of calls that are launched from a CUDA graph so that Python costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import Protocol
+
+import torch
+
+Call = Callable[[], object]
+
+LEAST_GRAPH = 1e-3  # seconds that a graph should take, so that events cost nothing beside it
+FEWEST, MOST = 5, 40  # runs whose median counts
+COLD = 256 << 20  # bytes that calls should touch in turn, several times what the L2 cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """seconds: of one call, the median. captured: without the cost of launches."""
+
+    seconds: float
+    captured: bool
+
+
+class Timer(Protocol):
+    def __call__(self, calls: Sequence[Call], budget: float = 0.2) -> Timing: ...
+
+
+def copies_for(touched: float, most: int = 64) -> int:
+    """How many sets of operands calls should take turns with, to find none in the L2 cache."""
+    return max(1, min(most, ceil(COLD / max(1.0, touched))))
+
+
+def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
+    """All calls in turn, again and again.
+
+    Args:
+        calls: the same work on different operands.
+        budget: seconds to measure for.
+    """
+    for _ in range(2):  # kernels are compiled here
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+
+    def body() -> None:
+        for call in calls:
+            call()
+
+    repeats = max(1, min(64, ceil(LEAST_GRAPH / _elapsed(body))))
+
+    def all_of_them() -> None:
+        for _ in range(repeats):
+            body()
+
+    replay = _captured(all_of_them)
+    run = replay or all_of_them
+    runs = int(budget / max(1e-6, _elapsed(run)))
+    times = [_elapsed(run) for _ in range(max(FEWEST, min(MOST, runs)))]
+    return Timing(median(times) / (repeats * len(calls)), replay is not None)
+
+
+def _elapsed(call: Call) -> float:
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    call()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
+def _captured(call: Call) -> Callable[[], None] | None:
+    """None: it cannot be captured, as it waits for the device."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay

@@ -1,0 +1,189 @@
+"""Whether the kernels are right on this GPU: beside the plain meaning, in the tolerances it has.
+
+Kernels were tested in Triton's interpreter, which rounds and orders otherwise, and has no other
+threads to race with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+
+import torch
+from notes import Notes
+from steps import Heads, cache, layout
+from torch import Tensor
+
+from kvik.attention.base import LayerKV
+from kvik.attention.reference import ReferenceAttention
+from kvik.attention.triton import TritonAttention
+from kvik.kernels.cases import CASES, Case, arguments, outputs
+from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.triton.ops import triton_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+# What is served most comes first.
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+TESTS = ("tests/kernels/triton", "tests/attention/test_triton.py")
+NAMED = 4  # failed tests that are listed
+
+STEPS = {
+    "decodes": [(40, 1), (0, 1), (699, 1), (5, 1), (16, 1)],
+    "long decode": [(9000, 1)],
+    "mixed": [(12, 1), (0, 9), (33, 1), (200, 70), (50, 2)],
+    "prefill": [(0, 300)],
+    "chunk": [(500, 260)],
+}
+SHAPES = (Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256))
+CACHES = (None, torch.float8_e4m3fn, torch.int8, torch.uint8)
+WINDOWS = (None, 100)
+
+
+def cases(notes: Notes, part: str, parts: str) -> None:
+    """Every `parts`-th case of kernels/cases.py, from `part` on, in all dtypes."""
+    ops = triton_ops(GPU)
+    for dtype, (i, case) in product(DTYPES, enumerate(CASES)):
+        if i % int(parts) == int(part):
+            name = f"{case.op} {case.name} {_short(dtype)}"
+            notes.attempt(name, partial(_case, notes, ops, case, dtype, name))
+
+
+def _case(notes: Notes, ops, case: Case, dtype: torch.dtype, name: str) -> None:
+    expected = outputs(REFERENCE, case, arguments(case, dtype, CPU))
+    found = outputs(ops, case, arguments(case, dtype, GPU))
+    rtol, atol = case.tolerance(dtype)
+    wrong = [
+        why
+        for mine, right in zip(found, expected, strict=True)
+        if (why := difference(mine, right, rtol, atol))
+    ]
+    notes.check(name, not wrong, "; ".join(wrong), op=case.op)
+
+
+def difference(found: Tensor, expected: Tensor, rtol: float, atol: float) -> str:
+    """What is wrong; "": nothing."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{list(found.shape)} {found.dtype}, not {list(expected.shape)} {expected.dtype}"
+    mine, right = found.detach().cpu().double(), expected.cpu().double()
+    if torch.allclose(mine, right, rtol=rtol, atol=atol, equal_nan=True):
+        return ""
+    off = (mine - right).abs()
+    bad = ~(off <= atol + rtol * right.abs()) & ~(mine.isnan() & right.isnan()) & (mine != right)
+    return f"{int(bad.sum())} of {bad.numel()} off, by at most {off[bad].max().item():.3g}"
+
+
+def attention(notes: Notes, part: str, parts: str) -> None:
+    """Every `parts`-th case of the backend, beside the reference on the same device, rotation and
+    cache included."""
+    every = product(DTYPES, CACHES, STEPS.items(), SHAPES, WINDOWS)
+    for dtype, kept, (name, step), heads, window in islice(every, int(part), None, int(parts)):
+        if dtype == torch.float16 and kept is not None:
+            continue  # the formats of the cache do not depend on it
+        title = f"{name} {heads.queries}/{heads.keys} x {heads.dim} {_short(dtype)}"
+        title += f" cache {_short(kept)}" if kept else ""
+        title += f" window {window}" if window else ""
+        notes.attempt(
+            title, partial(_attention, notes, title, step, heads, dtype, kept or dtype, window)
+        )
+
+
+def _attention(
+    notes: Notes,
+    title: str,
+    step: list[tuple[int, int]],
+    heads: Heads,
+    dtype: torch.dtype,
+    kept: torch.dtype,
+    window: int | None,
+) -> None:
+    torch.manual_seed(0)
+    planned, blocks = layout(step)
+    kv = cache(blocks, heads, kept)
+    sizes = (heads.queries, heads.keys, heads.keys)
+    tokens = sum(planned.num_scheduled)
+    qkv = torch.randn(tokens, sum(sizes), heads.dim, device=GPU).to(dtype)
+    angles = torch.randn(tokens, heads.dim // 2, device=GPU)
+    rotation = torch.cat((angles.cos(), angles.sin()), -1)
+    scale = heads.dim**-0.5
+    found = []
+    # The reference in fp32 from the same rounded operands, so that it is not off itself.
+    for backend in (TritonAttention(triton_ops(GPU)), ReferenceAttention(REFERENCE)):
+        q, k, v = qkv.clone().split(sizes, 1)
+        own = LayerKV(*(None if t is None else t.clone() for t in _tensors(kv)))
+        plan = backend.plan(planned, window)
+        found.append((backend.run(q, k, v, own, plan, scale, rotation), own))
+    (mine, _), (right, _) = found
+    # Rotated operands, weights and results are rounded to the dtype in other places.
+    eps = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    if kept != dtype:
+        eps += {torch.float8_e4m3fn: 2e-2, torch.int8: 5e-3, torch.uint8: 4e-2}[kept]
+    wrong = difference(mine, right, eps, eps)
+    notes.check(title, not wrong, wrong, op="attention")
+
+
+def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
+    return kv.k, kv.v, kv.k_scales, kv.v_scales
+
+
+def tokens(notes: Notes) -> None:
+    """Greedy tokens of the bundled model in fp32, beside torch's kernels on the CPU."""
+    from engine import Engine, answers
+
+    prompts = [[1 + (7 * i + 11 * n) % 300 for i in range(n)] for n in (3, 17, 40, 100)]
+    found = {}
+    for device, kernels in (("cpu", "torch"), ("cuda", "triton")):
+        engine = Engine.load(
+            "",
+            dtype="float32",
+            device=device,
+            kernels=kernels,
+            load_format="safetensors",
+            max_model_len=256,
+            max_num_seqs=4,
+            kv_cache_memory=64 << 20,
+        )
+        found[device] = answers(engine, prompts, 100)
+        engine.close()
+    for prompt, mine, right in zip(prompts, found["cuda"], found["cpu"], strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b), None)
+        alike = mine == right and len(mine) > 0
+        detail = "" if alike else f"first other token: {same}"
+        notes.check(f"tokens behind {len(prompt)}", alike, detail, op="greedy tokens")
+
+
+def tests(notes: Notes) -> None:
+    """The kernels' own tests, on the GPU."""
+    if importlib.util.find_spec("pytest") is None:
+        notes.missed("pytest", "is not installed")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "3"]
+    try:
+        done = subprocess.run(
+            [*command, *TESTS],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=notes.left(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        notes.missed("pytest", "no time left")
+        return
+    print(done.stdout, done.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
+    listed = ", ".join(name.rpartition("/")[2] for name in failed[:NAMED])
+    more = f" ({listed}{' ...' if len(failed) > NAMED else ''})" if failed else ""
+    notes.check("pytest", done.returncode == 0, last + more, op="pytest")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,130 @@
+"""The engine as `kvik.launch` makes it, without a frontend; and a forward that computes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.gpus import find_gpus
+from kvik.config.hardware import detect
+from kvik.config.model_source import find_model
+from kvik.config.resolve import resolve
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, RequestDelta
+from kvik.engine.core import EngineCore
+from kvik.engine.loop import EngineLoop
+from kvik.executors.inproc import InprocExecutor
+from kvik.model_files import model_files
+from kvik.worker.cuda_graphs import DecodeGraphs
+from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.worker import Worker
+
+
+class Skipped:
+    """A forward that computes nothing and answers with token 7."""
+
+    def __init__(self, rows: int, hidden: int, vocab: int, device: torch.device) -> None:
+        self._hidden = torch.zeros(1, hidden, dtype=torch.bfloat16, device=device)
+        self._logits = torch.zeros(rows, vocab, device=device)
+        self._top = torch.zeros(rows, device=device)
+        self._ids = torch.full((rows,), 7, dtype=torch.int64, device=device)
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        rows = len(batch.logits_indices)
+        hidden = self._hidden.expand(len(batch.input_ids), -1)
+        return StepOutput(hidden, self._logits[:rows], self._top[:rows], self._ids[:rows])
+
+
+class KeepsErrors(InprocExecutor):
+    """Of which the loop tells requests no more than a line."""
+
+    error: Exception | None = None  # the last one
+
+    def submit(self, plan: SchedulerOutput) -> RunningStep:
+        try:
+            return super().submit(plan)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        try:
+            return super().result(handle)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@dataclass(slots=True)
+class Engine:
+    """The parts of an engine without a frontend, whose packages a bare machine may lack."""
+
+    resolved: ResolvedConfig
+    loop: EngineLoop
+    executor: KeepsErrors
+    runner: ModelRunner
+    serial: Iterator[int] = field(default_factory=count)
+
+    @classmethod
+    def load(cls, model: str, **options) -> Engine:
+        """As `launch` does. options: fields of `EngineConfig`."""
+        config = EngineConfig(model=model, **options)
+        path = find_model(model)
+        gpus = () if config.device == "cpu" else find_gpus()
+        resolved = resolve(config, model_files(path).spec(), detect(gpus), str(path))
+        worker = Worker(resolved)
+        executor = KeepsErrors(lambda: worker)
+        executor.start()
+        loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
+        return cls(resolved, loop, executor, worker._ready())  # to time and to replace its parts
+
+    def add(self, prompt: Sequence[int], tokens: int) -> str:
+        name = str(next(self.serial))
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        self.loop.add(EngineRequest(name, prompt, params))
+        return name
+
+    def step(self) -> list[RequestDelta]:
+        """Raises what a request failed by."""
+        deltas = self.loop.step()
+        for delta in deltas:
+            if delta.error is not None:
+                raise self.executor.error or RuntimeError(delta.error)
+        return deltas
+
+    def drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.loop.end(name)
+        while self.loop.has_work:
+            self.loop.step()
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """Greedy ones."""
+    found: dict[str, list[int]] = {engine.add(prompt, tokens): [] for prompt in prompts}
+    try:
+        while engine.loop.has_work:
+            for delta in engine.step():
+                found[delta.request_id] += delta.token_ids
+    finally:
+        engine.drop(list(found))
+    return list(found.values())
+
+
+def captured_sizes(graph: Graph) -> frozenset[int]:
+    """Sizes of decoding steps that are replays by now."""
+    return frozenset(graph.captured) if isinstance(graph, DecodeGraphs) else frozenset()

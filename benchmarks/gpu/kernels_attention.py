@@ -1,0 +1,85 @@
+"""Attention over the paged cache: shares of bandwidth (decode) and of the tensor cores (prefill).
+
+Heads of Llama-3-8B: 32 of queries, 8 of keys, 128 wide. What is needed at least: a decode reads the
+keys and values of every sequence once, and its queries, and writes its results; a prefill has
+4 head_dim operations for each head and each key that a query sees.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from clock import Call, Timer, copies_for, timed
+from notes import Notes
+from steps import Heads, cache, layout, token_bytes
+
+from kvik.attention.triton import TritonAttention
+from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention
+
+HEADS = Heads()
+SCALE = HEADS.dim**-0.5
+FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+DECODES = ((64, 8192), (1, 32768), (256, 1024))
+PREFILLS = {"prefill 8k": (0, 8192), "chunk of 2k behind 6k": (6144, 2048)}
+
+
+def measure(notes: Notes, time: Timer = timed) -> None:
+    for format in FORMATS:
+        if format == "int8":  # what matters more comes first
+            for name in PREFILLS:
+                for other in ("bf16", "fp8"):
+                    notes.attempt(f"{name} {other}", partial(_prefill, notes, time, name, other))
+            notes.attempt("prefill 8k, torch's SDPA", partial(_torch_prefill, notes, time))
+        for batch, context in DECODES:
+            name = f"decode {batch} x {context // 1024}k {format}"
+            notes.attempt(name, partial(_decode, notes, time, name, batch, context, format))
+
+
+def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, format: str) -> None:
+    planned, blocks = layout([(context - 1, 1)] * batch)
+    step = TritonAttention(TORCH).plan(planned, None).step
+    first = cache(blocks, HEADS, FORMATS[format])
+    keys = token_bytes(first) * batch * context
+    caches = [first] + [cache(blocks, HEADS, FORMATS[format]) for _ in range(copies_for(keys) - 1)]
+    q = torch.randn(batch, HEADS.queries, HEADS.dim, device="cuda").bfloat16()
+    calls = [_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step) for kv in caches]
+    found = time(calls)
+    moved = keys + 2 * q.nbytes
+    notes.rate(name, found.seconds, "copy", moved=moved, captured=found.captured)
+
+
+def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
+    cached, new = PREFILLS[name]
+    planned, blocks = layout([(cached, new)])
+    step = TritonAttention(TORCH).plan(planned, None).step
+    kv = cache(blocks, HEADS, FORMATS[format])
+    q = torch.randn(new, HEADS.queries, HEADS.dim, device="cuda").bfloat16()
+    found = time([_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step)])
+    done = _operations(cached, new)
+    title = f"{name} {format}"
+    notes.rate(title, found.seconds, "bf16", operations=done, captured=found.captured)
+
+
+def _torch_prefill(notes: Notes, time: Timer) -> None:
+    """The same by torch, over keys that lie in order."""
+    tokens = PREFILLS["prefill 8k"][1]
+    sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
+    q, k, v = (torch.randn(1, n, tokens, HEADS.dim, device="cuda").bfloat16() for n in sizes)
+
+    def call() -> object:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    found = time([call])
+    done = _operations(0, tokens)
+    notes.rate("prefill 8k, torch's SDPA", found.seconds, "bf16", operations=done)
+
+
+def _call(q: torch.Tensor, kv: PagedCache, step: PagedStep) -> Call:
+    return lambda: paged_attention(q, kv, step, SCALE)
+
+
+def _operations(cached: int, new: int) -> float:
+    return 4.0 * HEADS.dim * HEADS.queries * (new * cached + new * (new + 1) / 2)

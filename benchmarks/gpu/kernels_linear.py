@@ -1,0 +1,166 @@
+"""The matrix products of one layer of Llama-3-8B in each format: QKV, O, gate and up, down.
+
+Few tokens: the bytes of the weights, scales included, over time, as a share of bandwidth. Many: the
+operations, as a share of the tensor cores in the format that they multiply in. The time is that of
+all four, in a CUDA graph, with two layers in turn so that no weight is found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from clock import Call, Timer, timed
+from notes import Notes
+from torch import Tensor
+
+from kvik.kernels.cases import filled_matrix
+from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
+from kvik.kernels.triton.ops import triton_ops
+from kvik.kernels.weights import (
+    Activation,
+    FloatWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    Weight,
+)
+
+LAYER: tuple[tuple[int, int, Activation | None], ...] = (
+    (4096, 6144, None),
+    (4096, 4096, None),
+    (4096, 28672, "silu_and_mul"),
+    (14336, 4096, None),
+)
+TOKENS = (1, 64, 8192, 8, 512)  # what matters more comes first
+FEW = 64  # tokens up to which reading weights takes longer than multiplying
+LAYERS = 2
+
+
+def measure(notes: Notes, time: Timer = timed, formats: Sequence[str] | None = None) -> None:
+    """formats: None: all."""
+    ops = triton_ops(torch.device("cuda"))
+    for name in formats or FORMATS:
+        make, tensor_cores = FORMATS[name]
+        layers: list[list[Matrix]] = []
+        moved: list[int] = []
+
+        def fill(make=make, layers=layers, moved=moved) -> None:
+            for _ in range(LAYERS):
+                weights = [make(outputs, inputs) for inputs, outputs, _ in LAYER]
+                moved[:] = [_bytes(weight) for weight in weights]
+                layers.append(
+                    [
+                        filled_matrix(ops, weight, None, activation, torch.bfloat16)
+                        for weight, (_, _, activation) in zip(weights, LAYER, strict=True)
+                    ]
+                )
+
+        if notes.attempt(f"{name} weights", fill):
+            for tokens in TOKENS:
+                measured = partial(
+                    _products,
+                    notes,
+                    time,
+                    ops.linear,
+                    layers,
+                    name,
+                    tokens,
+                    sum(moved),
+                    tensor_cores,
+                )
+                notes.attempt(f"layer {name}, {tokens} tokens", measured)
+        layers.clear()
+        torch.cuda.empty_cache()
+
+
+def _products(
+    notes: Notes,
+    time: Timer,
+    linear: Callable[[Tensor, Matrix, Tensor | None], Tensor],
+    layers: Sequence[Sequence[Matrix]],
+    name: str,
+    tokens: int,
+    moved: float,
+    tensor_cores: str,
+) -> None:
+    xs = {
+        inputs: torch.randn(tokens, inputs, device="cuda").bfloat16()
+        for inputs in {inputs for inputs, _, _ in LAYER}
+    }
+    calls = [
+        _call(linear, xs[inputs], matrix)
+        for layer in layers
+        for (inputs, _, _), matrix in zip(LAYER, layer, strict=True)
+    ]
+    found = time(calls)
+    seconds = found.seconds * len(LAYER)
+    title = f"layer {name}, {tokens} tokens"
+    if tokens <= FEW:
+        # what is read and written beside the weights
+        moved += 2 * tokens * sum(i + (o // 2 if act else o) for i, o, act in LAYER)
+        notes.rate(title, seconds, "copy", moved=moved, captured=found.captured)
+        return
+    done = 2.0 * tokens * sum(inputs * outputs for inputs, outputs, _ in LAYER)
+    notes.rate(title, seconds, tensor_cores, operations=done, captured=found.captured)
+
+
+def _call(
+    linear: Callable[[Tensor, Matrix, Tensor | None], Tensor], x: Tensor, matrix: Matrix
+) -> Call:
+    return lambda: linear(x, matrix, None)
+
+
+def _floats(outputs: int, inputs: int) -> Tensor:
+    return torch.randn(outputs, inputs, device="cuda").mul_(inputs**-0.5).bfloat16()
+
+
+def _bf16(outputs: int, inputs: int) -> Weight:
+    return FloatWeight(_floats(outputs, inputs))
+
+
+def _int4(outputs: int, inputs: int) -> Weight:
+    return round_int4(_floats(outputs, inputs), 128, symmetric=False)
+
+
+def _int8(outputs: int, inputs: int) -> Weight:
+    return round_int8(_floats(outputs, inputs), False)
+
+
+def _w8a8(outputs: int, inputs: int) -> Weight:
+    return round_int8(_floats(outputs, inputs), True)
+
+
+def _fp8(outputs: int, inputs: int) -> Weight:
+    return round_to_fp8(_floats(outputs, inputs))
+
+
+def _fp8_token(outputs: int, inputs: int) -> Weight:
+    rounded = round_to_fp8(_floats(outputs, inputs))
+    return Fp8Weight(rounded.values, rounded.scales, 0, "token")
+
+
+def _bytes(weight: Weight) -> int:
+    """Scales of groups as 16 bits, and their zero points as four, as no more is known of them."""
+    match weight:
+        case FloatWeight(values):
+            return values.nbytes
+        case Int4Weight(values, scales):
+            return values.nbytes + 2 * scales.numel() + scales.numel() // 2
+        case Int8Weight(values, scales) | Fp8Weight(values, scales):
+            return values.nbytes + 4 * scales.numel()
+        case _:
+            raise TypeError(f"the bytes of {type(weight).__name__} are not known here")
+
+
+# What makes the weights, and the ceiling of products with many tokens.
+FORMATS: dict[str, tuple[Callable[[int, int], Weight], str]] = {
+    "bf16": (_bf16, "bf16"),
+    "int4": (_int4, "bf16"),
+    "fp8": (_fp8, "bf16"),
+    "fp8, tokens too": (_fp8_token, "fp8"),
+    "int8": (_int8, "bf16"),
+    "int8, tokens too": (_w8a8, "int8"),
+}

@@ -1,0 +1,91 @@
+"""What lies between products and attention, and the draw of tokens: all bound by bandwidth.
+
+At 64 tokens, where the launch is the time, and at 8192; a vocabulary of 128256. Each reads its
+operands once and writes its results once: those are the bytes. Operands take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from clock import Call, Timer, copies_for, timed
+from notes import Notes
+from steps import Heads, cache, layout
+from torch import Tensor
+
+from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.triton.ops import triton_ops
+from kvik.kernels.triton.rotary import rotate_and_store
+
+HIDDEN, INNER, VOCAB = 4096, 14336, 128256
+TOKENS = (64, 8192)
+BATCHES = (1, 64, 256)
+HEADS = Heads()
+
+
+def measure(notes: Notes, time: Timer = timed) -> None:
+    ops = triton_ops(torch.device("cuda"))
+    for tokens in TOKENS:
+        weight = torch.ones(HIDDEN, device="cuda").bfloat16()
+        for name, make, moved in (
+            ("rms_norm", partial(_norm, ops.rms_norm, weight, tokens), 4 * HIDDEN),
+            ("silu_and_mul", partial(_silu, ops.silu_and_mul, tokens), 6 * INNER),
+            ("rotate and store", partial(_rotate, tokens), _rotated_bytes()),
+        ):
+            title = f"{name}, {tokens} tokens"
+            notes.attempt(title, partial(_rate, notes, time, title, make, float(tokens * moved)))
+    for batch in BATCHES:
+        for name, make in (
+            ("greedy", partial(_greedy, ops.largest, batch)),
+            ("draw", partial(_draw, ops.draw, batch, None)),
+            ("draw, top-p", partial(_draw, ops.draw, batch, 0.9)),
+        ):
+            title = f"{name}, batch {batch}"
+            notes.attempt(title, partial(_rate, notes, time, title, make, 4.0 * batch * VOCAB))
+
+
+def _rate(notes: Notes, time: Timer, title: str, make: Callable[[], Call], moved: float) -> None:
+    found = time([make() for _ in range(copies_for(moved, 16))])
+    notes.rate(title, found.seconds, "copy", moved=moved, captured=found.captured)
+
+
+def _norm(norm: Callable[..., Tensor], weight: Tensor, tokens: int) -> Call:
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    return lambda: norm(x, weight, 1e-5)
+
+
+def _silu(silu: Callable[[Tensor], Tensor], tokens: int) -> Call:
+    x = torch.randn(tokens, 2 * INNER, device="cuda").bfloat16()
+    return lambda: silu(x)
+
+
+def _rotated_bytes() -> int:
+    """Of a token: q read and written, k and v too, the angles once."""
+    return 4 * (HEADS.queries + 2 * HEADS.keys) * HEADS.dim + 4 * HEADS.dim
+
+
+def _rotate(tokens: int) -> Call:
+    planned, blocks = layout([(0, tokens)])
+    kv = cache(blocks, HEADS, torch.bfloat16)
+    sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
+    # views of one product, as in the models
+    qkv = torch.randn(tokens, sum(sizes), HEADS.dim, device="cuda").bfloat16()
+    q, k, v = qkv.split(sizes, 1)
+    angles = torch.randn(tokens, HEADS.dim // 2, device="cuda")
+    rotation = torch.cat((angles.cos(), angles.sin()), -1)
+    return lambda: rotate_and_store(q, k, v, rotation, (kv.k, kv.v), None, planned.slot_mapping)
+
+
+def _greedy(largest: Callable[[Tensor], object], batch: int) -> Call:
+    logits = torch.randn(batch, VOCAB, device="cuda")
+    return lambda: largest(logits)
+
+
+def _draw(draw: Callable[[Tensor, Draws], Tensor], batch: int, top_p: float | None) -> Call:
+    logits = torch.randn(batch, VOCAB, device="cuda") * 3
+    kept = None if top_p is None else torch.full((batch,), top_p, device="cuda").double()
+    uniforms = torch.rand(batch, dtype=torch.float64, device="cuda")
+    draws = Draws(torch.ones(batch, device="cuda"), uniforms, Truncation(top_p=kept))
+    return lambda: draw(logits, draws)

@@ -1,0 +1,262 @@
+"""Whole models with random weights, through the engine itself: scheduler, overlap, sampling.
+
+A decode is timed behind a long context. That context is not computed, which would take most of the
+time there is: while the engine reads the prompts, its forward is one that does nothing, and the KV
+cache is filled with random numbers before. From then on everything is real. A step needs at least
+the bytes of all matrices and of the keys and values of all sequences; a prefill the operations of
+its products and of causal attention.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from engine import Engine, Skipped, answers, captured_sizes
+from notes import Notes
+from shapes import LOAD, write_config
+
+from kvik.config.quantization import matrix_scheme
+from kvik.worker.cuda_graphs import DecodeGraphs
+from kvik.worker.graphs import Eager
+
+QUANTIZATION = {"bf16": "none", "int4": "int4", "fp8": "fp8"}
+# What matters more comes first: batch, context.
+CELLS = (
+    *((1, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 1024)),
+    *((64, 8192), (1, 32768), (8, 8192), (8, 32768), (256, 8192)),
+)
+LONGEST = 34_000
+PREFILL = 8192
+BUDGET = 8192  # tokens of a step
+STEPS, MEASURED = (24, 200), 0.7  # fewest and most steps, and seconds, that a decode is timed for
+WARM_UP, PAUSE = 6.0, 0.1  # seconds at most, until the size of the batch is captured; between looks
+MARGIN = 700  # tokens of each answer: more than all steps of a cell
+PROFILED = 24  # steps
+
+
+def measure(notes: Notes, shape: str, format: str) -> None:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.load(
+            str(write_config(shape, Path(folder))),
+            dtype="bfloat16",
+            quantization=QUANTIZATION[format],
+            device="cuda",
+            load_format="random",
+            max_model_len=LONGEST,
+            max_num_seqs=256,
+            max_num_batched_tokens=BUDGET,
+            enable_prefix_caching=False,
+        )
+    answers(engine, [[1, 2, 3]], 2)
+    runner = engine.resolved.runner
+    about = {"shape": shape, "format": format}
+    notes.fact("ready", time.monotonic() - started, **about)
+    notes.fact("kernels", f"{runner.kernels}, attention {runner.attention_backend}", **about)
+    with torch.inference_mode():
+        for kv in engine.runner.network.kv:
+            kv.k.normal_()
+            kv.v.normal_()
+    model = _Measured(notes, engine, shape, format)
+    # Each needs few seconds; the last ones are left out when time is short.
+    for i, (batch, context) in enumerate(CELLS):
+        notes.attempt(f"decode {batch} x {context}", partial(model.decode, batch, context), 3)
+        if i == 0:
+            notes.attempt("prefill", model.prefill, 3)
+        if i == 1:
+            notes.attempt("busy", model.busy, 3)
+        if i == 2 and (shape, format) == ("8b", "bf16"):
+            notes.attempt("load", model.load, 6)
+        if i == 4:
+            notes.attempt("without graphs", partial(model.decode, 64, 1024, eager=True), 3)
+            notes.attempt("without overlap", partial(model.decode, 64, 1024, depth=1), 3)
+
+
+class _Measured:
+    """One model under measurement."""
+
+    def __init__(self, notes: Notes, engine: Engine, shape: str, format: str) -> None:
+        self.notes = notes
+        self.engine = engine
+        self.about = {"shape": shape, "format": format}
+        self.real = engine.runner.graph
+        self.eager = Eager(engine.runner.network)
+        spec, seqs = engine.resolved.model, engine.resolved.scheduler.max_num_seqs
+        device = engine.runner.device
+        self.skipped = Skipped(seqs, spec.hidden_size, spec.vocab_size, device)
+
+    def decode(self, batch: int, context: int, *, eager: bool = False, depth: int = 2) -> None:
+        """Seconds of a step of so many requests behind so many tokens each."""
+        name = f"decode {batch} x {context // 1024}k"
+        name += ", no graphs" if eager else ", no overlap" if depth == 1 else ""
+        # Those read first decode while others are read, and tokens come before those measured.
+        filling = batch * context // BUDGET + 2
+        tokens = 2 * filling + MARGIN
+        cache = self.engine.resolved.cache
+        if batch * (-(-(context + tokens) // cache.block_size) + 1) > cache.num_blocks - 1:
+            self.notes.missed(f"{name} {self._title}", "its keys and values do not fit")
+            return
+        names = self.fill(batch, context, tokens)
+        self.engine.runner.graph = self.eager if eager else self.real
+        self.engine.executor.depth = min(depth, self.engine.executor.depth)
+        try:
+            captured = self.warm_up(batch, wait=not eager)
+            seconds, seen = self._steps(names, context)
+        finally:
+            self.engine.executor.depth = self.engine.runner.depth
+            self.engine.runner.graph = self.real
+            self.engine.drop(names)
+        self.notes.rate(
+            name,
+            seconds,
+            "copy",
+            moved=self.weight_bytes + self._key_bytes * batch * seen,
+            batch=batch,
+            context=context,
+            tokens_per_second=batch / seconds,
+            captured=captured,
+            **self.about,
+        )
+
+    def prefill(self) -> None:
+        """A prompt in one step, up to its first token."""
+        times = []
+        for i in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            answers(self.engine, [[(7 * j + i) % 1000 for j in range(PREFILL)]], 1)
+            times.append(time.perf_counter() - started)
+        spec = self.engine.resolved.model
+        attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
+        layers = spec.linear_layers()
+        products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * PREFILL
+        head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
+        self.notes.rate(
+            "prefill 8k",
+            sorted(times)[2],
+            "bf16",
+            operations=products + attention + head,
+            tokens_per_second=PREFILL / sorted(times)[2],
+            **self.about,
+        )
+
+    def load(self) -> None:
+        """Requests that come at once, prompts included."""
+        requests, prompt, tokens = LOAD
+        prompts = [[(13 * i + 7 * j) % 1000 for j in range(prompt)] for i in range(requests)]
+        for _ in range(2):  # sizes are captured in the first
+            started = time.perf_counter()
+            found = answers(self.engine, prompts, tokens)
+            seconds = time.perf_counter() - started
+        if any(len(answer) != tokens for answer in found):
+            raise RuntimeError("an answer has another length than was asked for")
+        self.notes.fact("load", requests * tokens / seconds, **self.about)
+
+    def busy(self) -> None:
+        """Share of the time in which a kernel or a copy runs, at batch 64: by the profiler."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        batch, context = 64, 1024
+        names = self.fill(batch, context, 2 * batch + MARGIN)
+        self.engine.runner.graph = self.real
+        try:
+            self.warm_up(batch, wait=True)
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                for _ in range(PROFILED):
+                    self.engine.step()
+                torch.cuda.synchronize()
+        finally:
+            self.engine.drop(names)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if event.device_type == DeviceType.CUDA
+        )
+        share, longest = busy_share(spans)
+        self.notes.fact("busy", share, kernels=len(spans), longest_gap_us=longest, **self.about)
+
+    def fill(self, batch: int, context: int, tokens: int) -> list[str]:
+        """Requests that have got their first token, and so will decode."""
+        self.engine.runner.graph = self.skipped
+        prompt = [7] * context
+        names = [self.engine.add(prompt, tokens) for _ in range(batch)]
+        begun: set[str] = set()
+        try:
+            while len(begun) < batch:
+                begun.update(d.request_id for d in self.engine.step() if d.token_ids)
+        except BaseException:
+            self.engine.runner.graph = self.real
+            self.engine.drop(names)
+            raise
+        return names
+
+    def warm_up(self, batch: int, *, wait: bool) -> bool:
+        """Until steps of this size are replays, if they become so. Whether they did."""
+        captured = captured_sizes(self.real)
+        ends = time.monotonic() + (WARM_UP if wait and isinstance(self.real, DecodeGraphs) else 0)
+        for _ in range(12):
+            self.engine.step()
+        while batch not in captured and time.monotonic() < ends:
+            time.sleep(PAUSE)  # it is a matter of time, not of steps, and answers end
+            for _ in range(4):
+                self.engine.step()
+            captured = captured_sizes(self.real)
+        for _ in range(4):
+            self.engine.step()
+        return wait and batch in captured
+
+    def _steps(self, names: Sequence[str], context: int) -> tuple[float, float]:
+        """Seconds of a step, and the mean number of keys that a sequence had."""
+        scheduler = self.engine.loop.core.scheduler
+        before = sum(r.num_computed_tokens for r in scheduler.running) / len(names)
+        torch.cuda.synchronize()
+        started, steps = time.perf_counter(), 0
+        while steps < STEPS[0] or (steps < STEPS[1] and time.perf_counter() - started < MEASURED):
+            self.engine.step()
+            steps += 1
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / steps
+        return seconds, max(before, context) + steps / 2
+
+    @property
+    def _title(self) -> str:
+        return f"{self.about['shape']} {self.about['format']}"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all matrices; the embedding, of which few rows are read, is not one."""
+        total = 0.0
+        quantization = self.engine.resolved.runner.quantization
+        for m in self.engine.resolved.model.linear_layers():
+            scheme = matrix_scheme(quantization, m.inputs, m.stored, head=m.head)
+            size = 2 * m.inputs * m.outputs if scheme is None else _bytes(scheme, m)
+            total += m.count * size
+        return total
+
+    @property
+    def _key_bytes(self) -> float:
+        """Of K and V of a token in all layers."""
+        return float(sum(group.bytes_per_token for group in self.engine.resolved.cache.groups))
+
+
+def _bytes(scheme, layer) -> int:
+    """With scales of 16 bits where they are those of groups."""
+    return scheme.weight_bytes(layer.inputs, layer.outputs, native=scheme.group > 0)
+
+
+def busy_share(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of sorted (start, end): the part that some of them cover, and the longest gap."""
+    if not spans:
+        raise RuntimeError("the profiler saw no kernels")
+    covered, longest, until = 0.0, 0.0, spans[0][0]
+    for start, end in spans:
+        longest = max(longest, start - until)
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered / (until - spans[0][0]), longest

@@ -1,0 +1,106 @@
+"""transformers on the same shape, with random weights too: Llama-3-8B in bf16.
+
+One request at a time: SDPA, a static cache and a compiled forward. Many: its continuous batching,
+with the load that kvik gets in models.py, from the first request that begins to the last that ends.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from notes import Notes
+from shapes import LOAD, SHAPES
+
+CONTEXT, TOKENS = 1024, 64
+
+
+def compiled(notes: Notes) -> None:
+    from transformers import GenerationConfig
+
+    model = _model()
+    ids = torch.randint(1000, (1, CONTEXT), device="cuda")
+
+    def generate(tokens: int) -> float:
+        config = GenerationConfig(
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+            max_length=None,
+            pad_token_id=0,
+        )
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        found = model.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids))
+        torch.cuda.synchronize()
+        if found.shape[1] != CONTEXT + tokens:
+            raise RuntimeError(f"{found.shape[1] - CONTEXT} tokens, not {tokens}")
+        return time.perf_counter() - started
+
+    started = time.perf_counter()
+    # Of the same length, so that the cache has the size that the forward was compiled for.
+    for _ in range(2):
+        generate(TOKENS)
+    notes.fact("transformers compiled in", time.perf_counter() - started)
+    whole = min(generate(TOKENS) for _ in range(3))
+    with torch.inference_mode():
+        model(ids, use_cache=False, logits_to_keep=1)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        model(ids, use_cache=False, logits_to_keep=1)
+        torch.cuda.synchronize()
+    prefill = time.perf_counter() - started
+    moved = 2.0 * sum(
+        p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n
+    ) + _key_bytes() * (CONTEXT + TOKENS / 2)
+    notes.rate(
+        "transformers, decode 1 x 1k",
+        (whole - prefill) / (TOKENS - 1),
+        "copy",
+        moved=moved,
+        prefill=prefill,
+    )
+
+
+def batches(notes: Notes) -> None:
+    from transformers import GenerationConfig
+
+    model = _model()
+    requests, prompt, tokens = LOAD
+    config = GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, max_length=None
+    )
+    prompts = [[(13 * i + 7 * j) % 1000 for j in range(prompt)] for i in range(requests)]
+    model.generate_batch(inputs=prompts[:8], generation_config=config)
+    started = time.perf_counter()
+    found = model.generate_batch(inputs=prompts, generation_config=config)
+    seconds = time.perf_counter() - started
+    made = sum(len(one.generated_tokens) for one in found.values())
+    if made != requests * tokens:
+        raise RuntimeError(f"{made} tokens, not {requests * tokens}")
+    notes.fact("transformers load", made / seconds)  # should the next line fail
+    # Without what it does before the first request: it captures graphs in each call.
+    lives = [one.lifespan for one in found.values()]
+    begun, ended = min(start for start, _ in lives), max(end for _, end in lives)
+    notes.fact("transformers load", made / (ended - begun))
+
+
+def _model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    known = {k: v for k, v in SHAPES["8b"].items() if k not in ("architectures", "model_type")}
+    config = LlamaConfig(**known, bos_token_id=None, eos_token_id=None, attn_implementation="sdpa")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _key_bytes() -> float:
+    shape = SHAPES["8b"]
+    layers, heads = int(str(shape["num_hidden_layers"])), int(str(shape["num_key_value_heads"]))
+    return 2.0 * 2 * layers * heads * int(str(shape["head_dim"]))

@@ -1,0 +1,218 @@
+"""What kvik does of what a GPU allows: checked and timed in one call, a short table last.
+
+    python benchmarks/gpu/run.py [--only SECTION ...] [--seconds 540] [--stretch 1] [--out FOLDER]
+
+Sections, in this order: facts (the machine and its ceilings), correctness, kernels, engine (decode
+and prefill of whole models with random weights), peers (transformers), memory (a soak). Each is a
+few jobs, a process and a time budget for each; a job that fails or is stopped is named, and the
+others go on. What there is no time for is named too: call again with --only. Ceilings are measured
+in every call, because shares of them are what counts. FOLDER gets results.json and log.txt.
+
+Needs torch for CUDA, triton (with a C compiler), numpy and tokenizers, and kvik from this checkout
+without its native kernels; transformers for the peers and pytest for the kernels' own tests, which
+are left out without. Nothing is read but the bundled model: weights are drawn on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from notes import Notes, Record, read_notes
+from report import render
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[1] / "src"
+GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
+LEAST = 8.0  # seconds under which no job is begun: it takes as long to import torch
+LAST_LINES = 4  # of the output of a job that was lost
+CASE_PARTS, ATTENTION_PARTS = 9, 3  # processes that compile kernels at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A function of a module of this folder, called with `Notes` and the arguments.
+
+    Attributes:
+        seconds: budget. Neighbours that are `together` run at the same time; they time nothing.
+        always: whatever sections were asked for.
+    """
+
+    name: str
+    section: str
+    module: str
+    function: str
+    seconds: float
+    arguments: tuple[str, ...] = ()
+    together: str = ""
+    always: bool = False
+
+
+JOBS = (
+    Job("ceilings", "facts", "ceilings", "measure", 45, always=True),
+    *(
+        Job(
+            f"cases {part}",
+            "correctness",
+            "correctness",
+            "cases",
+            130,
+            (str(part), str(CASE_PARTS)),
+            together="checks",
+        )
+        for part in range(CASE_PARTS)
+    ),
+    *(
+        Job(
+            f"attention {part}",
+            "correctness",
+            "correctness",
+            "attention",
+            130,
+            (str(part), str(ATTENTION_PARTS)),
+            together="checks",
+        )
+        for part in range(ATTENTION_PARTS)
+    ),
+    Job("tokens", "correctness", "correctness", "tokens", 130, together="checks"),
+    Job("tests", "correctness", "correctness", "tests", 130, together="checks"),
+    *(
+        Job(f"warm {format}", "kernels", "warm", "products", 100, (format,), together="checks")
+        for format in ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too")
+    ),
+    Job("warm attention", "kernels", "warm", "attention", 100, together="checks"),
+    Job("warm others", "kernels", "warm", "small", 100, together="checks"),
+    Job("attention kernels", "kernels", "kernels_attention", "measure", 50),
+    Job("products", "kernels", "kernels_linear", "measure", 60),
+    Job("other kernels", "kernels", "kernels_small", "measure", 35),
+    *(
+        Job(f"{shape} {format}", "engine", "models", "measure", seconds, (shape, format))
+        for shape, format, seconds in (
+            ("8b", "bf16", 60),
+            ("8b", "int4", 40),
+            ("8b", "fp8", 40),
+            ("1b", "bf16", 25),
+            ("0.5b", "bf16", 25),
+        )
+    ),
+    Job("transformers in batches", "peers", "peers", "batches", 60),
+    Job("transformers compiled", "peers", "peers", "compiled", 110),
+    Job("soak", "memory", "soak", "soak", 65),
+    *(
+        Job(f"{shape} {format}", "engine", "models", "measure", 25, (shape, format))
+        for shape in ("1b", "0.5b")
+        for format in ("int4", "fp8")
+    ),
+)
+SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
+
+
+def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
+    args = parse(argv)
+    started = time.monotonic()
+    stretched = [replace(job, seconds=args.stretch * job.seconds) for job in jobs]
+    chosen = select(stretched, args.only)
+    args.out.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder, (args.out / "log.txt").open("w") as log:
+        for group in groups(chosen):
+            used = time.monotonic() - started
+            print(f"{used:5.0f} s  {', '.join(job.name for job in group)}", flush=True)
+            records += run_group(group, Path(folder), args.seconds - used, log)
+            (args.out / "results.json").write_text(json.dumps(records, indent=1), "utf-8")
+    print(render(records, time.monotonic() - started))
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; default: all")
+    parser.add_argument("--seconds", type=float, default=540, help="for everything")
+    parser.add_argument("--stretch", type=float, default=1, help="factor of the budgets of jobs")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
+    return parser.parse_args(argv)
+
+
+def select(jobs: Sequence[Job], only: Sequence[str] | None) -> list[Job]:
+    return [job for job in jobs if only is None or job.always or job.section in only]
+
+
+def groups(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs one after another, but for those that run at the same time."""
+    return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
+
+
+def run_group(jobs: Sequence[Job], folder: Path, left: float, log) -> list[Record]:
+    """Run jobs at the same time, within what is left of the whole time."""
+    files = [folder / f"{job.name.replace(' ', '-').replace(',', '')}.jsonl" for job in jobs]
+    if left < LEAST:
+        for job, file in zip(jobs, files, strict=True):
+            Notes(file, job.name, 0).missed(job.name, "no time left")
+    else:
+        children = [_start(*pair, left) for pair in zip(jobs, files, strict=True)]
+        for job, file, child in zip(jobs, files, children, strict=True):
+            _finish(job, file, child, log)
+    sections = {job.name: job.section for job in jobs}
+    records = [record for file in files for record in read_notes(file)]
+    return [{**record, "section": sections[str(record["job"])]} for record in records]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    output: Path
+    ends: float
+
+
+def _start(job: Job, file: Path, left: float) -> _Child:
+    seconds = min(job.seconds, left - GRACE)
+    output = file.with_suffix(".txt")
+    paths = (str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, str(HERE / "job.py"), job.name, job.module, job.function]
+    command += [str(file), str(seconds), *job.arguments]
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # to be stopped with what it has started
+        )
+    return _Child(process, output, time.monotonic() + seconds + GRACE)
+
+
+def _finish(job: Job, file: Path, child: _Child, log) -> None:
+    """Wait for a job, or stop it; an end that it could not note itself is noted here."""
+    why = ""
+    try:
+        code = child.process.wait(max(0.0, child.ends - time.monotonic()))
+        if code not in (0, 1):
+            why = f"ended with {code}"
+    except subprocess.TimeoutExpired:
+        os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait()
+        why = "stopped: it took longer than its budget"
+    text = child.output.read_text("utf-8", errors="replace")
+    log.write(f"== {job.name}\n{text}\n")
+    log.flush()
+    if why:
+        last = " / ".join(text.strip().splitlines()[-LAST_LINES:])
+        Notes(file, job.name, 0).failed(job.name, RuntimeError(f"{why} {last[-400:]}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

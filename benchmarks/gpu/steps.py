@@ -1,0 +1,77 @@
+"""Steps over a paged cache of random numbers, laid out on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import LayerKV, StepLayout
+from kvik.kernels.kv_rounding import SCALES, round_vectors
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    queries: int = 32
+    keys: int = 8
+    dim: int = 128
+
+
+def layout(sequences: Sequence[tuple[int, int]]) -> tuple[StepLayout, int]:
+    """Of sequences of (cached, new) tokens, whose blocks lie anywhere; and the number of blocks.
+    Block 0 is nobody's."""
+    contexts = [cached + new for cached, new in sequences]
+    lengths = [-(-context // BLOCK_SIZE) for context in contexts]
+    blocks = torch.randperm(sum(lengths)).int() + 1
+    table = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
+    slots, first = [], 0
+    for i, (cached, new) in enumerate(sequences):
+        own = blocks[first : first + lengths[i]]
+        table[i, : lengths[i]] = own
+        at = torch.arange(cached, cached + new)
+        slots.append(own[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE)
+        first += lengths[i]
+    starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0)
+    made = StepLayout(
+        query_start_loc=starts.int().cuda(),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32).cuda(),
+        block_table=table.cuda(),
+        slot_mapping=torch.cat(slots).cuda(),
+        num_scheduled=tuple(new for _, new in sequences),
+        contexts=tuple(contexts),
+        block_size=BLOCK_SIZE,
+    )
+    return made, 1 + sum(lengths)
+
+
+def cache(blocks: int, heads: Heads, dtype: torch.dtype) -> LayerKV:
+    """Of normal numbers, rounded where `dtype` is one of few bits. It is drawn in pieces, as fp32
+    numbers of it all may not fit."""
+    width = heads.dim // 2 if dtype == torch.uint8 else heads.dim
+    places = (blocks, BLOCK_SIZE, heads.keys)
+    every: list[Tensor] = []
+    scales: list[Tensor] = []
+    for _ in range(2):
+        whole = torch.empty(*places, width, dtype=dtype, device="cuda")
+        if dtype not in SCALES:
+            every.append(whole.normal_())
+            continue
+        scale = torch.empty(places, dtype=SCALES[dtype], device="cuda")
+        for first in range(0, blocks, 1024):
+            part = slice(first, min(blocks, first + 1024))
+            drawn = torch.randn(part.stop - first, *places[1:], heads.dim, device="cuda")
+            numbers, found = round_vectors(drawn, dtype)
+            whole.view(torch.uint8)[part] = numbers.view(torch.uint8)
+            scale[part] = found
+        every.append(whole)
+        scales.append(scale)
+    return LayerKV(*every, *scales) if scales else LayerKV(*every)
+
+
+def token_bytes(kv: LayerKV) -> float:
+    """Of K and V of one token of one layer, scales included."""
+    return sum(tensor.nbytes / (len(tensor) * BLOCK_SIZE) for tensor in kv.tensors)

@@ -1,0 +1,192 @@
+"""The script that measures kvik on a GPU, as far as it can be run without one: what is chosen, that
+a job that fails is named and stops nothing, and the table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
+JOBS_FOR_TESTS = """
+import logging, os, time
+
+def good(notes, value):
+    notes.fact("copy", float(value))
+    notes.attempt("part", lambda: 1 / 0)
+    notes.attempt("another part", lambda: notes.check("right", True, op="add"))
+    notes.attempt("a long part", lambda: None, needs=1e9)
+
+def broken(notes):
+    try:
+        [][1]
+    except IndexError:
+        logging.getLogger("x").warning("half of it", exc_info=True)
+    raise ValueError("this one is broken")
+
+def lost(notes):
+    print("a word before the end")
+    notes.fact("kept", 1)
+    os._exit(139)
+
+def endless(notes):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`run`, with the modules beside it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    own = {path.stem for path in FOLDER.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in own if name in sys.modules}
+    yield importlib.import_module("run")
+    for name in own:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def report() -> ModuleType:
+    return importlib.import_module("report")
+
+
+def test_sections_are_chosen(script: ModuleType) -> None:
+    every = script.select(script.JOBS, None)
+    assert every == list(script.JOBS)
+    assert [job.section for job in every][:2] == ["facts", "correctness"]
+    some = script.select(script.JOBS, script.parse(["--only", "kernels"]).only)
+    assert {job.section for job in some} == {"facts", "kernels"}  # ceilings are always measured
+    with pytest.raises(SystemExit):
+        script.parse(["--only", "nothing"])
+
+
+def test_only_what_is_not_timed_runs_at_the_same_time(script: ModuleType) -> None:
+    """What is timed has the device to itself."""
+    together = [group for group in script.groups(script.JOBS) if len(group) > 1]
+    assert {job.module for group in together for job in group} == {"correctness", "warm"}
+    assert len({job.name for job in script.JOBS}) == len(script.JOBS)
+
+
+def test_the_jobs_are_there(script: ModuleType) -> None:
+    for job in script.JOBS:
+        source = (FOLDER / f"{job.module}.py").read_text("utf-8")
+        assert f"\ndef {job.function}(notes: Notes" in source
+
+
+def test_a_job_that_fails_stops_no_other(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "some_jobs.py").write_text(JOBS_FOR_TESTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(script, "GRACE", 0.2)
+    monkeypatch.setattr(report(), "LISTED", 9)
+    jobs = [
+        script.Job("broken", "engine", "some_jobs", "broken", 30),
+        script.Job("lost", "engine", "some_jobs", "lost", 30, together="all"),
+        script.Job("endless", "engine", "some_jobs", "endless", 1, together="all"),
+        script.Job("no such", "engine", "no_such_module", "run", 30, together="all"),
+        script.Job("good", "facts", "some_jobs", "good", 30, ("4e12",)),
+    ]
+    assert script.main(["--out", str(tmp_path / "out")], jobs) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "FAILED broken: broken: ValueError: this one is broken",
+        "FAILED broken: logged: half of it: IndexError",
+        "FAILED lost: lost: RuntimeError: ended with 139 a word before the end",
+        "FAILED endless: endless: RuntimeError: stopped",
+        "FAILED no such: no such: ModuleNotFoundError",
+        "FAILED good: part: ZeroDivisionError",
+        "LEFT OUT (1), no time left: a long part",
+        "correct: add 1/1",
+        "copy 4.00 TB/s",
+    ):
+        assert expected in printed
+    records = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
+    assert {"kept", "right"} <= {record["name"] for record in records}
+    assert "a word before the end" in (tmp_path / "out" / "log.txt").read_text("utf-8")
+
+
+def test_what_there_is_no_time_for_is_named(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.main(["--seconds", "1", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"LEFT OUT ({len(script.JOBS)}), no time left: ceilings" in printed
+    assert printed.count("not measured") == len(report().BARS)
+
+
+def rate(name: str, seconds: float, ceiling: str, job: str = "x", **more: object) -> dict:
+    done = {"moved": 0.0, "operations": 0.0, **more}
+    line = {"kind": "rate", "name": name, "job": job, "seconds": seconds, "ceiling": ceiling}
+    return {**line, **done}
+
+
+def fact(name: str, value: object, **more: object) -> dict:
+    return {"kind": "fact", "name": name, "job": "x", "value": value, **more}
+
+
+def test_shares_and_bars(script: ModuleType) -> None:
+    model = {"shape": "8b", "format": "bf16", "section": "engine"}
+    records = [
+        fact("copy", 4e12),
+        fact("bf16", 800e12),
+        rate("decode 1 x 1k", 0.005, "copy", moved=18e9, **model),
+        rate("decode 64 x 1k", 0.01, "copy", moved=18e9, captured=False, **model),
+        rate("prefill 8k", 0.5, "bf16", operations=100e12, **model),
+        fact("busy", 0.985, **model),
+        fact("load", 12000.0, **model),
+        fact("transformers load", 3000.0),
+        {"kind": "check", "name": "a", "job": "x", "passed": True, "detail": "", "op": "add"},
+        {"kind": "check", "name": "b", "job": "x", "passed": False, "detail": "off", "op": "add"},
+    ]
+    records += [
+        {"kind": "missed", "name": f"case {i}", "job": "cases 1", "why": "no time"}
+        for i in range(9)
+    ]
+    text = report().render(records, 12.3)
+    assert "LEFT OUT (9), no time: cases 1 (9)" in text
+    assert "1x1k 5.00ms 90%; 64x1k 10.00ms* 45%; prefill 8k 500.00ms 25%; busy 98.5%" in text
+    assert "correct: add 1/2 !" in text and "WRONG b: off" in text
+    bars = {line[:46].strip(): line[46:].split() for line in text.splitlines() if "%" in line}
+    assert bars["decode 8B bf16, batch 1, 1k: of bandwidth"] == ["85%", "90%", "met"]
+    assert bars["prefill 8B bf16, 8k: of the GEMM rate"] == ["65%", "25%", "MISSED"]
+    assert bars["decode 8B int4, batch 1, 1k: of bandwidth"] == ["60%", "not", "measured"]
+    assert "3.00 x   4.00 x  met" in text
+
+
+def test_the_table_of_everything_is_short(script: ModuleType) -> None:
+    """The end of an output is all that some readers see."""
+    records = [fact("copy", 4e12), fact("bf16", 8e14), fact("fp8", 1e15), fact("int8", 1e15)]
+    kernels = {"section": "kernels", "moved": 1e9}
+    for format in ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too"):
+        for tokens in (1, 8, 64, 512, 8192):
+            records.append(rate(f"layer {format}, {tokens} tokens", 1e-3, "copy", **kernels))
+    for job, count in (("attention kernels", 14), ("other kernels", 15)):
+        records += [
+            rate(f"kernel {i} of a name", 1e-3, "copy", job, **kernels) for i in range(count)
+        ]
+    for shape in ("8b", "1b", "0.5b"):
+        for format in ("bf16", "int4", "fp8"):
+            about = {"shape": shape, "format": format, "section": "engine", "moved": 1e9}
+            records += [rate(f"decode {i} x 1k", 1e-2, "copy", **about) for i in range(13)]
+    for i in range(99):
+        failure = {"kind": "failure", "name": f"part {i}", "job": "x", "error": ["word " * 80] * 8}
+        check = {"kind": "check", "name": f"{i}", "passed": False, "detail": "far " * 99}
+        records += [failure, {**check, "job": "x", "op": f"op{i % 16}"}]
+        records.append({"kind": "missed", "name": f"cell {i}", "job": "x", "why": f"no {i % 2}"})
+    lines = report().render(records, 500).splitlines()
+    assert len(lines) <= 75 and sum(map(len, lines)) < 10_000
+    assert lines[0].startswith("?:") and lines[-1].startswith("500 s")
+
+
+def test_the_time_in_which_kernels_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [(0.0, 4.0), (1.0, 3.0), (5.0, 9.0), (8.0, 10.0)]
+    assert importlib.import_module("models").busy_share(spans) == (0.9, 1.0)
