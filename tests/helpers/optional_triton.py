@@ -10,6 +10,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvik.config.gpus import find_gpus
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 TRITON = find_spec("triton") is not None
 NO_TRITON = "triton is not installed: it has wheels for Linux on x86-64 only"
+# Of files whose engines run on CPU tensors.
+INTERPRETED_ONLY = pytest.mark.skipif(
+    bool(find_gpus()), reason="there is a GPU, for which kernels are compiled, not interpreted"
+)
 
 
 def interpret_without_gpu() -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.optional_triton import NO_TRITON
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
 
 from kvik import LLM, SamplingParams
+
+pytestmark = INTERPRETED_ONLY
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.optional_triton import NO_TRITON
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
@@ -20,6 +20,8 @@ from helpers.overlapping import steps_in_flight
 from kvik import LLM, SamplingParams
 from kvik.config.config import ResolvedConfig
 from kvik.worker import cuda_graphs, platforms
+
+pytestmark = INTERPRETED_ONLY
 
 MODEL = {
     "architectures": ["MistralForCausalLM"],

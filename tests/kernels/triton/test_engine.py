@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.optional_triton import NO_TRITON
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
@@ -15,6 +15,8 @@ from helpers.interpreted_engine import interpret_engines
 
 from kvik import LLM, SamplingParams
 from kvik.kernels.triton import draw, rotary
+
+pytestmark = INTERPRETED_ONLY
 
 # Small, as everything is interpreted.
 CONFIG = {

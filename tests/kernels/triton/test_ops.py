@@ -111,18 +111,22 @@ def test_rows_are_moved_whatever_lies_between_them(ops: Ops) -> None:
 def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equals everywhere, which are dropped from the highest id on."""
     monkeypatch.setattr(draw, "CHUNK", 64)
-    rows, vocab = 3, 100
+    rows, vocab, there = 3, 100, device()
     g = torch.Generator().manual_seed(1)
-    logits = torch.randint(-40, 41, (rows, vocab), generator=g) / 8.0
+    logits = (torch.randint(-40, 41, (rows, vocab), generator=g) / 8.0).to(there)
     logits[:, ::7] = -torch.inf
+
+    def each(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=there)
+
     rules = Truncation(
-        top_k=torch.tensor([1, 30, vocab]) if "top_k" in rule else None,
-        top_p=torch.tensor([0.3, 0.9, 1.0]).double() if "top_p" in rule else None,
-        min_p=torch.tensor([0.0, 0.1, 0.5]) if rule == "min_p" else None,
-        typical_p=torch.tensor([0.2, 0.9, 1.0]).double() if rule == "typical_p" else None,
+        top_k=each(1, 30, vocab, dtype=torch.int64) if "top_k" in rule else None,
+        top_p=each(0.3, 0.9, 1.0).double() if "top_p" in rule else None,
+        min_p=each(0.0, 0.1, 0.5) if rule == "min_p" else None,
+        typical_p=each(0.2, 0.9, 1.0).double() if rule == "typical_p" else None,
     )
-    uniforms = torch.rand(rows, dtype=torch.float64, generator=g)
-    draws = Draws(torch.tensor([0.5, 1.0, 2.0]), uniforms, rules)
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=g).to(there)
+    draws = Draws(each(0.5, 1.0, 2.0), uniforms, rules)
     expected = REFERENCE.probabilities(logits, draws.temperature, rules)
     found = ops.probabilities(logits, draws.temperature, rules)
     assert torch.equal(found > 0, expected > 0)  # the same tokens are kept
@@ -131,7 +135,7 @@ def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.Monk
 
 
 def test_the_ends_of_the_uniform_numbers(ops: Ops) -> None:
-    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]] * 2)
-    uniforms = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    drawn = ops.draw(logits, Draws(torch.ones(2), uniforms))
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]] * 2, device=device())
+    uniforms = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64, device=device())
+    drawn = ops.draw(logits, Draws(torch.ones(2, device=device()), uniforms))
     assert drawn.tolist() == [1, 2]
