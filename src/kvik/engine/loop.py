@@ -83,8 +83,10 @@ class EngineLoop:
                 raise
             finally:
                 self._watch.turn("host", self.clock())
-        if self._in_flight and (plan is None or len(self._in_flight) >= self.executor.depth):
+        if self._in_flight and plan is None:
             deltas = self._finish_oldest()
+        while len(self._in_flight) >= self.executor.depth:  # one more after an interrupted step
+            deltas += self._finish_oldest()
         deltas += self.core.take_ended()
         if self.idle_seconds() != 0.0:
             self._watch.turn("idle", self.clock())

@@ -152,7 +152,8 @@ class ModelRunner:
 
     def _waits(self, plan: SchedulerOutput) -> bool:
         """Whether a step can be begun only when the host knows what those before it sampled."""
-        return self.speculator is not None or self.sampling.waits(np.array(plan.slots))
+        known_here_alone = self._newest is None or self.speculator is not None
+        return known_here_alone or self.sampling.waits(np.array(plan.slots))
 
     def _settle(self) -> None:
         """Finish all steps, for whom it may concern later."""
