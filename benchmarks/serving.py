@@ -7,7 +7,7 @@ throughput: 32 concurrent streams of `kvik serve` beside `LLM.generate` in a pro
     the same prompts and with the model's own defaults; tokens/s, and their ratio round by round.
 ttft: one request at a time, of one token: sent -> first text, beside `LLM.stream` in-process.
 cost: 32 streams of 2,000 tokens/s in all, as each step of the engine is made to take 16 ms; the
-    processor seconds of the HTTP process for each second, nearly every token an event of its own.
+    processor seconds of the HTTP process for each second.
 
 Rounds alternate between the two sides, which do not run at the same time; medians are printed with
 the smallest and the largest round. The client is this process: bare sockets, and it only counts.
@@ -303,7 +303,7 @@ def run_engine(fd: int) -> None:
         def __init__(self, inner: Executor) -> None:
             self._inner = inner
             self._next = 0.0
-            self.depth = inner.depth
+            self.depth, self.in_turn = inner.depth, inner.in_turn
 
         def submit(self, plan: SchedulerOutput) -> object:
             time.sleep(max(0.0, self._next - time.monotonic()))
@@ -315,6 +315,9 @@ def run_engine(fd: int) -> None:
 
         def start(self) -> None:
             self._inner.start()
+
+        def rest(self) -> bool:
+            return self._inner.rest()
 
         def stop(self) -> None:
             self._inner.stop()

@@ -10,8 +10,8 @@ from helpers.generating import LETTERS, generating, wish
 from helpers.served_engine import EOS, FakeExecutor
 
 from kvik.config.errors import CapacityError, OverloadError, ParamError, UnavailableError
+from kvik.engine import held
 from kvik.server import generation as module
-from kvik.server import held
 from kvik.server.errors import HttpError
 from kvik.server.failures import ABORTED, DEADLINE, FAILED
 from kvik.server.generation import Generations

@@ -12,8 +12,8 @@ from helpers.serving import served
 from starlette.requests import Request
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.engine import held
 from kvik.server import generation as generation_module
-from kvik.server import held
 from kvik.server.body import read_body
 from kvik.server.intake import GenerationRequest
 from kvik.server.native import GenerateEvents, GenerateRequest

@@ -1,8 +1,8 @@
 """The engine's side of the wire: the step loop behind a socket.
 
-Between two steps whatever has arrived is taken in, without waiting; after each step its deltas
-leave in one frame. An idle engine waits on the socket. Nothing that a frame says can end the loop:
-what fails for one request ends that request alone.
+Between two steps whatever has arrived is taken in, without waiting; after a step its deltas leave
+in one frame, or are held for a moment. An idle engine waits on the socket. Nothing that a frame
+says can end the loop: what fails for one request ends that request alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 
 from kvik.config.errors import CapacityError, KvikError
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
+from kvik.engine.held import Held
 from kvik.engine.lines import HostLine
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop
@@ -49,6 +50,8 @@ class EngineHost:
         self._line = line
         self._live = LiveCollector(loop.core)
         loop.watch(StepWatch(lambda seconds: line.send(frame(StepLimit(seconds)))))
+        self._held = Held(lambda deltas: self._send(deltas, False))
+        loop.watch(self._held)
         self._failed: list[RequestDelta] = []  # last deltas of requests that the core does not know
         self._patience: float | None = None  # how long there is nothing to do
         self._last_sent = loop.clock()
@@ -82,9 +85,11 @@ class EngineHost:
         idle = loop.idle_seconds()
         waits = bool(idle)
         self._patience = min(idle, BEAT_SECONDS) if idle else idle
-        if deltas or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
-            self._send(deltas, waits)
-            self._last_sent = now
+        ready = self._held.take(deltas, now)
+        if idle != 0.0:
+            ready += self._held.release(now)
+        if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
+            self._send(ready, waits)
         if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
             raise RuntimeError(f"{loop.failed_in_a_row} steps in a row could not be computed")
 
@@ -142,6 +147,7 @@ class EngineHost:
     # -- frames out ------------------------------------------------------------------------------
 
     def _send(self, deltas: Sequence[RequestDelta], waits: bool) -> None:
+        self._last_sent = self._loop.clock()
         steps = self._loop.core.scheduler.counters.steps
         if any(delta.prompt_logprobs for delta in deltas):
             for delta in deltas:

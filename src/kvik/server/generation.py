@@ -15,7 +15,6 @@ from kvik.server.admission import Admission, Ticket
 from kvik.server.bell import Bell
 from kvik.server.escape import escaped
 from kvik.server.failures import aborted, deadline_exceeded, failed, not_ready
-from kvik.server.held import Held
 from kvik.server.intake import Draft, GenerationRequest, Intake, Limits
 from kvik.server.observer import Life, Observer
 from kvik.server.texts import Texts
@@ -141,7 +140,6 @@ class Generations:
         self._clock = clock
         self._processor = OutputProcessor(texts.tokenizer)
         self._live: dict[str, Generation] = {}
-        self._held = Held(self._hand_on, clock)
 
     @property
     def live(self) -> Mapping[str, Generation]:
@@ -286,19 +284,7 @@ class Generations:
     # The way out
 
     def take(self, deltas: list[RequestDelta]) -> None:
-        """Deltas of any number of requests, which are this object's from now on."""
-        urgent: dict[str, None] = {}
-        for delta in deltas:
-            generation = self._live.get(delta.request_id)
-            if generation is None:
-                continue  # its reader is gone
-            self._held.add(delta)
-            if delta.finish_reason is not None or generation.life.first_token is None:
-                urgent[delta.request_id] = None
-        self._held.release(list(urgent), len(self._live))
-
-    def _hand_on(self, deltas: list[RequestDelta]) -> None:
-        """Deltas, one for each completion, to their readers."""
+        """Deltas of any number of requests, to their readers."""
         now = self._clock()
         processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
@@ -369,7 +355,6 @@ class Generations:
 
     def _forget(self, generation: Generation) -> None:
         generation._ticket.release()
-        self._held.drop(generation.request_id)
         del self._live[generation.request_id]
 
 
