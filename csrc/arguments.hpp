@@ -125,6 +125,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // ids [rows, k] int64. NaN counts as the largest.
 #define KVIK_ARGS_top_k(P, I, F) P(logits) I(stride) I(rows) I(vocab) I(k) P(values) P(ids)
 
+// Some rows of logits [.., vocab] fp32, changed in place by what they saw: in_prompt bool and counts int32
+// [.., vocab], of which `seen` says the row. rows and seen int64, the penalties fp32: [count] each.
+#define KVIK_ARGS_penalize(P, I, F)                                                      \
+    P(logits) I(stride) I(vocab) I(count) P(rows) P(seen) P(repetition) P(frequency)     \
+    P(presence) P(in_prompt) P(counts) I(seen_stride)
+
 // ids [rows] int64: a token drawn for each row, among those that top_k, top_p and min_p keep in this
 // order, by inverse CDF. Of each row temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
 // (vocab: off), top_p fp64 (1: off), min_p fp32 (0: off); the rules may be null.
@@ -147,7 +153,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(silu_and_mul) K(gelu_tanh) K(add) K(gather_rows)         \
     K(rotary) K(store_kv) K(load_kv) K(move_kv) K(attention) K(linear) K(pack_matrix)    \
-    K(matrix_rows) K(largest) K(top_k) K(draw) K(probabilities) K(read_memory)           \
+    K(matrix_rows) K(largest) K(top_k) K(penalize) K(draw) K(probabilities) K(read_memory)           \
     K(peak_f32) K(peak_bf16) K(peak_i8)
 
 #define KVIK_POINTER(name) void* name;

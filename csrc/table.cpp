@@ -10,6 +10,7 @@
 #include "logits.hpp"
 #include "norm.hpp"
 #include "pack.hpp"
+#include "penalties.hpp"
 #include "rotary.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"

@@ -3,8 +3,9 @@
     python benchmarks/cpu/sampling.py [--vocab 151936] [--threads 2]
 
 Microseconds a row, the least of many runs. Logits are normal with a deviation of 3, which spreads a
-row over thousands of tokens: more than most models do, so hard on top_p alone. The last lines are a
-whole `Sampler.sample` of greedy rows, and what of it is not the search for the largest logit.
+row over thousands of tokens: more than most models do, so hard on top_p alone. Then the penalties
+of rows that have seen 700 tokens. The last lines are a whole `Sampler.sample` of greedy rows, and
+what of it is not the search for the largest logit.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(max(BATCHES), args.vocab, generator=generator) * 3
 
-    def plan(params: SamplingParams, rows: int):
+    def plan(params: SamplingParams, rows: int, seen: int = 0):
         table = SamplingTable(rows, args.vocab, torch.device("cpu"))
         for slot in range(rows):
-            table.set(slot, params, slot, [], [], frozenset())
+            prompt = torch.randint(args.vocab, (seen,), generator=generator).tolist()
+            table.set(slot, params, slot, prompt, [], frozenset())
         return table.batch(np.arange(rows), np.zeros(rows, np.int64))
 
     print(f"{'':24}{'rows':>6}{'torch':>10}{'native':>10}  us a row, {args.threads} threads")
@@ -72,6 +74,12 @@ def main() -> None:
                 ]
                 columns = "".join(f"{t / rows * 1e6:10.1f}" for t in times)
                 print(f"{name:24}{rows:6}{columns}")
+        for rows in BATCHES:
+            copy = logits[:rows].clone()  # hardly changes, however often it is penalised
+            penalties = plan(SamplingParams(repetition_penalty=1.0001), rows, seen=700).penalties
+            times = [least_seconds(ops.penalize, copy, penalties) for ops in (TORCH, native)]
+            columns = "".join(f"{t / rows * 1e6:10.1f}" for t in times)
+            print(f"{'penalties':24}{rows:6}{columns}")
         for rows in BATCHES:
             greedy, some = plan(SamplingParams(temperature=0), rows), logits[:rows]
             whole = [least_seconds(Sampler(ops).sample, some, greedy) for ops in (TORCH, native)]

@@ -143,7 +143,7 @@ def test_supposed_tokens_count_like_appended_ones(
     ):
         assert batch.edits is not None and batch.penalties is not None
         batch.edits.apply(shaped)
-        batch.penalties.apply(shaped)
+        TORCH.penalize(shaped, batch.penalties)
     assert torch.equal(found, expected)
 
 

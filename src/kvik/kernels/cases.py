@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.ops import Ops
+from kvik.kernels.penalties import Penalties
 from kvik.kernels.weights import (
     Activation,
     FloatWeight,
@@ -38,7 +39,7 @@ _ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 # Sums of many products of either sign: errors are those of the terms, not of the small result.
 _PRODUCT_ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-Argument = Tensor | float | Weight | Draws | str | torch.dtype | None
+Argument = Tensor | float | Weight | Draws | Penalties | str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +344,9 @@ def filled_matrix(
     bias: Tensor | None,
     activation: Activation | None,
     out_dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Matrix:
-    """A matrix of one run of rows."""
+    """A matrix of one run of rows, on a device; None: where the weight is."""
     plain = weight.plain if isinstance(weight, OrderedWeight) else weight
     spec = MatrixSpec(
         weight.kind,
@@ -353,7 +355,7 @@ def filled_matrix(
         bias is not None,
         activation,
         out_dtype,
-        plain.values.device,
+        device or plain.values.device,
     )
     matrix = ops.matrix(spec)
     ops.pack_rows(matrix, 0, weight)
@@ -415,6 +417,33 @@ def _rows() -> list[Case]:
     ]
 
 
+def _penalties() -> list[Case]:
+    def make(rows: int, vocab: int, n: int, most: int) -> Callable[[Maker], tuple[Argument, ...]]:
+        def arguments(m: Maker) -> tuple[Argument, ...]:
+            logits = m.normal(rows, vocab, scale=3.0).float()
+            logits[-1, ::2] = -torch.inf
+            repetition, frequency, presence = torch.rand(3, n, generator=m.generator).to(m.device)
+            seen = n + 2
+            counts = m.integers(-9 * most, most, seen, vocab, dtype=torch.int32)
+            return logits, Penalties(
+                rows=m.permutation(rows)[:n],
+                seen=m.permutation(seen)[:n],
+                repetition=repetition + 0.5,
+                frequency=frequency - 0.5,
+                presence=presence - 0.5,
+                in_prompt=m.integers(0, vocab // 9, seen, vocab, dtype=torch.int64) == 0,
+                counts=counts.clamp(min=0),
+            )
+
+        return arguments
+
+    sizes = ((1, 1, 1, 3), (4, 70, 3, 4), (3, 40003, 3, 1))
+    return [
+        Case("penalize", f"{n} of {r}x{vocab}", make(r, vocab, n, most), written=(0,), exact=True)
+        for r, vocab, n, most in sizes
+    ]
+
+
 def _drawings() -> list[Case]:
     def make(n: int, vocab: int) -> Callable[[Maker], tuple[Argument, ...]]:
         def arguments(m: Maker) -> tuple[Argument, ...]:
@@ -451,6 +480,7 @@ def _drawings() -> list[Case]:
 CASES = (
     *_products(),
     *_rows(),
+    *_penalties(),
     *_drawings(),
     *_norms(),
     *_rotaries(),

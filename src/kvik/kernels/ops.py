@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.penalties import Penalties
 from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 
 
@@ -36,6 +37,9 @@ class Ops:
     add(x, y of the same shape and dtype) -> x + y
     largest(logits [rows, vocab]) -> (top [rows] fp32, ids [rows] int64), of equals the first; NaN
         anywhere in a row makes its top NaN, and its id any
+    penalize(logits [rows, vocab] fp32, penalties) -> None; in place. The logit of a token that a
+        row has seen is divided by repetition where it is above 0, else multiplied; then it falls by
+        frequency for each time the token was put out, and by presence if it ever was
     draw(logits [n, vocab], draws) -> ids [n] int64. Weights are exp((logit - top) / temperature).
         top_k, top_p, min_p and typical_p drop tokens in this order, each of what the one before
         left, of equals the higher ids. The token is the first at which the running sum of weights
@@ -62,6 +66,7 @@ class Ops:
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]
     largest: Callable[[Tensor], tuple[Tensor, Tensor]]
+    penalize: Callable[[Tensor, Penalties], None]
     draw: Callable[[Tensor, Draws], Tensor]
     probabilities: Callable[[Tensor, Tensor, Truncation], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -14,6 +14,7 @@ from kvik.kernels.draws import Truncation
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw, probabilities
 from kvik.kernels.reference.linear import as_multiplied, matrix, pack_rows, stored_weight
+from kvik.kernels.reference.penalties import penalize
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import FloatWeight, Matrix, Weight
 
@@ -125,6 +126,7 @@ TORCH = Ops(
     gather_rows=_gather_rows,
     add=_add,
     largest=_largest,
+    penalize=penalize,
     draw=draw,
     probabilities=_probabilities,
     rms_norm=_rms_norm,

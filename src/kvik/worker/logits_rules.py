@@ -1,4 +1,4 @@
-"""Rules that change logits: edits of single tokens, then penalties for tokens seen before."""
+"""Rules that change the logits of single tokens."""
 
 from __future__ import annotations
 
@@ -126,36 +126,3 @@ def _flatten(entries: list[tuple[int, _Ids]], device: torch.device) -> tuple[Ten
     ids = np.concatenate([ids for _, ids in entries]) if entries else np.empty(0)
     put = (upload(a.astype(np.int64), device) for a in (rows, ids))
     return next(put), next(put)
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Penalties of the rows that have any.
-
-    Attributes:
-        rows: [n] int64.
-        repetition, frequency, presence: [n, 1] float32.
-        in_prompt: [n, vocab] bool.
-        counts: [n, vocab] int32, occurrences in the output.
-    """
-
-    rows: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-    in_prompt: Tensor
-    counts: Tensor
-
-    def apply(self, logits: Tensor) -> None:
-        """logits: [rows, vocab] float32, changed in place.
-
-        Repetition scales whatever was seen in prompt or output (Keskar et al. 2019); frequency and
-        presence subtract for the output alone.
-        """
-        x = logits.index_select(0, self.rows)
-        generated = self.counts > 0
-        scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
-        x = torch.where(self.in_prompt | generated, scaled, x)
-        x -= self.frequency * self.counts
-        x -= self.presence * generated
-        logits.index_copy_(0, self.rows, x)

@@ -134,7 +134,7 @@ class Sampler:
                 logits = torch.where(good[:, None], logits, 0.0)
         shaped = logits
         if batch.edits is not None or batch.penalties is not None:
-            shaped = _shape(logits, batch)
+            shaped = self._shape(logits, batch)
             top, token_ids = self._ops.largest(shaped)
             if self._looks:
                 shaped = _discard(shaped, top, bad_rows, NOTHING_ALLOWED)
@@ -167,7 +167,7 @@ class Sampler:
             largest: what `Ops.largest` says of them, if that is known.
         """
         if batch.edits is not None or batch.penalties is not None:
-            logits, largest = _shape(logits, batch), None
+            logits, largest = self._shape(logits, batch), None
         random = batch.random
         if random is not None and random.rows is None:
             return Guess(*self._guess(logits, random.draws))
@@ -179,6 +179,15 @@ class Sampler:
         return Guess(
             token_ids.index_copy(0, random.rows, drawn), probs.index_copy_(0, random.rows, shares)
         )
+
+    def _shape(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """[rows, vocab] float32, a copy with edits and penalties."""
+        shaped = logits.to(torch.float32, copy=True)
+        if batch.edits is not None:
+            batch.edits.apply(shaped)
+        if batch.penalties is not None:
+            self._ops.penalize(shaped, batch.penalties)
+        return shaped
 
     def _guess(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         shares = self._ops.probabilities(logits, draws.temperature, draws.truncation)
@@ -203,16 +212,6 @@ class Sampler:
         drawn = token_ids.index_select(0, rows)
         tokens = typical(p, drawn, offered.owners, offered.token_ids, offered.rule)
         return token_ids.index_copy(0, rows, tokens)
-
-
-def _shape(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """[rows, vocab] float32, a copy with edits and penalties."""
-    shaped = logits.to(torch.float32, copy=True)
-    if batch.edits is not None:
-        batch.edits.apply(shaped)
-    if batch.penalties is not None:
-        batch.penalties.apply(shaped)
-    return shaped
 
 
 def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:

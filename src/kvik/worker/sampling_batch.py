@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvik.config.speculative import Typical
 from kvik.kernels.draws import Draws
-from kvik.worker.logits_rules import Edits, Penalties
+from kvik.kernels.penalties import Penalties
+from kvik.worker.logits_rules import Edits
 
 _Ids = NDArray[np.int64]
 

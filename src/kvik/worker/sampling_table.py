@@ -12,8 +12,9 @@ from torch import Tensor
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.penalties import Penalties
 from kvik.worker.copies import upload
-from kvik.worker.logits_rules import Penalties, TokenRules, gather_edits
+from kvik.worker.logits_rules import TokenRules, gather_edits
 from kvik.worker.noise import ACCEPT, SAMPLE, uniform
 from kvik.worker.sampling_batch import (
     NOTHING,
@@ -81,6 +82,7 @@ class SamplingTable:
         self._draw_bytes = draw_bytes
         self._device = device
         self._rows = np.zeros(max_num_seqs, _ROW)
+        self._needs, self._seeded = self._rows["needs"], self._rows["seeded"]  # views
         self._token_rules: dict[int, TokenRules] = {}  # by slot
         self._seen: SeenTokens | None = None  # large, so made for the first request with penalties
 
@@ -126,7 +128,7 @@ class SamplingTable:
 
     def clear(self, slot: int) -> None:
         self._token_rules.pop(slot, None)
-        self._rows["needs"][slot] = 0
+        self._needs[slot] = 0
 
     def append(
         self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
@@ -151,7 +153,7 @@ class SamplingTable:
         """
         if self._seen is None:
             return
-        counted = np.flatnonzero(self._rows["needs"][slots] & _Need.PENALTIES)
+        counted = np.flatnonzero(self._needs[slots] & _Need.PENALTIES)
         if len(counted):
             mine = tokens.index_select(0, self._ids(counted))
             self._seen.append(self._ids(slots[counted]), mine)
@@ -185,9 +187,13 @@ class SamplingTable:
         Args:
             slots: [rows].
         """
-        rows = self._rows[slots]
-        certain: NDArray[np.bool_] = rows["seeded"] | (rows["needs"] & _Need.RANDOM == 0)
+        certain: NDArray[np.bool_] = self._seeded[slots] | (self._needs[slots] & _Need.RANDOM == 0)
         return certain
+
+    def _needs_of(self, slots: NDArray[np.integer]) -> int:
+        """What any of these requests needs."""
+        needs = self._needs[slots]
+        return int(np.bitwise_or.reduce(needs)) if np.count_nonzero(needs) else 0
 
     def plain(self, slots: NDArray[np.integer]) -> bool:
         """Whether these requests take their most likely tokens and ask for nothing else.
@@ -195,7 +201,7 @@ class SamplingTable:
         Args:
             slots: [rows].
         """
-        return not np.bitwise_or.reduce(self._rows["needs"][slots], initial=0)
+        return not self._needs_of(slots)
 
     def reads_output(self, slots: NDArray[np.integer]) -> bool:
         """Whether the rules of any of these requests look at what it has put out.
@@ -203,8 +209,7 @@ class SamplingTable:
         Args:
             slots: [rows].
         """
-        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
-        return needs & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
+        return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
 
     def rows_at_once(self, slots: NDArray[np.integer], room: int, *, shares: bool = False) -> int:
         """How many of these rows are sampled together, so that it takes `room` bytes at most
@@ -214,7 +219,7 @@ class SamplingTable:
             slots: [rows].
             shares: the probabilities of all tokens are looked at, not one drawn token alone.
         """
-        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
+        needs = self._needs_of(slots)
         if not needs:
             return max(1, len(slots))
         step = 0
@@ -245,7 +250,7 @@ class SamplingTable:
                 rows may take though they were not.
             stream: what the drawn tokens are for (`worker/noise.py`); of all rows, or [rows].
         """
-        needs = int(np.bitwise_or.reduce(self._rows["needs"][slots], initial=0))
+        needs = self._needs_of(slots)
         if not needs:
             return SamplingBatch()
         rows = self._rows[slots]
@@ -295,6 +300,23 @@ class SamplingTable:
             logprobs=logprobs,
         )
 
+    def uniforms(
+        self,
+        slots: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        stream: int | NDArray[np.int64],
+    ) -> Tensor:
+        """The numbers that some tokens are drawn with, as `batch` takes them.
+
+        Args:
+            slots: [rows]. positions: [tokens, rows]. stream: of all rows, or [rows].
+
+        Returns:
+            [tokens, rows] float64.
+        """
+        seeds = self._rows["seed"][slots]
+        return self._tensor(uniform(seeds, positions.astype(np.int64), stream))
+
     def _penalties(
         self,
         seen: SeenTokens,
@@ -307,17 +329,20 @@ class SamplingTable:
         if not len(chosen):
             return None
         where = self._ids(slots[chosen])
-        counts = seen.counts[where]  # a copy
+        in_prompt, counts = seen.in_prompt, seen.counts
         if len(supposed.rows):
+            in_prompt, counts = in_prompt[where], counts[where]  # copies
+            where = self._ids(np.arange(len(chosen)))
             mine = counted[supposed.rows]
             places = np.searchsorted(chosen, supposed.rows[mine])
             add_counts(counts, self._ids(places), self._ids(supposed.tokens[mine]))
         return Penalties(
             rows=self._ids(chosen),
-            repetition=self._tensor(rows["repetition"][chosen])[:, None],
-            frequency=self._tensor(rows["frequency"][chosen])[:, None],
-            presence=self._tensor(rows["presence"][chosen])[:, None],
-            in_prompt=seen.in_prompt[where],
+            seen=where,
+            repetition=self._tensor(rows["repetition"][chosen]),
+            frequency=self._tensor(rows["frequency"][chosen]),
+            presence=self._tensor(rows["presence"][chosen]),
+            in_prompt=in_prompt,
             counts=counts,
         )
 

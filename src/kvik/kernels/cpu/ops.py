@@ -9,6 +9,7 @@ from kvik.kernels.cpu.draw import Drawing
 from kvik.kernels.cpu.matrix import Matrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Ops
+from kvik.kernels.penalties import Penalties
 from kvik.kernels.torch_ops import TORCH
 
 
@@ -26,6 +27,7 @@ def native_ops(native: Native) -> Ops:
         gather_rows=rows.gather,
         add=rows.add,
         largest=rows.largest,
+        penalize=rows.penalize,
         draw=drawing.draw,
         probabilities=drawing.probabilities,
         rms_norm=rows.rms_norm,
@@ -39,7 +41,7 @@ def native_ops(native: Native) -> Ops:
 
 
 class _Rows:
-    """Operations row by row. All results are new tensors, but for `rotary`."""
+    """Operations row by row. All results are new tensors, but for `rotary` and `penalize`."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -89,6 +91,23 @@ class _Rows:
             ids=ids.data_ptr(),
         )
         return top, ids
+
+    def penalize(self, logits: Tensor, penalties: Penalties) -> None:
+        self.native.launch(
+            "penalize",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            vocab=logits.shape[1],
+            count=self.native.rows(penalties.rows),
+            rows=penalties.rows.data_ptr(),
+            seen=penalties.seen.data_ptr(),
+            repetition=penalties.repetition.data_ptr(),
+            frequency=penalties.frequency.data_ptr(),
+            presence=penalties.presence.data_ptr(),
+            in_prompt=penalties.in_prompt.data_ptr(),
+            counts=penalties.counts.data_ptr(),
+            seen_stride=penalties.counts.stride(0),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)

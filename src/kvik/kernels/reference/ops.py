@@ -8,6 +8,7 @@ from kvik.kernels.reference.draw import draw, probabilities
 from kvik.kernels.reference.kv_cache import copy_blocks, store_kv
 from kvik.kernels.reference.linear import linear, matrix, matrix_rows, pack_rows
 from kvik.kernels.reference.norm import layer_norm, rms_norm
+from kvik.kernels.reference.penalties import penalize
 from kvik.kernels.reference.rotary import rotary
 from kvik.kernels.reference.rows import add, gather_rows, largest
 
@@ -19,6 +20,7 @@ REFERENCE = Ops(
     gather_rows=gather_rows,
     add=add,
     largest=largest,
+    penalize=penalize,
     draw=draw,
     probabilities=probabilities,
     rms_norm=rms_norm,
