@@ -62,7 +62,9 @@ def proposals(make: Callable[[RequestTable], Drafter], context: int, rows: int, 
     slots = np.arange(rows)
     for slot in slots.tolist():
         drafter.enter(slot)
-    wanted = DraftRows(slots, np.full(rows, k), torch.zeros(rows, 1), np.ones(rows, np.bool_))
+    wanted = DraftRows(
+        slots, np.full(rows, k), lambda: torch.zeros(rows, 1), np.ones(rows, np.bool_)
+    )
     for _ in range(context // 1000 + 2):  # what reads a text bit by bit has read it then
         drafter.propose(wanted)
     times = []
@@ -89,11 +91,11 @@ def control(rows: int, k: int) -> float:
 
 
 def judging(rows: int, k: int) -> float:
-    counts, drafts = np.full(rows, k), np.arange(rows * k)
+    counts, given = np.full(rows, k), np.arange(rows * (k + 1))
     tokens = np.zeros(rows * (k + 1), np.int64)
 
     def judge() -> None:
-        chains = Chains.of(counts, drafts)
+        chains = Chains.of(counts, given)
         chains.supposed()
         chains.output(tokens)
 
@@ -106,8 +108,8 @@ class Timed:
     def __init__(self, drafter: Drafter) -> None:
         assert isinstance(drafter, DraftModel)
         self.drafter = drafter
-        self.graph: Graph = drafter._network._graph
-        drafter._network._graph = self
+        self.graph: Graph = drafter.network.graph
+        drafter.network.graph = self
         self.forwards = 0.0
         self.outside: list[float] = []  # microseconds, of each proposal
 

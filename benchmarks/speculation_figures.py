@@ -29,6 +29,10 @@ def commands(model: str, half: str, draft: str) -> dict[str, list[str]]:
     found = {
         "outside": script("drafters.py"),
         "step": script("step_overhead.py", "--num-seqs", "8", "--contexts", "500", "--drafts", "5"),
+        "draft-step": script(
+            "step_overhead.py",
+            *["--num-seqs", "8", "--contexts", "500", "--drafts", "5", "--method", "draft_model"],
+        ),
         "plain-step": script("step_overhead.py", "--num-seqs", "8", "--contexts", "500"),
         "never-slower": script("speculation_workloads.py", "--methods", *METHODS, "--rounds", "15"),
         "never-slower-processor": script(

@@ -1,6 +1,7 @@
 """What a decoding step costs outside the model: scheduling, inputs, bookkeeping, text.
 
     python benchmarks/step_overhead.py [--num-seqs 256] [--contexts 100 1000 10000] [--drafts 5]
+        [--method ngram|draft_model] [--temperature 0]
 
 The engine is the real one but for the forward, which says the same words again and again. All
 requests decode greedily, so that sampling is one pass over the logits: shown, but as arithmetic not
@@ -8,6 +9,8 @@ summed. The cost per step should not depend on how long the requests are. Every 
 every step: median microseconds, and the 10th and 90th percentile of the sum. With --drafts a lookup
 guesses tokens ahead, all rightly, so a step makes so many tokens more of each request: "propose"
 finds and keeps them, "check" judges them; what the others take more is for the tokens themselves.
+A draft model is right four times in five, and its forwards, which take no time either, are not
+counted; nor is, with a temperature, what drawing from its logits takes.
 """
 
 from __future__ import annotations
@@ -43,18 +46,24 @@ from kvik.kernels.select import select as select_ops
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.copies import AtOnce
+from kvik.worker.drafters.base import Drafter
+from kvik.worker.drafters.draft_model import DraftModel
+from kvik.worker.drafters.draft_network import DraftNetwork
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
-from kvik.worker.step_inputs import FreshInputs
+from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
+from kvik.worker.vocabulary import Vocabulary
 
 BLOCK_SIZE = 16
 PERIOD = 61  # tokens after which texts repeat themselves
 SETTLED = PERIOD + 9  # steps until all can be foreseen
+ONE_IN = 5  # drafts of a draft model are wrong
 INSIDE = ("inputs", "check", "propose", "sample", "model")  # parts of the runner that are told
 CPU = torch.device("cpu")
 
@@ -76,24 +85,74 @@ class Instant:
         return StepOutput(hidden, self._logits[:rows], self._top[:rows], tokens)
 
 
+class NearlyRight(Instant):
+    """A draft model's forward: one place in so many it says another word, and never some words."""
+
+    def __init__(self, vocab_size: int, rows: int) -> None:
+        super().__init__(vocab_size, rows)
+        self._logits[:, -(vocab_size // ONE_IN) :] = -torch.inf
+
+    def run(self, batch: InputBatch) -> StepOutput:
+        output = super().run(batch)
+        output.top_ids.add_(batch.positions[batch.logits_indices] % ONE_IN == 0)
+        return output
+
+
 class Stopwatch:
     """Microseconds of each part of each step."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
+        self._left_out = 0.0  # seconds, within the part that is being timed
+
+    def leave_out(self, call: Callable) -> Callable:
+        """What this takes does not count where it is called."""
+
+        def untimed(*args):
+            started = time.perf_counter()
+            result = call(*args)
+            self._left_out += time.perf_counter() - started
+            return result
+
+        return untimed
 
     def wrap(self, name: str, call: Callable) -> Callable:
         def timed(*args, **options):
-            started = time.perf_counter()
+            started, before = time.perf_counter(), self._left_out
             result = call(*args, **options)
-            self.times[name].append((time.perf_counter() - started) * 1e6)
+            seconds = time.perf_counter() - started - (self._left_out - before)
+            self.times[name].append(seconds * 1e6)
             return result
 
         return timed
 
 
+def make_drafter(
+    speculation: ResolvedSpeculation,
+    table: RequestTable,
+    sampling: SamplingTable,
+    vocab_size: int,
+    num_blocks: int,
+) -> Drafter:
+    if speculation.method == "ngram":
+        return NgramDrafter(table, speculation.ngram_min, speculation.ngram_max)
+    num_seqs, length = table.token_ids.shape
+    tokens = num_seqs * 64
+    inputs = FixedInputs(StepSizes.of(tokens, num_seqs), 1, length // BLOCK_SIZE + 1)
+    network = DraftNetwork(
+        NearlyRight(vocab_size, num_seqs),
+        inputs,
+        Vocabulary(vocab_size, vocab_size, None, CPU),
+        table.view(0, 1),
+        tokens,
+        length,
+    )
+    most = speculation.num_draft_tokens
+    return DraftModel(network, Sampler(select_ops(CPU)), sampling, num_blocks, most, 1 << 30)
+
+
 def make_engine(
-    num_seqs: int, context: int, steps: int, drafts: int
+    num_seqs: int, context: int, steps: int, drafts: int, method: str
 ) -> tuple[EngineCore, ModelRunner]:
     """An engine whose only KV group has one tiny layer."""
     length = context + (1 + drafts) * steps + 2
@@ -101,12 +160,21 @@ def make_engine(
     groups = group_layers([KVCacheSpec(KVKind.FULL, 1, 16, 128)])
     num_blocks = num_seqs * (length // BLOCK_SIZE + 1) + 1
     speculation = None
+    ahead = drafts if method == "draft_model" else 0
     if drafts:  # all that fit: how many pay is not the question here
-        speculation = ResolvedSpeculation("ngram", drafts, num_seqs * drafts, adaptive=False)
+        speculation = ResolvedSpeculation(
+            method, drafts, num_seqs * drafts, adaptive=False, num_lookahead_tokens=ahead
+        )
     config = ResolvedConfig(
         model=spec,
         cache=CacheConfig(BLOCK_SIZE, num_blocks, groups),
-        scheduler=SchedulerConfig(num_seqs, num_seqs * context, length, max_queued_tokens=1 << 40),
+        scheduler=SchedulerConfig(
+            num_seqs,
+            num_seqs * context,
+            length,
+            max_queued_tokens=1 << 40,
+            num_lookahead_tokens=ahead,
+        ),
         runner=RunnerConfig("", "float32", "cpu", "sdpa", 1),
         memory=MemoryPlan(0, 0, 0, 0, 0),
         seed=0,
@@ -117,7 +185,7 @@ def make_engine(
     sampling = SamplingTable(num_seqs, spec.vocab_size, CPU)
     speculator = None
     if speculation is not None:
-        drafter = NgramDrafter(table, speculation.ngram_min, speculation.ngram_max)
+        drafter = make_drafter(speculation, table, sampling, spec.vocab_size, num_blocks)
         speculator = Speculator(
             speculation, drafter, table, sampling, spec.vocab_size, time.perf_counter
         )
@@ -136,10 +204,12 @@ def make_engine(
     return EngineCore(config), runner
 
 
-def measure(num_seqs: int, context: int, steps: int, drafts: int) -> dict[str, list[float]]:
-    core, runner = make_engine(num_seqs, context, steps, drafts)
+def measure(
+    num_seqs: int, context: int, steps: int, drafts: int, method: str, temperature: float
+) -> dict[str, list[float]]:
+    core, runner = make_engine(num_seqs, context, steps, drafts, method)
     processor = OutputProcessor(Tokenizer.load(find_model("")))
-    params = SamplingParams(temperature=0.0, max_tokens=None)
+    params = SamplingParams(temperature=temperature, max_tokens=None)
     for i in range(num_seqs):
         # Spread over the block, as lengths are in life: each step some requests fill a block.
         prompt = [5 + i] * (context - i % min(BLOCK_SIZE, context))
@@ -153,6 +223,12 @@ def measure(num_seqs: int, context: int, steps: int, drafts: int) -> dict[str, l
         runner.speculator.propose = watch.wrap("propose", runner.speculator.propose)
         runner.speculator.observe = watch.wrap("observe", runner.speculator.observe)
         runner.checker.check = watch.wrap("check", runner.checker.check)
+        drafter = runner.speculator.drafter
+        if isinstance(drafter, DraftModel):
+            graph, sampler = drafter.network.graph, drafter.sampler
+            graph.run = watch.leave_out(graph.run)
+            if temperature:
+                sampler.guess = watch.leave_out(sampler.guess)
     build = model_runner.build_input_batch
     model_runner.build_input_batch = watch.wrap("inputs", build)
     run = watch.wrap("run", lambda plan: runner.finish(runner.begin(plan)))
@@ -176,6 +252,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=0, help="of each request in a step")
+    parser.add_argument("--method", choices=["ngram", "draft_model"], default="ngram")
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     columns = ("schedule", "inputs", "rest", "update", "text")
@@ -188,7 +266,9 @@ def main() -> None:
         + "       sum   10% .. 90%    sampling"
     )
     for context in args.contexts:
-        times = measure(args.num_seqs, context, args.steps, args.drafts)
+        times = measure(
+            args.num_seqs, context, args.steps, args.drafts, args.method, args.temperature
+        )
         if args.drafts:
             check, sample, observe = (times[name] for name in ("check", "sample", "observe"))
             times["check"] = [a - b + c for a, b, c in zip(check, sample, observe, strict=True)]

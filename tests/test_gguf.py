@@ -102,7 +102,7 @@ def test_the_plan_counts_what_is_loaded(case: str, tied: bool, tmp_path: Path) -
     assert loaded == weight_bytes(spec, "bfloat16", "none")
     packed = pytest.importorskip("kvik.kernels.cpu.matrix").packed_sizes
     loaded = rest + sum(sum(packed(each.spec)) for each in made)
-    assert loaded == weight_bytes(spec, "bfloat16", "none", native=True)
+    assert loaded == weight_bytes(spec, "bfloat16", "none", "native")
     assert as_stored == all(not isinstance(each, FloatWeight) for each in sizes)
     assert case != "mixed" or len(made) == 4 + 5 + 2 - tied  # V of one layer, and the ends
 

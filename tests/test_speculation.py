@@ -21,6 +21,7 @@ from helpers.drafters import (
 
 from kvik import LLM, ConfigError, RequestOutput, SamplingParams
 from kvik.config.model_source import BUNDLED
+from kvik.core.counters import DraftCounts
 from kvik.worker.adaptive import DraftControl
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
@@ -155,8 +156,29 @@ def test_figures(plain, monkeypatch):
         assert counts.acceptance == share
         assert stats.speculation.proposing > 0
         assert stats.delivered_tokens == len(PROMPTS) * 40
+        told = [output.completions[0].speculation for output in found]
+        assert sum((one.drafts for one in told), DraftCounts()) == counts
+        for one in told:  # 39 tokens after the first
+            assert one.drafts.accepted_at == [share * count for count in one.drafts.at]
+            assert one.drafts.rows == (8 if share else 38)
     assert plain.stats().speculation is None
     assert right[0].num_drafted_tokens == 0
+    assert right[0].speculation is right[0].completions[0].speculation is None
+
+
+def test_the_speedup_of_one_request_alone_is_the_engines(plain, monkeypatch):
+    texts = texts_of(plain.generate(PROMPTS, GREEDY))
+    install(monkeypatch, lambda parts: Scripted(parts, texts, always_right))
+    with LLM(**ENGINE, spec_method=METHOD, spec_tokens=4, speculative_config=EAGER) as llm:
+        # What a step without drafts takes is measured first.
+        (without,) = llm.generate(PROMPTS[:1], GREEDY.with_changes(speculation=False))
+        assert llm.stats().speculation.speedup is without.speculation is None
+        (output,) = llm.generate(PROMPTS[:1], GREEDY)
+        engine = llm.stats().speculation
+    one = output.speculation
+    assert one.drafts == engine.drafts == DraftCounts(8, 31, 31, [8, 8, 8, 7], [8, 8, 8, 7])
+    assert (one.seconds, one.plain_seconds) == pytest.approx((engine.checking, engine.plain))
+    assert one.speedup == pytest.approx(engine.speedup)
 
 
 def test_the_control_is_told_which_nodes_of_a_tree_were_right(plain, monkeypatch):
@@ -166,9 +188,16 @@ def test_the_control_is_told_which_nodes_of_a_tree_were_right(plain, monkeypatch
     monkeypatch.setattr(DraftControl, "observe", lambda self, step: seen.append(step))
     options = {"spec_method": TREE_METHOD, "spec_model": str(BUNDLED), "spec_tokens": 10}
     with LLM(**ENGINE, **options, speculative_config=EAGER) as llm:
-        assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts
+        found = llm.generate(PROMPTS, GREEDY)
+        counts = llm.stats().speculation.drafts
+    assert texts_of(found) == texts
+    assert sum((output.speculation.drafts for output in found), DraftCounts()) == counts
     steps = [step for step in seen if step.drafts.any()]
-    parents = np.array(ScriptedTree.TREE.parents[1:])
+    depths, parents = ScriptedTree.TREE.depths, np.array(ScriptedTree.TREE.parents[1:])
+    reach = np.concatenate([[depths[: n + 1].max() for n in step.drafts if n] for step in steps])
+    right = np.concatenate([step.accepted[step.drafts > 0] for step in steps])
+    assert counts.at == [(reach > place).sum() for place in range(depths.max())]
+    assert counts.accepted_at == [(right > place).sum() for place in range(depths.max())]
     for step in steps:
         assert step.paths.sum(axis=1).tolist() == step.accepted.tolist()
         known = np.concatenate([np.ones((len(step.slots), 1), bool), step.paths], axis=1)

@@ -47,6 +47,6 @@ def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
     ):
         values = 96 * 7 * scheme.bits // 8
         expected = values + 4 * 7 + 3 * 7 * of_group
-        assert scheme.weight_bytes(96, 7, native=True) == expected
-    assert LayerScheme(8).weight_bytes(100, 7, native=True) == 700 + 4 * 7
+        assert scheme.weight_bytes(96, 7, "native") == expected
+    assert LayerScheme(8).weight_bytes(100, 7, "native") == 700 + 4 * 7
     assert LayerScheme(4, 32, minima=True).weight_bytes(96, 7) == 48 * 7 + 3 * 7 * 8

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError, ConfigError, KvikError
-from kvik.config.graph_sizes import graph_bytes, graph_sizes
+from kvik.config.graph_sizes import decoding_sizes, graph_bytes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
+from kvik.config.speculative import NO_SOURCE, DraftSource
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -240,9 +241,9 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     spec, sizes = llama(), {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
     resolved = plan(spec, gpu, **sizes)
     captured = resolved.runner.graph_sizes
-    assert captured == graph_sizes(max_num_seqs)
+    assert captured == decoding_sizes(max_num_seqs)
     value, reason = decision(resolved, "cuda_graphs")
-    assert value == f"{len(captured)} sizes up to {max_num_seqs}" and "planned" in reason
+    assert value == f"{len(captured)} sizes up to {max_num_seqs} requests" and "planned" in reason
     without = plan(spec, gpu, kernels="torch", **sizes)
     assert without.runner.graph_sizes == ()
     assert "cuda_graphs" not in [d.name for d in without.decisions]
@@ -250,6 +251,37 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     logits = max_num_seqs * spec.vocab_size * 4
     assert more >= 2 * logits + len(captured) * graph_bytes(16)
     assert more < 3 * logits + len(captured) * graph_bytes(16) + (65 << 20)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_captured_steps_with_drafts_are_planned(method: str) -> None:
+    gpu = replace(SERVER, triton=True)
+    spec, sizes = llama(), {"max_num_seqs": 64, "max_model_len": 4096}
+    source = DraftSource("draft", spec=llama()) if method == "draft_model" else NO_SOURCE
+    config = EngineConfig(spec_method=method, spec_tokens=5, **sizes)
+    if source.spec is not None:
+        config = replace(config, spec_model="draft")
+    resolved = resolve(config, spec, gpu, "", source)
+    check(resolved, config)
+    speculation, captured = resolved.speculation, resolved.runner.graph_sizes
+    assert speculation is not None
+    step = (64, 64 + speculation.max_draft_rows, 6, 64 + speculation.max_draft_rows)
+    for size in captured:  # none is larger than a step can be
+        assert (size.rows, size.tokens, size.longest, size.samples) <= step
+        assert size.tokens <= step[1] and size.longest <= step[2] and not size.tree
+    # Whatever the drafts of any number of requests, there is a size at most four times as large.
+    for rows in (1, 3, 20, 64):
+        for tokens in range(rows + 1, rows + min(rows * 5, speculation.max_draft_rows) + 1):
+            fits = [s.tokens for s in captured if s.serves(rows, tokens, 6, tokens, tree=False)]
+            assert fits and min(fits) <= 4 * tokens
+    drafting = resolved.runner.draft_graph_sizes
+    assert {size.longest for size in drafting} == ({1, 2} if source.spec else set())
+    value, reason = decision(resolved, "cuda_graphs")
+    assert "judging" in reason and ("of the draft model" in value) == bool(drafting)
+    without = resolve(replace(config, kernels="torch"), spec, gpu, "", source)
+    more = resolved.memory.overhead - without.memory.overhead
+    logits = step[1] * spec.vocab_size * 4
+    assert more >= 2 * logits + (len(captured) + len(drafting)) * graph_bytes(16)
 
 
 def test_a_toy_model_does_not_grab_the_machine() -> None:

@@ -9,6 +9,7 @@ from helpers.fake_worker import EOS
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.errors import CapacityError
+from kvik.core.counters import RequestSpeculation
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.policy import POLICIES
@@ -161,14 +162,15 @@ def test_rejected_drafts_are_computed_again() -> None:
 def test_drafts_are_counted() -> None:
     sim = Simulation(Setup())
     request = sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)[0]
+    request.speculation = RequestSpeculation()
     answer(sim, plan_of(sim), [1])
     for drafts, tokens in ((2, [1, 2]), (0, [1])):
         request.num_draft_tokens = drafts
         sim.worker.rows[request.slot].drafts = [1] * drafts
         (delta,) = answer(sim, plan_of(sim), tokens)
-    assert delta.report is not None
-    assert (delta.report.num_drafted_tokens, delta.report.num_accepted_tokens) == (2, 1)
+    assert delta.report is not None and delta.report.speculation is not None
     counts = sim.scheduler.drafts
+    assert delta.report.speculation.drafts == counts
     assert (counts.rows, counts.drafts, counts.accepted) == (1, 2, 1)
     assert (counts.at, counts.accepted_at) == ([1, 1], [1, 0])
     assert (counts.mean_length, counts.acceptance) == (2.0, 0.5)

@@ -56,6 +56,7 @@ class FakeExecutor:
 
     token: Callable[[int, int], int] = lambda step, row: 1
     depth: int = 1
+    in_turn: bool = False
     plans: list[SchedulerOutput] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # rows of the next step
     raises: BaseException | None = None  # from the next submit
@@ -79,6 +80,9 @@ class FakeExecutor:
             raise error
         assert isinstance(handle, ModelRunnerOutput)
         return handle
+
+    def rest(self) -> bool:
+        return False
 
     def stop(self) -> None:
         self.stopped += 1

@@ -84,7 +84,14 @@ def _throw_in_prompt_logprobs(monkeypatch) -> None:
     def broken(*_):
         raise IndexError("prompt logprobs")
 
-    monkeypatch.setattr(prompt_logprobs, "token_logprobs", broken)
+    monkeypatch.setattr(prompt_logprobs, "score", broken)
+
+
+def _throw_where_prompt_logprobs_are_read(monkeypatch) -> None:
+    def broken(*_):
+        raise IndexError("prompt logprobs")
+
+    monkeypatch.setattr(prompt_logprobs, "told", broken)
 
 
 def _throw_in_stop_check(monkeypatch) -> None:
@@ -133,6 +140,7 @@ def _throw_in_stop_strings(monkeypatch) -> None:
         _throw_in_sampling,
         _throw_in_token_rules,
         _throw_in_prompt_logprobs,
+        _throw_where_prompt_logprobs_are_read,
         _throw_in_stop_check,
         _throw_in_detokenising,
         _throw_in_stop_strings,

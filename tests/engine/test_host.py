@@ -364,6 +364,39 @@ def test_questions_are_answered():
         assert "KeyError" in unknown.error
 
 
+def test_an_idle_engine_gets_ready_between_looks_at_the_socket_and_then_waits():
+    class Resting(FakeExecutor):
+        more, rested, computing = True, 0, False
+
+        def rest(self):
+            assert not self.computing
+            self.rested += 1
+            time.sleep(0.001)
+            return self.more
+
+        def submit(self, plan):
+            self.computing = True
+            return super().submit(plan)
+
+        def result(self, handle):
+            self.computing = False
+            return super().result(handle)
+
+    executor = Resting()
+    with engine(executor) as peer:
+        while not executor.rested:  # before anybody has asked for anything
+            time.sleep(0.001)
+        peer.add(request("a"))
+        peer.until_ended("a")  # though there is more to get ready
+        executor.more = False
+        time.sleep(0.05)
+        rested = executor.rested
+        time.sleep(0.05)
+        assert executor.rested == rested  # it waits
+        peer.add(request("b"))
+        peer.until_ended("a", "b")
+
+
 def test_steps_that_fail_again_and_again_end_the_engine():
     class Lost(FakeExecutor):
         def submit(self, plan):

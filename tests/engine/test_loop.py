@@ -27,6 +27,7 @@ class Timed:
     compute: float
     ready: float = 0.0
     fails: bool = False
+    in_turn: bool = False
     results: dict[int, float] = field(default_factory=dict)
 
     def start(self) -> None: ...
@@ -43,6 +44,9 @@ class Timed:
         if self.fails:
             raise RuntimeError("broken")
         return handle
+
+    def rest(self) -> bool:
+        return False
 
     def stop(self) -> None: ...
 
@@ -131,3 +135,77 @@ def test_reading_the_time_does_not_change_it(make: Make) -> None:
     assert loop.stats().time == first == LoopTime(executor=5.0, host=2.0)
     clock.now += 1.0
     assert loop.stats().time.since(first) == LoopTime(host=1.0)
+
+
+def test_the_executor_rests_only_while_nobody_asks_for_anything(make: Make) -> None:
+    loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
+    left = 2
+
+    def rest() -> bool:
+        nonlocal left
+        left -= 1
+        return left > 0
+
+    loop.executor.rest = rest
+    ask(loop, tokens=2)
+    assert not loop.rest() and loop.idle_seconds() == 3.0  # it waits for company
+    clock.now += 3.0
+    while loop.has_work:
+        loop.step()
+        assert not loop.has_work or not loop.rest()
+    assert left == 2 and loop.rest() and not loop.rest() and left == 0
+
+
+@dataclass
+class InTurn(Timed):
+    """Where a step is planned from what the one before it said."""
+
+    in_turn: bool = True
+    known: int = -1
+
+    def submit(self, plan: SchedulerOutput) -> object:
+        assert self.known == plan.step - 1
+        return super().submit(plan)
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        output = super().result(handle)
+        self.known = output.step
+        return output
+
+
+def test_steps_in_turn_run_while_their_deltas_are_told(rig: Callable[..., Any]) -> None:
+    """What was said is known before the next step is planned, and told when that has begun."""
+    engine = rig(2)
+    executor = InTurn(engine.clock, 2, 0.0, 4.0)
+    executor.known = engine.core.scheduler.counters.steps - 1
+    loop, clock = EngineLoop(engine.core, executor, engine.clock), engine.clock
+    ask(loop, 20)
+    told: list[int] = []
+    while loop.has_work:
+        told.append(sum(len(delta.token_ids) for delta in loop.step()))
+        clock.now += 1.0  # readers are served
+    assert told == [0] + [1] * 20
+    # All of that but the last second was hidden behind a step.
+    assert loop.stats().time.executor == pytest.approx(4.0 * 20 - 20 * 1.0)
+
+
+def test_what_was_said_is_not_lost_when_the_next_step_is_interrupted(rig: Any) -> None:
+    engine = rig(2)
+    executor = InTurn(engine.clock, 2, 0.0, 4.0)
+    loop = EngineLoop(engine.core, executor, engine.clock)
+    ask(loop, 3)
+    loop.step()
+
+    def interrupted(plan: SchedulerOutput) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+    assert loop.has_work
+    deltas = []
+    while loop.has_work:
+        deltas += loop.step()
+    assert [list(delta.token_ids) for delta in deltas if delta.token_ids] == [[1]]
+    assert deltas[-1].error is not None and "interrupted" in deltas[-1].error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.core.counters import DraftCounts
+from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.plan import DraftTimes
 from kvik.engine.stats import SpeculationStats
+from kvik.worker.draft_tree import DraftTree
 
 
 def test_times_of_drafts_add_up() -> None:
@@ -29,3 +30,23 @@ def test_drafts_are_counted_by_place() -> None:
     copied = counts.copy()
     counts.add(1, 1)
     assert copied.at == [4, 3, 2, 1]
+
+
+def test_drafts_of_a_tree_have_the_place_of_their_depth() -> None:
+    tree = DraftTree((-1, 0, 0, 1, 3, 0), (0, 0, 1, 0, 0, 2))
+    assert tree.reach == (0, 1, 1, 2, 3, 3)
+    counts = DraftCounts()
+    for drafts, accepted in ((5, 2), (2, 1), (3, 0)):
+        counts.add(drafts, accepted, tree.reach[drafts])
+    assert (counts.rows, counts.drafts, counts.accepted) == (3, 10, 3)
+    assert (counts.at, counts.accepted_at) == ([3, 2, 1], [2, 1, 0])
+
+
+def test_completions_add_up() -> None:
+    one, other = RequestSpeculation(seconds=2.0, plain_seconds=3.0), RequestSpeculation()
+    one.drafts.add(3, 1)
+    other.drafts.add(1, 1)
+    for total in (one + other, other + one):
+        assert total.drafts == DraftCounts(2, 4, 2, [2, 1, 1], [2, 0, 0])
+        assert total.speedup == 1.5
+    assert other.speedup is None

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.config.errors import ParamError
+from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import (
     EngineRequest,
@@ -24,6 +25,7 @@ from kvik.engine import wire
 from kvik.engine.wire import Add, End, Frames, Outbox, Ready, Stepped, WireError, stepped
 
 REPORT = RequestReport(1.0, 2.0, None, 3.0, 4, 5)
+GUESSED = RequestSpeculation(DraftCounts(2, 5, 3, [2, 2, 1], [2, 1, 0]), 0.5, 0.75)
 
 
 def framed(bodies: list[bytes]) -> bytes:
@@ -96,6 +98,7 @@ DELTAS = [
     RequestDelta("d", 0, [5], logprobs=[TokenLogprobs(5, -1.5, 2, ((7, -0.5), (5, -1.5)))]),
     RequestDelta("e", 0, [5], FinishReason.STOP, stop_reason=5, report=REPORT),
     RequestDelta("e", 1, [5], FinishReason.STOP, stop_reason="end", report=REPORT),
+    RequestDelta("e", 2, [5], FinishReason.STOP, report=replace(REPORT, speculation=GUESSED)),
     RequestDelta("f", 0, [], FinishReason.ERROR, error="é\0", report=REPORT, refused="limit"),
     RequestDelta("g", 0, [], FinishReason.LENGTH, report=REPORT, embedding=[0.5, -2.0]),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, AttentionMetadata, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    HeadNorms,
+    LayerKV,
+    StepLayout,
+)
+from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
 from kvik.worker.graphs import Network
 from kvik.worker.platforms import NativePlatform
+from kvik.worker.row_graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import StepSizes
 
 CPU = torch.device("cpu")
@@ -43,12 +51,14 @@ class Again:
 @dataclass(frozen=True, slots=True)
 class Planned(AttentionMetadata):
     real: AttentionMetadata
-    tokens: int
+    tokens: int  # of requests
+    written: int  # and of padding
 
 
 class ByTensors:
     """A backend as it is on a GPU: plain integers only bound what there is, and how much that is
-    stands in the tensors. What comes behind is padding, and must be harmless."""
+    stands in the tensors. What comes behind is padding, and must be harmless. What attention gives
+    tokens of no request is whatever was in memory."""
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.inner = inner
@@ -62,9 +72,13 @@ class ByTensors:
         assert (layout.slot_mapping[tokens:] == -1).all(), "padding is stored nowhere"
         assert all(a <= b for a, b in zip(lens, layout.contexts, strict=True))
         queries = tuple(b - a for a, b in pairwise(starts))
-        assert queries == layout.num_scheduled
+        assert len(queries) == len(lens) == len(layout.num_scheduled)
+        assert all(0 < a <= b for a, b in zip(queries, layout.num_scheduled, strict=True))
+        assert starts[-1] <= len(layout.slot_mapping), "padding has room"
         if not rows:
-            return Planned(layout, window, AttentionMetadata(layout, window), 0)
+            return Planned(layout, window, AttentionMetadata(layout, window), 0, starts[-1])
+        tree = None if layout.tree is None else layout.tree[:tokens]
+        assert tree is None or not layout.tree[tokens:].any(), "padding is no tree"
         real = replace(
             layout,
             query_start_loc=layout.query_start_loc[: rows + 1],
@@ -73,8 +87,10 @@ class ByTensors:
             slot_mapping=layout.slot_mapping[:tokens],
             num_scheduled=queries[:rows],
             contexts=tuple(lens[:rows]),
+            tree=tree,
+            tree_words=() if tree is None else tuple(tree.tolist()),
         )
-        return Planned(layout, window, self.inner.plan(real, window), tokens)
+        return Planned(layout, window, self.inner.plan(real, window), tokens, starts[-1])
 
     def run(
         self,
@@ -85,12 +101,16 @@ class ByTensors:
         metadata: AttentionMetadata,
         scale: float,
         rotation: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         assert isinstance(metadata, Planned)
         out, some = torch.zeros_like(q), slice(metadata.tokens)
+        out[metadata.written :] = torch.nan
         if metadata.tokens:
             turn = None if rotation is None else rotation[some]
-            out[some] = self.inner.run(q[some], k[some], v[some], kv, metadata.real, scale, turn)
+            out[some] = self.inner.run(
+                q[some], k[some], v[some], kv, metadata.real, scale, turn, norms
+            )
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
@@ -98,25 +118,49 @@ class ByTensors:
 
 
 @contextmanager
-def captured_steps(*sizes: int) -> Iterator[list[tuple[DecodeGraphs, Again]]]:
-    """Engines with native kernels that are made within capture decoding steps of these sizes; the
-    forwards of each, and after those the ones of its draft model."""
+def captured_steps(
+    *rows: int, drafts: int = 0, heads: list[Again] | None = None
+) -> Iterator[list[tuple[DecodeGraphs, Again]]]:
+    """Engines with native kernels that are made within capture decoding steps of so many requests;
+    with drafts, all at once, and also those of up to so many drafts of each. The forwards of each
+    engine, and after those the ones of its draft model; `heads` gets those of draft heads."""
     made: list[tuple[DecodeGraphs, Again]] = []
 
-    def graph(self: NativePlatform, network: Network, most: StepSizes, *, trees: bool = False):
-        again, fitting = Again(), tuple(size for size in sizes if size <= most.seqs)
-        inputs = DeviceInputs(
-            most, len(network.groups), self._max_blocks, CPU, fitting[-1], trees=trees
-        )
+    def graph(
+        self: NativePlatform,
+        network: Network,
+        most: StepSizes,
+        *,
+        trees: bool = False,
+        drafts: bool = False,
+    ) -> tuple[DecodeGraphs, DeviceInputs]:
+        again, seqs = Again(), max(rows)
+        sizes = [GraphSize(n, n, 1, n) for n in rows]
+        if drafts:
+            sizes += catching_up_sizes(seqs, most.tokens)
+        elif judged:
+            sizes += drafting_sizes(seqs, judged, most.samples - most.seqs, tree=trees)
+        sizes = [size for size in sizes if size.rows <= most.seqs and size.tokens <= most.tokens]
+        inputs = DeviceInputs(most, len(network.groups), self._max_blocks, CPU, sizes, trees=trees)
         context = self._max_blocks * self._block_size
-        graphs = DecodeGraphs(
-            network, inputs, again, fitting, self._block_size, context, lambda: 0.0
-        )
+        graphs = DecodeGraphs(network, inputs, again, sizes, self._block_size, context, lambda: 0.0)
         made.append((graphs, again))
+        while judged and graphs.rest():
+            pass
         return graphs, inputs
 
-    select = platforms.select_backend
+    def rows_graph(self: NativePlatform, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
+        again = Again()
+        graph = CapturedRows(function, like, rows, again, lambda: 0.0)
+        if heads is not None:
+            heads.append(again)
+        while graph.rest():
+            pass
+        return graph
+
+    judged, select = drafts, platforms.select_backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platforms, "select_backend", lambda *facts: ByTensors(select(*facts)))
         patch.setattr(NativePlatform, "graph", graph)
+        patch.setattr(NativePlatform, "rows", rows_graph)
         yield made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,6 +15,13 @@ from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
 
 METHOD, TREE_METHOD = "ngram", "medusa"  # that a test's drafter stands for
 GOLDEN = 0.6180339887498949
+
+
+def with_newest(counts: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
+    """The tokens that rows of logits follow: the drafts, and before those of each request its
+    newest token, which is nobody's draft."""
+    found = iter(drafts)
+    return np.array([token for n in counts for token in (1000, *itertools.islice(found, n))])
 
 
 class Scripted:
@@ -41,7 +49,7 @@ class Scripted:
         self.slots.remove(slot)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        assert rows.hidden.shape[0] == len(rows.slots) == len(rows.certain)
+        assert rows.hidden().shape[0] == len(rows.slots) == len(rows.certain)
         assert self.slots.issuperset(rows.slots.tolist())
         found = []
         for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):

@@ -217,7 +217,7 @@ def run_column(
             found, stats = _serve(column, sampling, EngineConfig(**config))
             budget = config.get("max_num_batched_tokens", 0)
     if column.in_flight > 1 and not config.keys() & {"spec_method", "speculative_config"}:
-        assert [one.most_unread for one in copies] == [column.in_flight]
+        assert [one.most_unread >= column.in_flight for one in copies] == [True]
     if column.must == "pins":
         assert stats.pinned_blocks and any(output.num_cached_tokens for output in found)
     if column.must == "hits":

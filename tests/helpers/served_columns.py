@@ -95,7 +95,7 @@ class _Held:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.depth = executor.depth
+        self.depth, self.in_turn = executor.depth, executor.in_turn
         self.sent = threading.Event()
 
     def start(self) -> None:
@@ -107,6 +107,9 @@ class _Held:
 
     def result(self, handle: object) -> ModelRunnerOutput:
         return self._executor.result(handle)
+
+    def rest(self) -> bool:
+        return self._executor.rest()
 
     def stop(self) -> None:
         self._executor.stop()

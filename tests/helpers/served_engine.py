@@ -83,6 +83,7 @@ class FakeExecutor:
     gate: threading.Event = field(default_factory=threading.Event)
     raises: Exception | None = None
     depth: int = 1
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -101,6 +102,9 @@ class FakeExecutor:
     def result(self, handle: object) -> ModelRunnerOutput:
         assert isinstance(handle, ModelRunnerOutput)
         return handle
+
+    def rest(self) -> bool:
+        return False
 
     def stop(self) -> None: ...
 

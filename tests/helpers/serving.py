@@ -11,6 +11,7 @@ from helpers.generating import Generating, Watcher, letters
 from helpers.http_server import HttpServer, http_server
 from helpers.served_engine import FakeExecutor, make_engine
 
+from kvik.config.config import ResolvedConfig
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.server.admission import Admission
@@ -43,6 +44,7 @@ def served(
     max_requests: int = 64,
     keys: Keys | None = None,
     template: str | None = None,
+    config: ResolvedConfig | None = None,
     **scheduler: object,
 ) -> Iterator[Served]:
     """A server on a real socket whose text is letters.
@@ -50,9 +52,10 @@ def served(
     Args:
         routes: of the API under test.
         template: for conversations.
+        config: of the engine; None: of the tiny model that does not exist.
         scheduler: fields of `SchedulerConfig`.
     """
-    engine = make_engine(None, executor or FakeExecutor(), **scheduler)
+    engine = make_engine(config, executor or FakeExecutor(), **scheduler)
     texts = Texts(letters(template), engine.client.config.scheduler.max_model_len)
     keys = keys or Keys()
     admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)

@@ -54,6 +54,18 @@ def test_gains_come_to_be_how_often_drafts_are_accepted(parents) -> None:
         assert found[1] < 0.2 and found[2] <= found[1]
 
 
+def test_a_chain_gains_what_a_tree_of_one_path_does() -> None:
+    chain, tree = Acceptance(3, CHAIN), Acceptance(3, CHAIN)
+    tree._is_chain = False  # the formula for paths in general
+    rng, slots = np.random.default_rng(0), np.arange(3)
+    for _ in range(30):
+        drafts = rng.integers(1, 4, 3)
+        accepted = np.arange(3) < np.minimum(rng.integers(0, 4, 3), drafts)[:, None]
+        for each in (chain, tree):
+            each.observe(slots, drafts, accepted)
+        assert chain.gains(slots) == pytest.approx(tree.gains(slots))
+
+
 def test_a_draft_that_was_not_judged_says_nothing() -> None:
     acceptance = Acceptance(2, CHAIN)
     for _ in range(20):

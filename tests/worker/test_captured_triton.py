@@ -4,6 +4,8 @@ interpreter, so few and small."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,23 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.captured import Again
+from helpers.drafters import (
+    METHOD,
+    TREE_METHOD,
+    Scripted,
+    ScriptedTree,
+    install,
+    with_probability,
+)
 from helpers.interpreted_engine import interpret_engines
 from helpers.overlapping import steps_in_flight
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import ResolvedConfig
-from kvik.worker import cuda_graphs, platforms
+from kvik.config.graph_sizes import GraphSize
+from kvik.worker import platforms
+from kvik.worker.graphs import Eager
+from kvik.worker.input_batch import InputBatch
 
 pytestmark = INTERPRETED_ONLY
 
@@ -42,29 +55,75 @@ SAMPLING = [
 ]
 
 
+ROOM = 6  # drafts of all requests in a step
+DECODING = GraphSize(4, 4, 1, 4)
+
+
 def tokens(model: Path, **options: Any) -> list[list[int]]:
-    limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random", **limits}
-    with LLM(str(model), kernels="torch", **common, **options) as llm:
+    """With all that may be captured before the first request."""
+    limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
+    common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random"}
+    with LLM(str(model), kernels="torch", **common, **limits) as llm:
+        loop = llm._client._loop
+        while loop.rest():
+            pass
         outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
         assert all(output.completions[0].error is None for output in outputs)
         return [list(output.completions[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_padded_steps_say_the_same(kv, tmp_path, monkeypatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    expected = tokens(tmp_path, attention_backend="reference", kv_cache_dtype=kv)
+@contextmanager
+def captured(*sizes: GraphSize) -> Iterator[Again]:
+    """Engines that are made within replay steps of these sizes."""
     again = Again()
 
-    def captured(config: ResolvedConfig) -> platforms.Platform:
-        choice = {"kernels": "triton", "attention_backend": "triton", "graph_sizes": (4,)}
+    def platform(config: ResolvedConfig) -> platforms.Platform:
+        choice = {"kernels": "triton", "attention_backend": "triton", "graph_sizes": sizes}
         return platforms.TritonPlatform(replace(config, runner=replace(config.runner, **choice)))
 
-    interpret_engines(monkeypatch)
-    monkeypatch.setattr("kvik.worker.worker.platform", captured)
-    monkeypatch.setattr(platforms, "CudaCapturer", lambda device: again)
-    monkeypatch.setattr(cuda_graphs, "OFTEN", 1)
-    with steps_in_flight(2):
-        assert tokens(tmp_path, kv_cache_dtype=kv) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_engines(patch)
+        patch.setattr("kvik.worker.worker.platform", platform)
+        patch.setattr(platforms, "CudaCapturer", lambda device: again)
+        yield again
+    assert len(again.captured) == len(sizes)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_padded_steps_say_the_same(kv, model) -> None:
+    expected = tokens(model, attention_backend="reference", kv_cache_dtype=kv)
+    with captured(DECODING) as again, steps_in_flight(2):
+        assert tokens(model, kv_cache_dtype=kv) == expected
     assert again.replayed >= 3
+
+
+# Tokens of no request are computed from whatever was in memory, and nobody looks at them.
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
+    """Some drafts of some requests, so that every step is padded in its own way."""
+    (model / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
+    expected = tokens(model, attention_backend="reference")
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    drafts, method = (ScriptedTree.TREE.drafts, TREE_METHOD) if tree else (3, METHOD)
+    if tree:
+        install(monkeypatch, lambda parts: ScriptedTree(parts, texts))
+    else:
+        install(monkeypatch, lambda parts: Scripted(parts, texts, with_probability(0.6)))
+    options: dict[str, Any] = {"spec_method": method, "spec_tokens": drafts}
+    options |= {"speculative_config": {"adaptive": False}, "max_num_batched_tokens": 4 + 2 * ROOM}
+    options |= {"spec_model": str(model)} if tree else {}
+    judging = GraphSize(4, 4 + ROOM, 1 + drafts, 4 + ROOM, tree)
+    eager: list[InputBatch] = []
+    run = Eager.run
+    monkeypatch.setattr(Eager, "run", lambda self, batch: eager.append(batch) or run(self, batch))
+    with captured(DECODING, judging) as again, steps_in_flight(2):
+        assert tokens(model, **options) == expected
+    assert again.replayed >= 3
+    assert all(batch.num_drafts is None for batch in eager)

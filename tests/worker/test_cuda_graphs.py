@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.captured import captured_steps
+from helpers.captured import Again, captured_steps
 from helpers.matrix import (
     BUNDLED,
     MODELS,
@@ -20,11 +20,13 @@ from helpers.matrix import (
 )
 from helpers.optional_native import needs_native
 
-from kvik.config.graph_sizes import graph_sizes
+from kvik.config.graph_sizes import GraphSize, decoding_sizes
 from kvik.config.model_source import BUNDLED as STORIES
-from kvik.worker.cuda_graphs import OFTEN, SHARE, DecodeGraphs
+from kvik.worker.captures import OFTEN, SHARE
+from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.graphs import StepOutput
+from kvik.worker.graphs import Eager, StepOutput
+from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import FreshInputs, StepSizes
 
 CPU = torch.device("cpu")
@@ -54,30 +56,39 @@ def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
 
 
 DRAFTERS = {
-    "lookup": {"spec_method": "ngram"},
-    "a model": {
-        "spec_method": "draft_model",
-        "spec_model": str(STORIES.parent / "stories-draft"),
-        "spec_tokens": 3,
-        "speculative_config": {"adaptive": False},
-    },
+    "ngram": {},
+    "draft_model": {"spec_model": str(STORIES.parent / "stories-draft")},
+    "medusa": {"spec_model": str(STORIES.parent / "stories-medusa")},
 }
 
 
 @needs_native
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_are_the_same_with_drafts(drafter) -> None:
-    """A draft model's steps are replayed; those that judge drafts run eagerly."""
+def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
+    """They say what steps without any say. So do those of the draft model that lacks two tokens."""
     column = Column("drafts", {"max_num_batched_tokens": 64, "max_num_seqs": 8})
-    options = {**REFERENCE, **DRAFTERS[drafter]}
+    options = {**REFERENCE, **DRAFTERS[drafter], "spec_method": drafter, "spec_tokens": 3}
+    options["speculative_config"] = {"adaptive": False}
     sampling, model = params_with_logprobs(), {"model": BUNDLED}
     right = run_column(column, sampling, model, **REFERENCE)
-    with captured_steps(1, 2, 4, 8) as made:
+    eager: list[tuple[Eager, int]] = []  # and most tokens of a request
+    run = Eager.run
+
+    def noted(self: Eager, batch: InputBatch) -> StepOutput:
+        eager.append((self, int(np.diff(batch.starts).max())))
+        return run(self, batch)
+
+    monkeypatch.setattr(Eager, "run", noted)
+    heads: list[Again] = []
+    with captured_steps(1, 2, 4, 8, drafts=3, heads=heads) as made:
         found = run_column(column, sampling, model, **options)
-    assert max(again.replayed for _, again in made) > OFTEN
-    if drafter == "a model":
-        assert len(made) == 2
-        assert sum(output.num_accepted_tokens for output in found) > 0
+    assert (len(made), len(heads)) == (1 + (drafter == "draft_model"), drafter == "medusa")
+    assert all(again.replayed > OFTEN for again in heads)
+    for (graphs, again), longest in zip(made, (4, 2), strict=False):
+        assert again.replayed > OFTEN and not graphs.rest()
+        prompts = [tokens for runner, tokens in eager if runner is graphs._eager]
+        assert prompts and min(prompts) > longest
+    assert sum(output.num_accepted_tokens for output in found) > 0
     for output, expected in zip(found, right, strict=True):
         assert output.completions[0].token_ids == expected.completions[0].token_ids
 
@@ -126,18 +137,20 @@ class Taking:
 
 
 class Rig:
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes: int, judging: Sequence[GraphSize] = ()) -> None:
         self.clock = Clock()
         self.capturer = Taking(self.clock)
-        self.inputs = DeviceInputs(StepSizes(64, 17, 18), 1, 8, CPU, sizes[-1])
-        self.graphs = DecodeGraphs(Network(), self.inputs, self.capturer, sizes, 4, 32, self.clock)
+        ladder = [*(GraphSize(n, n, 1, n) for n in sizes), *judging]
+        self.inputs = DeviceInputs(StepSizes(64, 17, 18), 1, 8, CPU, ladder)
+        self.graphs = DecodeGraphs(Network(), self.inputs, self.capturer, ladder, 4, 32, self.clock)
 
-    def step(self, rows: int, tokens: int = 1) -> None:
+    def step(self, *lengths: int) -> None:
         """A step of rows of so many tokens; its output must be that of its own inputs."""
         self.graphs.prepare()
-        ids = np.arange(rows * tokens) + 5
+        rows = len(lengths)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        ids = np.arange(starts[-1]) + 5
         put = self.inputs.put
-        starts = np.arange(rows + 1) * tokens
         put("query_start_loc", starts.astype(np.int32))
         put("seq_lens", np.full(rows, 9, np.int32))
         put("block_table 0", np.ones((rows, 3), np.int32))
@@ -147,56 +160,87 @@ class Rig:
             positions=put("positions", ids + 100),
             logits_indices=put("logits_indices", starts[1:] - 1),
             slots=np.arange(rows),
-            layouts=[SimpleNamespace(tree=None)],
+            layouts=[SimpleNamespace(tree=None, num_scheduled=lengths)],
         )
         self.inputs.send()
         output = self.graphs.run(batch)
         assert output.hidden.tolist() == [[i, i + 100] for i in ids.tolist()]
-        last = ids.reshape(rows, tokens)[:, -1]
+        last = ids[starts[1:] - 1]
         assert (
             output.top.tolist() == (last + 100).tolist() and output.top_ids.tolist() == [1] * rows
         )
 
     def steps(self, count: int, rows: int) -> None:
         for _ in range(count):
-            self.step(rows)
+            self.step(*[1] * rows)
 
     @property
     def captured(self) -> list[int]:
-        return list(self.graphs.captured)
+        return [size.tokens for size in self.graphs.captured]
 
 
 def test_what_runs_often_is_captured_first_and_capturing_takes_little_time() -> None:
     rig = Rig(1, 2, 4, 8)
     rig.steps(OFTEN, 3)
     assert rig.captured == [] and rig.clock.now == 0  # the first steps just run
-    rig.step(3)
+    rig.steps(1, 3)
     assert rig.captured == [4] and rig.capturer.replays == 1
     rig.steps(OFTEN + 1, 7)
     rig.steps(OFTEN + 3, 1)
     assert rig.captured == [4]  # it is not time
     rig.clock.now += 1 / SHARE
-    rig.step(1)
+    rig.steps(1, 1)
     assert rig.captured == [4, 1]
     rig.clock.now += 1 / SHARE
-    rig.step(8)
+    rig.steps(1, 8)
     assert rig.captured == [4, 1, 8]
     replays = rig.capturer.replays
-    rig.step(2)  # as 4
-    rig.step(8)
+    rig.steps(1, 2)  # as 4
+    rig.steps(1, 8)
     assert rig.capturer.replays == replays + 2
-    rig.step(2, tokens=3)
+    rig.step(3, 3)
     rig.steps(OFTEN, 12)
     assert rig.capturer.replays == replays + 2 and rig.captured == [4, 1, 8]
+
+
+def test_rows_of_several_tokens_share_what_is_captured() -> None:
+    rig = Rig(4, judging=[GraphSize(4, 10, 4, 10)])
+    while rig.graphs.rest():
+        pass
+    for lengths in ((1, 4), (2, 2, 2), (4, 1, 1, 4), (3, 1, 1), (1, 1, 1)):
+        rig.step(*lengths)
+    assert rig.capturer.replays == 5
+    rig.step(4, 4, 1)  # with one of padding it just fits
+    assert rig.capturer.replays == 6
+    for lengths in ((5, 1), (4, 4, 2), (1, 1, 1, 1, 2)):
+        rig.step(*lengths)
+    assert rig.capturer.replays == 6
+
+
+def test_an_idle_engine_captures_all_there_is() -> None:
+    rig = Rig(1, 2, 4, 8)
+    rig.steps(1, 3)
+    assert [rig.graphs.rest() for _ in range(5)] == [True, True, True, False, False]
+    assert rig.captured == [8, 4, 1, 2]  # in the memory of the largest; then what was missed
+    rig.steps(1, 3)
+    assert rig.capturer.replays == 1
+
+
+def test_an_idle_engine_gives_up_what_cannot_be_captured(caplog) -> None:
+    rig = Rig(1, 2, 4)
+    assert rig.graphs.rest()
+    rig.capturer.fails = True
+    assert not rig.graphs.rest() and not rig.graphs.rest()
+    assert len(caplog.records) == 1 and rig.captured == [4]
 
 
 def test_a_step_is_not_padded_too_far() -> None:
     rig = Rig(1, 2, 4, 8, 16)
     rig.steps(OFTEN + 1, 16)
     assert rig.captured == [16] and rig.capturer.replays == 1
-    rig.step(5)
+    rig.steps(1, 5)
     assert rig.capturer.replays == 2
-    rig.step(4)
+    rig.steps(1, 4)
     assert rig.capturer.replays == 2
 
 
@@ -210,7 +254,7 @@ def test_what_cannot_be_captured_runs_eagerly(caplog) -> None:
     (record,) = caplog.records
     assert "run eagerly" in record.message and "no room" in record.exc_text
     assert rig.captured == [2]
-    rig.step(2)
+    rig.steps(1, 2)
     assert rig.capturer.replays > 1
 
 
@@ -225,14 +269,15 @@ def test_what_cannot_be_captured_runs_eagerly(caplog) -> None:
     ],
 )
 def test_the_ladder_ends_with_the_largest_step(most: int, expected: tuple[int, ...]) -> None:
-    assert graph_sizes(most) == expected
+    assert [size.rows for size in decoding_sizes(most)] == list(expected)
 
 
 # ------------------------------------------------------------------ inputs at fixed places
 
 
 def test_inputs_are_sent_together_and_padded() -> None:
-    inputs = DeviceInputs(StepSizes(12, 5, 6), 2, 4, CPU, 4, trees=True)
+    captured = [GraphSize(4, 4, 1, 4), GraphSize(2, 6, 3, 5, tree=True)]
+    inputs = DeviceInputs(StepSizes(12, 5, 6), 2, 4, CPU, captured, trees=True)
     fresh = FreshInputs(CPU)
     arrays = {
         "query_start_loc": np.array([0, 1, 2], np.int32),
@@ -259,11 +304,12 @@ def test_inputs_are_sent_together_and_padded() -> None:
     for name, array in arrays.items():
         inputs.put(name, array)
     inputs.send()
-    assert inputs.whole("input_ids", 4).tolist() == [40, 41, 0, 0]
+    assert inputs.whole("input_ids", 6).tolist() == [40, 41, 0, 0, 0, 0]
+    assert inputs.whole("tree", 6).tolist() == [1, 1, 0, 0, 0, 0]
     assert inputs.whole("seq_lens", 4).tolist() == [3, 5, 0, 0]
-    assert inputs.whole("slot_mapping 1", 4).tolist() == [7, 9, -1, -1]
+    assert inputs.whole("slot_mapping 1", 6).tolist() == [7, 9, -1, -1, -1, -1]
     assert inputs.whole("query_start_loc", 5).tolist() == [0, 1, 2, 3, 4]
-    assert inputs.whole("logits_indices", 4).tolist() == [0, 1, 2, 3]
+    assert inputs.whole("logits_indices", 5).tolist() == [0, 1, 0, 0, 0]
     assert inputs.whole("block_table 1", 2).tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
     with pytest.raises(ValueError, match="input_ids has room for 12, not 13"):
         inputs.put("input_ids", np.arange(13))

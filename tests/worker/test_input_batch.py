@@ -107,6 +107,9 @@ def test_drafts_stand_behind_what_is_known(tree: DraftTree | None, fixed: bool) 
     assert batch.num_drafts is not None
     assert batch.num_drafts.tolist() == [0, 4, 2]
     assert batch.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert batch.logit_tokens is not None and batch.logit_positions is not None
+    assert batch.logit_tokens.tolist() == batch.input_ids[batch.logits_indices].tolist()
+    assert batch.logit_positions.tolist() == batch.positions[batch.logits_indices].tolist()
     (layout,) = batch.layouts
     places = [2, 3, 4, 4, 6, 7, 8, 9, 10, 2, 3, 4]
     firsts = [0] * 3 + [1] + [2] * 5 + [3] * 3

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.worker.copies import AtOnce
 from kvik.worker.input_batch import build_input_batch
-from kvik.worker.pooling import Pooling
+from kvik.worker.pooling import Pooling, read_pooled
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import FreshInputs
 
@@ -23,7 +24,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.table = RequestTable(4, 256, 1, 16)
-        self.pooling = Pooling()
+        self.pooling = Pooling(AtOnce())
 
     def enter(self, slot: int, pooling: str | None, length: int = LENGTH, computed: int = 0):
         blocks = [list(range(1, 17))]
@@ -41,7 +42,8 @@ class Rig:
         batch = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
         self.table.num_computed[slots] += np.array(sizes, np.int32)
         errors = {} if errors is None else errors
-        return self.pooling.read(batch, torch.cat(list(rows.values())), self.table, errors)
+        hidden = torch.cat(list(rows.values()))
+        return read_pooled(self.pooling.launch(batch, hidden, self.table, errors), errors)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_what_fails_for_one_request_fails_for_it_alone(hidden):
     rig = Rig()
     for slot in range(3):
         rig.enter(slot, "mean", length=4)
-    rig.pooling._sums[1] = np.zeros(HIDDEN + 1)  # as nothing but a mistake could
+    rig.pooling._wanted[1].sums = np.zeros(HIDDEN + 1)  # as nothing but a mistake could
     errors = {0: "it was set up wrongly"}
     found = rig.step(dict.fromkeys(range(3), hidden[:4]), errors)
     assert sorted(found) == [2]

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from helpers.drafters import with_newest
 from helpers.sampling_oracle import distribution
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,8 +87,8 @@ def test_an_impossible_draft_is_rejected_by_the_smallest_number_too() -> None:
 
 
 def chains_of(drafts: list[list[int]]) -> Chains:
-    tokens = np.fromiter(chain.from_iterable(drafts), np.int64)
-    return Chains.of(np.array([len(d) for d in drafts]), tokens)
+    counts = [len(d) for d in drafts]
+    return Chains.of(np.array(counts), with_newest(counts, list(chain.from_iterable(drafts))))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=4), min_size=1, max_size=5), st.data())
@@ -121,7 +122,7 @@ def test_a_run_ends_at_the_first_draft_that_differs(
 
 
 def test_parts_of_a_batch_keep_what_belongs_to_their_rows() -> None:
-    supposed = Chains.of(np.array([2, 0, 3]), np.array([5, 6, 7, 8, 9])).supposed()
+    supposed = chains_of([[5, 6], [], [7, 8, 9]]).supposed()
     assert supposed.by_row() == {1: [5], 2: [5, 6], 5: [7], 6: [7, 8], 7: [7, 8, 9]}
     assert supposed.part(2, 6).by_row() == {0: [5, 6], 3: [7]}
     guesses = Guesses(np.array([0, 1, 4]), np.array([5, 6, 7]), torch.eye(3))
@@ -314,7 +315,7 @@ def test_greedy_rows_and_rows_without_drafts_stand_beside_drawn_drafts() -> None
     slots = np.array([0, 1, 2])
     plain.step(slots, model, [[], [], []])
     greedy = int(model[PROMPT[-1]].argmax())
-    chains = Chains.of(np.array([1, 1, 0]), np.array([3, greedy]))
+    chains = chains_of([[3], [greedy], []])
     of_row = np.array([0, 0, 1, 1, 2])
     never = torch.eye(vocab)[3][None]  # the draft 3 was drawn for certain
     guesses = Guesses(np.array([0]), np.array([3]), never)

@@ -76,7 +76,7 @@ def test_runs_are_appended_and_drafts_stand_behind() -> None:
     slots = np.array([3, 0])
     table.put_drafts(slots, np.array([2, 0]), np.array([20, 21]))
     assert table.num_tokens.tolist() == [2, 0, 0, 1]
-    assert table.drafts(slots, np.array([2, 0])).tolist() == [20, 21]
+    assert table.token_ids[3, :3].tolist() == [7, 20, 21]
     table.append_runs(slots, np.array([2, 1]), np.array([20, 8, 9]))
     assert table.token_ids[3, :3].tolist() == [7, 20, 8]
     assert table.token_ids[0, :3].tolist() == [1, 2, 9]

@@ -14,11 +14,12 @@ from scipy import stats
 from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import TokenLogprobs
 from kvik.kernels.torch_ops import TORCH
 from kvik.worker.noise import uniform
 from kvik.worker.sampler import Sampled, Sampler, SampleResult
 from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.scores import token_logprobs
+from kvik.worker.scores import score, told
 
 CPU = torch.device("cpu")
 PROMPT = [0, 1, 1]
@@ -361,11 +362,15 @@ def test_logprobs_of_zero_report_the_token_alone() -> None:
     assert len(result.logprobs[1].top) == 8
 
 
-def test_token_logprobs_of_given_tokens() -> None:
+def logprobs_of(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprobs]:
+    return told([tensor.numpy() for tensor in score(logits, token_ids, top).tensors])
+
+
+def test_logprobs_of_given_tokens() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.tensor([0, 29, 7, 7, 3])
     expected = logits.float().log_softmax(-1)
-    for row, found in enumerate(token_logprobs(logits, targets, 40)):
+    for row, found in enumerate(logprobs_of(logits, targets, 40)):
         own = expected[row, targets[row]].item()
         assert found.token_id == int(targets[row])
         assert found.logprob == pytest.approx(own)
@@ -375,7 +380,7 @@ def test_token_logprobs_of_given_tokens() -> None:
 
 
 def test_equally_likely_tokens_are_reported_by_id() -> None:
-    (found,) = token_logprobs(torch.zeros(1, 50), torch.tensor([9]), 3)
+    (found,) = logprobs_of(torch.zeros(1, 50), torch.tensor([9]), 3)
     assert [token for token, _ in found.top] == [0, 1, 2] and found.rank == 1
 
 
@@ -383,6 +388,6 @@ def test_of_many_equal_ones_no_more_are_taken_than_are_reported() -> None:
     """A flat distribution over a large vocabulary must not become a list of it."""
     logits = torch.zeros(2, 50)
     logits[0, 7], logits[0, 30:] = 2.0, 1.0
-    first, second = token_logprobs(logits, torch.tensor([9, 9]), 3)
+    first, second = logprobs_of(logits, torch.tensor([9, 9]), 3)
     assert [token for token, _ in first.top] == [7, 30, 31] and first.rank == 22
     assert [token for token, _ in second.top] == [0, 1, 2]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.drafters import with_newest
 from torch import Tensor
 
 from kvik.config.speculative import ResolvedSpeculation
@@ -122,7 +123,7 @@ def test_drafts_stand_behind_the_tokens() -> None:
     assert world.table.token_ids[0, 5] == 6
     (rows,) = world.drafter.asked
     assert (rows.slots.tolist(), rows.limits.tolist()) == ([2, 0], [3, 3])
-    assert rows.hidden[:, 0].tolist() == [2, 0]
+    assert rows.hidden()[:, 0].tolist() == [2, 0]
 
 
 def test_limits_keep_within_the_request() -> None:
@@ -240,7 +241,7 @@ def test_probabilities_go_with_drafts_that_were_drawn() -> None:
     assert world.propose(0, 1, 2) == [1, 2, 2]
     assert world.drafter.asked[0].certain.tolist() == [True, False, True]
     slots, counts = np.array([2, 1, 0]), np.array([2, 1, 1])  # one of slot 1 is checked
-    chains = Chains.of(counts, world.table.drafts(slots, counts))
+    chains = Chains.of(counts, with_newest([2, 1, 1], [4, 5, 2, 1]))
     guesses = world.speculator.guesses(slots, chains)
     assert guesses is not None
     assert (guesses.rows.tolist(), guesses.token_ids.tolist()) == ([3], [2])

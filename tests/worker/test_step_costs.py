@@ -43,6 +43,17 @@ def test_judging_is_measured_by_the_number_of_drafts_and_guessed_between_and_bey
     assert costs.judging(20, 4).tolist() == [1.0] * 5  # of other batches nothing is known
 
 
+@pytest.mark.parametrize("most", [1, 5, 64])
+def test_one_cost_is_the_last_of_all_up_to_it(most: int) -> None:
+    costs = StepCosts(most, most)
+    for drafts, ratio in ((1, 1.2), (most, 2.5), (most // 2 + 1, 1.9)):
+        costs.observe_drafts(3, drafts, ratio, drafts, ratio - 1.0)
+        costs.observe_plain(3, 1.0)
+        for n in range(most + 3):  # beyond the last point it costs what that does
+            assert costs.judging_at(3, n) == pytest.approx(costs.judging(3, n)[-1])
+            assert costs.making_at(3, n) == pytest.approx(costs.making(3, n)[-1])
+
+
 def test_between_two_points_both_are_measured() -> None:
     costs = StepCosts(5, 64)
     judged(costs, 1, 5, 1.4, times=100)

@@ -36,3 +36,12 @@ def test_a_step_that_is_too_large_is_refused() -> None:
     inputs = FixedInputs(StepSizes(4, 2, 3), num_groups=1, max_blocks=1)
     with pytest.raises(ValueError, match="broadcast"):
         inputs.put("input_ids", np.arange(5))
+
+
+def test_parts_of_any_shape_are_of_the_same_memory() -> None:
+    """However many there were: only some of them are remembered."""
+    inputs = FixedInputs(StepSizes(200, 3, 4), num_groups=1, max_blocks=1)
+    for count in [*range(1, 150), *range(150, 0, -1), 7, 150, 7]:
+        tensor = inputs.put("positions", np.arange(count) + count)
+        assert tensor.tolist() == list(range(count, 2 * count))
+        assert tensor.data_ptr() == inputs.whole("positions").data_ptr()

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from helpers.drafters import with_newest
 
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.tree_rejection import Trees
@@ -35,7 +36,9 @@ def test_paths_are_those_of_a_walk(seed: int) -> None:
     drafts = [[rng.randrange(3) for _ in range(count)] for count in counts]
     tokens = [[rng.randrange(3) for _ in range(count + 1)] for count in counts]
     bad = [[rng.random() < 0.1 for _ in range(count + 1)] for count in counts]
-    trees = Trees.of(TREE, np.array(counts), np.concatenate(drafts).astype(np.int64))
+    trees = Trees.of(
+        TREE, np.array(counts), with_newest(counts, [d for row in drafts for d in row])
+    )
     rows, lengths = trees.output(np.concatenate(tokens), np.concatenate(bad))
     paths = [walk(*case) for case in zip(drafts, tokens, bad, strict=True)]
     assert lengths.tolist() == [len(path) for path in paths]
@@ -45,7 +48,7 @@ def test_paths_are_those_of_a_walk(seed: int) -> None:
 
 def test_a_row_supposes_the_drafts_on_its_path() -> None:
     drafts = [10, 11, 12, 13, 14, 15, 16]
-    trees = Trees.of(TREE, np.array([0, 7, 2]), np.array([*drafts, 20, 21]))
+    trees = Trees.of(TREE, np.array([0, 7, 2]), with_newest([0, 7, 2], [*drafts, 20, 21]))
     assert trees.starts.tolist() == [0, 1, 9, 12]
     assert trees.depths().tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 4, 0, 1, 1]
     assert trees.supposed().by_row() == {

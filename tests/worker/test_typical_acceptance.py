@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.drafters import with_newest
 
 from kvik.config.speculative import Typical
 from kvik.core.sampling_params import SamplingParams
@@ -70,11 +71,13 @@ def test_of_several_drafts_the_likeliest_is_taken_unless_one_was_drawn() -> None
 
 
 def test_rows_are_offered_the_drafts_behind_them() -> None:
-    chains = Chains.of(np.array([2, 0, 1]), np.array([7, 8, 9]))
+    chains = Chains.of(np.array([2, 0, 1]), with_newest([2, 0, 1], [7, 8, 9]))
     rows, drafts = chains.offers()
     assert (rows.tolist(), drafts.tolist()) == ([0, 1, 4], [7, 8, 9])
     tree = DraftTree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
-    trees = Trees.of(tree, np.array([5, 0, 2]), np.array([10, 11, 12, 13, 14, 20, 21]))
+    trees = Trees.of(
+        tree, np.array([5, 0, 2]), with_newest([5, 0, 2], [10, 11, 12, 13, 14, 20, 21])
+    )
     rows, drafts = trees.offers()
     assert rows.tolist() == [0, 0, 1, 1, 2, 7, 7]
     assert drafts.tolist() == [10, 11, 12, 13, 14, 20, 21]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.kv_rounding import movable
+from kvik.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,23 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each head of q and of k, before they turn (Qwen3; `Ops.rms_norm`).
+
+    Attributes:
+        q, k: [head_dim], weights.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+    def apply(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """For backends that have no kernel which does it on the way."""
+        return ops.rms_norm(q, self.q, self.eps), ops.rms_norm(k, self.k, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Arrays of one step for one KV group. A backend may subclass it with its own plan."""
 
@@ -103,14 +121,16 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         rotation: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Turn q and k, write this step's k and v into the cache, then attend.
+        """Normalise and turn q and k, write this step's k and v into the cache, then attend.
 
         Args:
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. q and k may be
                 overwritten where they are turned.
             rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: they come as they are. It is
                 the backend's part so that a kernel can turn k on its way into the cache.
+            norms: of their heads; None: none. They are the backend's part for the same reason.
 
         Returns:
             [tokens, heads, head_dim].

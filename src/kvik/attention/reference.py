@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
 from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 
@@ -38,7 +38,10 @@ class ReferenceAttention:
         metadata: AttentionMetadata,
         scale: float,
         rotation: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
+        if norms is not None:
+            q, k = norms.apply(self._ops, q, k)
         if rotation is not None:
             q, k = self._ops.rotary(q, k, rotation)
         layout = metadata.layout

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
 from kvik.attention.decode_batches import DecodeRow, split
 from kvik.attention.stored import move, store
 from kvik.attention.workspace import Workspace
@@ -103,7 +103,10 @@ class SdpaAttention:
         metadata: AttentionMetadata,
         scale: float,
         rotation: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
+        if norms is not None:
+            q, k = norms.apply(self._ops, q, k)
         if rotation is not None:
             q, k = self._ops.rotary(q, k, rotation)
         assert isinstance(metadata, SdpaMetadata)

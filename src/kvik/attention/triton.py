@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, LayerKV, StepLayout
+from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
 from kvik.attention.stored import move, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
@@ -57,11 +57,14 @@ class TritonAttention:
         metadata: AttentionMetadata,
         scale: float,
         rotation: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
+            if norms is not None:
+                q, k = norms.apply(self._ops, q, k)
             if rotation is not None:
                 q, k = self._ops.rotary(q, k, rotation)
             store(self._ops, k, v, kv, slots)
@@ -69,7 +72,8 @@ class TritonAttention:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
-            q = rotate_and_store(q, k, v, rotation, (kv.k, kv.v), scales, slots)
+            by = None if norms is None else (norms.q, norms.k, norms.eps)
+            q = rotate_and_store(q, k, v, rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         return paged_attention(q, cache, metadata.step, scale)
 

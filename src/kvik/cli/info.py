@@ -121,8 +121,8 @@ def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> in
     """Bytes of the weights as they are stored, but for what has to be `dtype`."""
     if spec.built is not None:
         return spec.built.weight_bytes
-    native = resolved is not None and resolved.runner.kernels == "native"
-    return weight_bytes(spec, dtype, "none", native=native)
+    kernels = "torch" if resolved is None else resolved.runner.kernels
+    return weight_bytes(spec, dtype, "none", kernels)
 
 
 def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvik.config.graph_sizes import GraphSize
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import KVGroup
 from kvik.config.model_spec import ModelSpec
@@ -130,7 +131,8 @@ class RunnerConfig:
     load_format: str = "safetensors"
     quantization: str = "none"
     seed: int = 0
-    graph_sizes: tuple[int, ...] = ()  # requests of decoding steps that a GPU may capture
+    graph_sizes: tuple[GraphSize, ...] = ()  # of forwards that may be captured on a GPU
+    draft_graph_sizes: tuple[GraphSize, ...] = ()  # of the draft model's, or the heads'
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,85 @@
-"""At which sizes a decoding step is captured on a GPU, and what that takes."""
+"""Which forwards are captured on a GPU, and what that takes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 # What a driver keeps of a kernel in a captured graph: its arguments, its launch, and its place
 # among the others. Not measured yet; a guess on the safe side.
 BYTES_PER_KERNEL = 16 << 10
 KERNELS_PER_LAYER, OTHER_KERNELS = 16, 32  # launched by one forward
+LONGEST = 64  # tokens of a row, which attention takes by one kernel (kernels/triton)
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two up to 8, then multiples of it: above, padding adds an eighth at most on
-    average, and weights are read once whatever the size."""
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """Of a captured forward, which serves whatever is no larger.
+
+    Attributes:
+        rows: requests. tokens: of all of them. longest: of one of them.
+        samples: rows of logits.
+        tree: the tokens of a row are those of a tree, if it has several.
+    """
+
+    rows: int
+    tokens: int
+    longest: int
+    samples: int
+    tree: bool = False
+
+    def serves(self, rows: int, tokens: int, longest: int, samples: int, *, tree: bool) -> bool:
+        """Whether a step of this kind can be padded to it. Each request of padding takes a token,
+        and what is left belongs to none."""
+        return (
+            rows <= self.rows
+            and tokens + self.rows - rows <= self.tokens
+            and longest <= self.longest
+            and samples <= self.samples
+            and tree == self.tree
+        )
+
+
+def decoding_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
+    """Of one token a request: powers of two up to 8, then multiples of it. Above, padding adds an
+    eighth at most on average, and weights are read once whatever the size."""
     sizes = {size for size in (1, 2, 4) if size < max_num_seqs}
-    return (*sorted(sizes), *range(8, max_num_seqs, 8), max_num_seqs)
+    counts = (*sorted(sizes), *range(8, max_num_seqs, 8), max_num_seqs)
+    return tuple(GraphSize(n, n, 1, n) for n in counts)
+
+
+def drafting_sizes(
+    max_num_seqs: int, draft_tokens: int, max_draft_rows: int, *, tree: bool
+) -> tuple[GraphSize, ...]:
+    """Of steps that judge drafts: powers of two of requests, and of drafts for each on average. A
+    single request may have all that it ever gets, whatever the others have.
+
+    Args:
+        draft_tokens: most drafts of a request. max_draft_rows: of all of them.
+    """
+    longest = min(1 + draft_tokens, LONGEST)
+    sizes: dict[GraphSize, None] = {}
+    for rows in _powers(max_num_seqs):
+        for drafts in _powers(longest - 1):
+            tokens = rows + min(rows * drafts, max_draft_rows)
+            sizes[GraphSize(rows, tokens, longest, tokens, tree)] = None
+    return tuple(sizes)
+
+
+def catching_up_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[GraphSize, ...]:
+    """Of a draft model all of whose drafts were right: it lacks the last one and the token after
+    it."""
+    fitting = (rows for rows in _powers(max_num_seqs) if 2 * rows <= max_num_batched_tokens)
+    return tuple(GraphSize(rows, 2 * rows, 2, rows) for rows in fitting)
+
+
+def heads_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
+    """Of draft heads."""
+    return tuple(GraphSize(rows, rows, 1, rows) for rows in _powers(max_num_seqs))
+
+
+def _powers(most: int) -> list[int]:
+    """Of two, below the most, and that."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def graph_bytes(layers: int) -> int:

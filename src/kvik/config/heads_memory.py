@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
+from kvik.config.graph_sizes import graph_bytes
 from kvik.config.model_spec import DTYPE_BYTES
 
 LOGIT_BYTES = 4
@@ -34,6 +35,11 @@ class HeadsFootprint:
             return spec.depth * each * DTYPE_BYTES[self.dtype]
         joined = 2 * hidden * hidden + hidden
         return (joined + hidden + 3 * hidden * spec.inner_size) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def graph(self) -> int:
+        """Captured once: a layer or two for each depth at which tokens are guessed."""
+        return graph_bytes(2 * self.spec.depth)
 
     def step(self, rows: int) -> int:
         """Peak of drafting for so many requests at once."""

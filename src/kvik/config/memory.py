@@ -17,7 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvik.config.graph_sizes import graph_bytes, graph_sizes
+from kvik.config.graph_sizes import (
+    GraphSize,
+    catching_up_sizes,
+    decoding_sizes,
+    drafting_sizes,
+    graph_bytes,
+    heads_sizes,
+)
 from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import (
@@ -127,13 +134,14 @@ class StepSize:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_draft_rows: int = 0  # drafts of a step, each a row of logits
+    draft_tokens: int = 0  # of one request
 
     @property
     def of_draft_model(self) -> StepSize:
         """What a draft model computes at once beside this step."""
         rows = max(1, min(self.max_num_seqs, self.max_draft_rows))
         tokens = max(rows, min(CATCH_UP_TOKENS, self.max_num_batched_tokens))
-        return replace(self, max_num_seqs=rows, max_num_batched_tokens=tokens, max_draft_rows=0)
+        return StepSize(self.max_model_len, rows, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +173,7 @@ class Footprint:
         drafting += self.heads.weights if self.heads else 0
         if self.mapped is not None:
             return self.mapped + drafting
-        own = weight_bytes(
-            self.spec, self.dtype, self.quantization, native=self.kernels == "native"
-        )
-        return own + drafting
+        return weight_bytes(self.spec, self.dtype, self.quantization, self.kernels) + drafting
 
     @property
     def stored_as(self) -> str:
@@ -241,19 +246,46 @@ class Footprint:
             loading = max(0, loading - self.activations(size))
         return total + loading
 
-    def graphs(self, size: StepSize) -> int:
-        """Captured decoding steps: each by itself, the tensors of the largest, whose memory all
-        share, and the output that they write to."""
+    def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
+        """Of the forwards that may be captured."""
         if self.kernels != "triton":
+            return ()
+        sizes = decoding_sizes(size.max_num_seqs)
+        if not size.max_draft_rows:
+            return sizes
+        drafts, tree = (size.draft_tokens, size.max_draft_rows), self.heads is not None
+        return sizes + drafting_sizes(size.max_num_seqs, *drafts, tree=tree)
+
+    def draft_graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
+        """The same of the draft model, or of the heads."""
+        if self.kernels != "triton" or not size.max_draft_rows:
+            return ()
+        rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
+        if self.heads is not None:
+            return heads_sizes(rows)
+        return decoding_sizes(rows) + catching_up_sizes(rows, tokens) if self.draft else ()
+
+    def graphs(self, size: StepSize) -> int:
+        total, drafting = self._captured(self.graph_sizes(size), size), self.draft_graph_sizes(size)
+        if self.heads is not None and drafting:
+            total += self.heads.step(drafting[-1].rows) + len(drafting) * self.heads.graph
+        elif self.draft is not None:
+            total += self.draft._captured(drafting, size)
+        return total
+
+    def _captured(self, sizes: tuple[GraphSize, ...], size: StepSize) -> int:
+        """Captured forwards: each by itself, the tensors of the largest, whose memory all share,
+        and the output that they write to."""
+        if not sizes:
             return 0
-        spec, rows = self.spec, size.max_num_seqs
-        largest = replace(size, max_num_batched_tokens=rows, max_draft_rows=0)
-        logits = rows * spec.vocab_size * LOGIT_BYTES
+        spec, tokens = self.spec, max(each.tokens for each in sizes)
+        largest = replace(size, max_num_batched_tokens=tokens, max_draft_rows=0)
+        logits = max(each.samples for each in sizes) * spec.vocab_size * LOGIT_BYTES
         shared = self._stream(largest) + max(self._widest(largest), logits)
-        output = logits + rows * (spec.hidden_size * self._item + 4 + 8)
+        output = logits + tokens * spec.hidden_size * self._item
+        output += max(each.samples for each in sizes) * (4 + 8)
         each = graph_bytes(sum(len(group.layers) for group in self.groups))
-        drafting = self.draft.graphs(size.of_draft_model) if self.draft else 0
-        return len(graph_sizes(rows)) * each + shared + output + drafting
+        return len(sizes) * each + shared + output
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """A draft model's step, its rotary positions, and what drafts were drawn from: until they

@@ -32,6 +32,8 @@ SCALE_BYTES = 4
 # Of a group in the native kernels, which keep the size of an output's scales beside them.
 NATIVE_GROUP_SCALE_BYTES = 2
 ORDER_BYTES = 4
+# Rows and inputs that a quantised matrix is filled up to on a GPU, and rows that share a counter.
+GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,15 @@ class LayerScheme:
     fp8_activations: Fp8Activations = "float"
     ordered: bool = False
 
-    def weight_bytes(self, inputs: int, outputs: int, *, native: bool = False) -> int:
+    def weight_bytes(self, inputs: int, outputs: int, kernels: str = "torch") -> int:
         """Scales, zero points and the order of inputs included.
 
         Args:
-            native: as the native kernels keep it, else as torch's do.
+            kernels: "torch", "native" or "triton", whose way it is kept in.
         """
+        if kernels == "triton":
+            return self._tiled_bytes(inputs, outputs)
+        native = kernels == "native"
         values = inputs * outputs * self.bits // 8
         values += inputs * ORDER_BYTES if self.ordered else 0
         values += SCALE_BYTES if self.fp8_activations == "static" else 0
@@ -73,6 +78,20 @@ class LayerScheme:
         scale = NATIVE_GROUP_SCALE_BYTES if native and not self.float8 else SCALE_BYTES
         zero = (scale if self.minima else 1) if self.bits == 4 and self.zeros else 0
         return values + -(-inputs // self.group) * outputs * (scale + zero)
+
+    def _tiled_bytes(self, inputs: int, outputs: int) -> int:
+        """In whole tiles of GPU memory (kernels/triton/packed.py): a zero point lies within the
+        scale of its group, and so does a minimum."""
+        wide, rows = _up(inputs, GPU_TILE), _up(outputs, GPU_TILE)
+        groups = -(-wide // self.group) if self.group else 1
+        total = wide * rows * self.bits // 8 + groups * rows * SCALE_BYTES
+        total += rows // GPU_COUNTED_ROWS * 4  # of splits that have arrived
+        total += 2 * rows * SCALE_BYTES if self.minima else 0
+        total += inputs * ORDER_BYTES if self.ordered else 0
+        total += SCALE_BYTES if self.fp8_activations == "static" else 0
+        if self.fp8_activations == "group" and self.group == GPU_TILE:  # scales of square blocks
+            total += rows // GPU_TILE * _up(wide // GPU_TILE, 4) * SCALE_BYTES
+        return total
 
 
 def layer_scheme(quantization: str, inputs: int, *, head: bool) -> LayerScheme | None:
@@ -138,11 +157,11 @@ class Weighed(Protocol):
     def linear_layers(self) -> Iterable[LinearLayers]: ...
 
 
-def weight_bytes(model: Weighed, dtype: str, quantization: str, *, native: bool = False) -> int:
+def weight_bytes(model: Weighed, dtype: str, quantization: str, kernels: str = "torch") -> int:
     """Bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`.
 
     Args:
-        native: for the native kernels, else for torch's.
+        kernels: see `LayerScheme.weight_bytes`.
     """
     item = DTYPE_BYTES[dtype]
     total = model.weight_bytes(dtype)
@@ -150,6 +169,10 @@ def weight_bytes(model: Weighed, dtype: str, quantization: str, *, native: bool 
         scheme = matrix_scheme(quantization, like.inputs, like.stored, head=like.head)
         if scheme is not None:
             saved = like.inputs * like.outputs * item
-            saved -= scheme.weight_bytes(like.inputs, like.outputs, native=native)
+            saved -= scheme.weight_bytes(like.inputs, like.outputs, kernels)
             total -= like.count * saved
     return total
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to

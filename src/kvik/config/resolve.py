@@ -31,7 +31,6 @@ from kvik.config.config import (
     SchedulerConfig,
 )
 from kvik.config.errors import ConfigError
-from kvik.config.graph_sizes import graph_sizes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import choose_attention, choose_kernels, native_reason
 from kvik.config.kv_choice import choose_kv_format
@@ -110,7 +109,7 @@ def resolve(
     size = replace(size, max_model_len=_max_model_len(config, footprint, size, limit, notes))
     num_blocks = _num_blocks(config, footprint, size, limit, notes)
     size = _cut_seqs(config, footprint, size, num_blocks, notes)
-    sizes = _graph_sizes(footprint, size, notes)
+    _note_graphs(footprint, size, notes)
     speculation = choose_speculation(wish, size, footprint.groups, source, notes.add)
     threads = config.threads or hardware.cores
     notes.add(
@@ -146,7 +145,8 @@ def resolve(
             load_format=config.load_format,
             quantization=config.quantization,
             seed=config.seed,
-            graph_sizes=sizes,
+            graph_sizes=footprint.graph_sizes(size),
+            draft_graph_sizes=footprint.draft_graph_sizes(size),
         ),
         memory=plan,
         seed=config.seed,
@@ -420,15 +420,18 @@ def _cut_seqs(
     return with_draft_rows(wish_of(config), replace(size, max_num_seqs=count), footprint.device)
 
 
-def _graph_sizes(footprint: Footprint, size: StepSize, notes: Notes) -> tuple[int, ...]:
-    """Requests of decoding steps that are captured; none where nothing can be."""
-    if footprint.kernels != "triton":
-        return ()
-    sizes = graph_sizes(size.max_num_seqs)
+def _note_graphs(footprint: Footprint, size: StepSize, notes: Notes) -> None:
+    """Of captured forwards, where any can be."""
+    sizes = footprint.graph_sizes(size)
+    if not sizes:
+        return
+    value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
+    judging = " and judging" if size.max_draft_rows else ""
+    if drafting := footprint.draft_graph_sizes(size):
+        value += f", {len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
     taken = show_bytes(footprint.graphs(size))
-    reason = f"decoding steps that prove frequent are captured; {taken} are planned for all of them"
-    notes.add("cuda_graphs", f"{len(sizes)} sizes up to {sizes[-1]}", reason)
-    return sizes
+    reason = f"decoding{judging} steps are replays; {taken} are planned for all of them"
+    notes.add("cuda_graphs", value, reason)
 
 
 def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:

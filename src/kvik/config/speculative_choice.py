@@ -51,7 +51,8 @@ def with_draft_rows(wish: SpeculativeConfig | None, size: StepSize, device: str)
         return size
     tokens, seqs = size.max_num_batched_tokens, size.max_num_seqs
     most = min(seqs * draft_tokens(wish), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
-    return replace(size, max_draft_rows=max(0, most))
+    most = max(0, most)
+    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(wish)))
 
 
 def with_drafter(

@@ -6,6 +6,7 @@ of their own table, so a decoding row costs a few integers and no token ever tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvik.core.sampling_params import SamplingParams
@@ -75,7 +76,16 @@ class DraftTimes:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The result of one step, row by row in the plan's order."""
+    """The result of one step, row by row in the plan's order.
+
+    Attributes:
+        seconds: that the step took, making drafts included.
+        turn_seconds: that it took without making drafts, and the engine before it, if some row
+            sampled and something guesses ahead; else 0.0.
+        draft_times: None: nothing guesses ahead, or nobody had drafts or was asked for any.
+        draft_places: of drafts that form a tree: [n], how deep the first n of them go; None: each
+            follows the one before it.
+    """
 
     step: int
     token_ids: list[list[int]]  # accepted drafts + 1 for sampling rows, empty for others
@@ -85,4 +95,6 @@ class ModelRunnerOutput:
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, with its last token
     errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
     seconds: float = 0.0
-    draft_times: DraftTimes | None = None  # None: nothing guesses ahead
+    turn_seconds: float = 0.0
+    draft_times: DraftTimes | None = None
+    draft_places: Sequence[int] | None = None

@@ -94,6 +94,7 @@ class StepsInFlight:
             requests, plan.samples, plan.num_scheduled_tokens, plan.num_draft_tokens, strict=True
         )
         errors, prompt_logprobs = output.errors, output.prompt_logprobs
+        times = _seconds(plan, output, prefill=prefill)
         block_size = self.kv.block_size
         finished, running = RequestStatus.FINISHED, RequestStatus.RUNNING  # looked up once
         for i, (request, samples, scheduled, drafts) in enumerate(rows):
@@ -111,7 +112,7 @@ class StepsInFlight:
                     if i in prompt_logprobs:
                         deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
                     if samples:
-                        deltas.append(self._deliver(request, output, i, drafts, now))
+                        deltas.append(self._deliver(request, output, i, drafts, times, now))
                     elif request.num_written_tokens == request.max_length:  # only a prompt
                         deltas.append(self.finish(request, FinishReason.LENGTH, now, []))
                         deltas[-1].embedding = output.embeddings.get(i)
@@ -130,19 +131,34 @@ class StepsInFlight:
         return deltas
 
     def _deliver(
-        self, request: Request, output: ModelRunnerOutput, row: int, drafts: int, now: float
+        self,
+        request: Request,
+        output: ModelRunnerOutput,
+        row: int,
+        drafts: int,
+        times: tuple[float, float],
+        now: float,
     ) -> RequestDelta:
-        """Append sampled tokens up to the one that ends the output; take back rejected drafts."""
+        """Append sampled tokens up to the one that ends the output; take back rejected drafts.
+
+        Args:
+            times: see `_seconds`.
+        """
         tokens = output.token_ids[row]
         if drafts and request.status is RequestStatus.RUNNING:
             rejected = drafts + 1 - len(tokens)
             request.num_computed_tokens -= rejected
             request.num_written_tokens -= rejected
             self.meter.take_back(request, rejected)
+        speculation = request.speculation
         if drafts:
-            request.num_drafted_tokens += drafts
-            request.num_accepted_tokens += len(tokens) - 1
-            self.drafts.add(drafts, len(tokens) - 1)
+            places = drafts if output.draft_places is None else output.draft_places[drafts]
+            self.drafts.add(drafts, len(tokens) - 1, places)
+            if speculation is not None:
+                speculation.drafts.add(drafts, len(tokens) - 1, places)
+        if speculation is not None:
+            speculation.seconds += times[0]
+            speculation.plain_seconds += times[1] * len(tokens)
         reason = None
         known = request.token_ids
         before = len(known)
@@ -187,3 +203,18 @@ class StepsInFlight:
         if request.max_length > request.num_prompt_tokens:
             request.params = replace(request.params, prompt_logprobs=None)
         return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
+
+
+def _seconds(
+    plan: SchedulerOutput, output: ModelRunnerOutput, *, prefill: bool
+) -> tuple[float, float]:
+    """What a step took that only decoded, and what one without drafts takes for a token of each of
+    its rows; 0.0 of both if that is not known. See `RequestSpeculation`."""
+    times = output.draft_times
+    if times is not None and times.checking:
+        tokens = sum([len(row) for row in output.token_ids])
+        return times.checking, times.plain * len(output.token_ids) / max(1, tokens)
+    if prefill or not output.turn_seconds or any(plan.num_draft_tokens):
+        return 0.0, 0.0
+    making = 0.0 if times is None else times.proposing
+    return output.turn_seconds + making, output.turn_seconds

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from kvik.core.counters import RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
 
 
@@ -90,8 +91,7 @@ class Request:
     num_written_tokens: int = 0  # K/V written by steps whose results are known here
     num_pending_tokens: int = 0  # sampled by steps in flight, ids not known here yet
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
-    num_drafted_tokens: int = 0  # drafts computed so far
-    num_accepted_tokens: int = 0  # and found right
+    speculation: RequestSpeculation | None = None  # so far; None: nobody guesses for it
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
     num_metered_tokens: int = 0  # of those computed, whose work is counted
@@ -166,8 +166,7 @@ class RequestReport:
     finished: float
     num_cached_tokens: int
     num_preemptions: int
-    num_drafted_tokens: int = 0  # guessed ahead, by speculation
-    num_accepted_tokens: int = 0  # and right
+    speculation: RequestSpeculation | None = None  # None: nobody guessed for it
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
     serial: int = -1  # the request's number since the engine started
     num_prompt_tokens: int = 0
@@ -182,8 +181,7 @@ class RequestReport:
             finished=finished,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
-            num_drafted_tokens=request.num_drafted_tokens,
-            num_accepted_tokens=request.num_accepted_tokens,
+            speculation=request.speculation,
             num_pinned_tokens=request.num_pinned_tokens,
             serial=request.serial,
             num_prompt_tokens=request.num_prompt_tokens,

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ParamError
+from kvik.core.counters import RequestSpeculation
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.seeds import derive_seed
@@ -46,6 +47,8 @@ class EngineCore:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
         longest = max_length(self.config, request)
+        guesses = self.config.speculation is not None and params.speculation
+        guesses = guesses and request.pooling is None
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         siblings: list[Request] = []
         for index in range(params.n):
@@ -67,6 +70,7 @@ class EngineCore:
                     tenant=request.tenant,
                     pins=request.pins,
                     leader=siblings[0] if siblings else None,
+                    speculation=RequestSpeculation() if guesses else None,
                 )
             )
         for sibling in siblings:

@@ -8,9 +8,16 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(Protocol):
-    """Runs plans in the order of submission. The simulator implements it without a model."""
+    """Runs plans in the order of submission. The simulator implements it without a model.
 
-    depth: int  # steps worth having in flight: 1 where compute happens in `submit`
+    Attributes:
+        depth: steps worth having in flight: 1 where compute happens in `submit`.
+        in_turn: a step can be planned only when the one before it is known, as where drafts are
+            made of what it said. One in flight goes on while its deltas' readers are served.
+    """
+
+    depth: int
+    in_turn: bool
 
     def start(self) -> None:
         """Load the model and allocate the cache."""
@@ -25,6 +32,14 @@ class Executor(Protocol):
 
         Raises:
             Exception: the step as a whole failed; the executor can take the next one.
+        """
+        ...
+
+    def rest(self) -> bool:
+        """There is nothing to compute: time to make later steps faster, for a moment.
+
+        Returns:
+            Whether there is more of this to do.
         """
         ...
 

@@ -66,7 +66,8 @@ class EngineHost:
         try:
             self._line.send(frame(Ready()))
             while True:
-                for body in self._line.receive(self._patience):
+                patience = 0.0 if self._loop.rest() else self._patience
+                for body in self._line.receive(patience):
                     self._take(body)
                 self._step()
         except EOFError:

@@ -14,8 +14,8 @@ from kvik.engine.stats import EngineStats, LoopTime
 
 
 class EngineLoop:
-    """Keeps up to `executor.depth` steps in flight. `step` is total: whatever fails in a step ends
-    the requests of that step, and the loop goes on."""
+    """Keeps fewer than `executor.depth` steps in flight between two calls of `step`, which is
+    total: whatever fails in a step ends the requests of that step, and the loop goes on."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class EngineLoop:
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
         self._in_flight: deque[object] = deque()
+        self._found: list[RequestDelta] = []  # told by `step` when it returns
         self._watch = _Watch(clock())
 
     def watch(self, observer: LoopObserver) -> None:
@@ -65,13 +66,16 @@ class EngineLoop:
         return count
 
     def step(self) -> list[RequestDelta]:
-        """Start a step if there is one, finish the oldest if enough are in flight."""
+        """Start a step if there is one, finish the oldest if enough are in flight: before, where
+        the executor takes them in turn."""
         now = self.clock()
         self._watch.turn("host", now)
+        while self.executor.in_turn and self._in_flight:
+            self._found += self._finish_oldest()
+            now = self.clock()
         plan = self.core.plan(now)
         for observer in self.observers:
             observer.planned(plan, now)
-        deltas: list[RequestDelta] = []
         if plan is not None:
             self._watch.turn("executor", self.clock())
             try:
@@ -84,15 +88,21 @@ class EngineLoop:
             finally:
                 self._watch.turn("host", self.clock())
         if self._in_flight and plan is None:
-            deltas = self._finish_oldest()
+            self._found += self._finish_oldest()
         while len(self._in_flight) >= self.executor.depth:  # one more after an interrupted step
-            deltas += self._finish_oldest()
-        deltas += self.core.take_ended()
+            self._found += self._finish_oldest()
+        self._found += self.core.take_ended()
+        deltas, self._found = self._found, []
         if self.idle_seconds() != 0.0:
             self._watch.turn("idle", self.clock())
             for observer in self.observers:
                 observer.idle()
         return deltas
+
+    def rest(self) -> bool:
+        """Nobody asks for anything: let the executor get ready for whoever comes, for a moment.
+        Returns whether it has more to get ready. Does nothing while there is work."""
+        return self.idle_seconds() is None and self.executor.rest()
 
     def close(self) -> None:
         """Free the model; safe to call twice."""
@@ -105,12 +115,12 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_requests or bool(self._in_flight)
+        return self.core.has_requests or bool(self._in_flight or self._found)
 
     def idle_seconds(self) -> float | None:
         """How long `step` will have nothing to do; None if until a request comes."""
         scheduler = self.core.scheduler
-        if self._in_flight or scheduler.running:
+        if self._in_flight or self._found or scheduler.running:
             return 0.0
         if not scheduler.has_requests:
             return 0.0 if self.core.has_requests else None

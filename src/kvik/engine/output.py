@@ -7,10 +7,13 @@ request alone.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from weakref import WeakValueDictionary
 
+from kvik.core.counters import RequestSpeculation
 from kvik.core.types import (
     EngineRequest,
     FinishReason,
@@ -40,7 +43,13 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished completion. `token_ids` hold the token that ended it, `text` does not."""
+    """One finished completion. `token_ids` hold the token that ended it, `text` does not.
+
+    Attributes:
+        speculation: the drafts made for it, how many were right at each place, the tokens that a
+            check of them brought (`drafts.mean_length`), and its estimated speed-up. None: the
+            engine does not speculate, or not for this request.
+    """
 
     index: int
     text: str
@@ -49,6 +58,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or stop id that ended it
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    speculation: RequestSpeculation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +98,6 @@ class RequestOutput:
     num_preemptions: int
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     metrics: RequestMetrics
-    num_drafted_tokens: int = 0  # guessed ahead, by speculation
-    num_accepted_tokens: int = 0  # of these, right
     embedding: list[float] | None = None  # of a pooling request, as the model gives it
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
 
@@ -101,6 +109,22 @@ class RequestOutput:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def speculation(self) -> RequestSpeculation | None:
+        """Of its completions together; None if nobody guessed for any of them."""
+        found = [c.speculation for c in self.completions if c.speculation is not None]
+        return reduce(operator.add, found) if found else None
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Guessed ahead, by speculation."""
+        return sum(c.speculation.drafts.drafts for c in self.completions if c.speculation)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of these, found right. What follows the end of the output is among them."""
+        return sum(c.speculation.drafts.accepted for c in self.completions if c.speculation)
 
 
 @dataclass(slots=True)
@@ -274,6 +298,7 @@ class OutputProcessor:
             stop_reason=stop_reason,
             logprobs=completion.logprobs if entry.request.params.logprobs is not None else None,
             error=completion.error,
+            speculation=None if delta.report is None else delta.report.speculation,
         )
         if delta.report is not None:
             entry.reports[delta.index] = delta.report
@@ -350,8 +375,6 @@ def _output(entry: _Entry) -> RequestOutput:
         num_cached_tokens=first.num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
         prompt_logprobs=prompt_logprobs,
-        num_drafted_tokens=sum(r.num_drafted_tokens for r in reports),
-        num_accepted_tokens=sum(r.num_accepted_tokens for r in reports),
         embedding=entry.embedding,
         num_pinned_tokens=first.num_pinned_tokens,
         metrics=RequestMetrics(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.worker.model_runner import RunningStep
+from kvik.worker.step_results import RunningStep
 from kvik.worker.worker import Worker
 
 
 class InprocExecutor:
-    depth = 1  # until the worker says what it can do
+    depth, in_turn = 1, False  # until the worker says what it can do
 
     def __init__(self, build: Callable[[], Worker]) -> None:
         self._build = build
@@ -19,7 +19,7 @@ class InprocExecutor:
 
     def start(self) -> None:
         self._worker = self._build()
-        self.depth = self._worker.depth
+        self.depth, self.in_turn = self._worker.depth, self._worker.in_turn
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         return self._ready().begin(plan)
@@ -27,6 +27,9 @@ class InprocExecutor:
     def result(self, handle: object) -> ModelRunnerOutput:
         assert isinstance(handle, RunningStep)
         return self._ready().finish(handle)
+
+    def rest(self) -> bool:
+        return self._ready().rest()
 
     def stop(self) -> None:
         if self._worker is not None:

@@ -34,7 +34,7 @@ class Qwen3Attention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
         q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
-        attended = self.attend(self.q_norm(q), self.k_norm(k), v, ctx, rotation)
+        attended = self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm))
         return self.o(attended, residual)
 
 

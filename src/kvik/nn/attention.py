@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, HeadNorms
 from kvik.nn.context import ForwardContext
+from kvik.nn.norm import RMSNorm
 
 
 class Attention:
@@ -20,17 +21,28 @@ class Attention:
         self.scale = scale
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, rotation: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> Tensor:
-        """Turn q and k, store k and v, attend.
+        """Normalise and turn q and k, store k and v, attend.
 
         Args:
             q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
             rotation: [tokens, head_dim] fp32, of `Rope.at`; None where nothing turns.
+            norms: of the heads of q and k, with one eps; None: none.
 
         Returns:
             [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
-        out = self.backend.run(q, k, v, kv, metadata, self.scale, rotation)
+        by: HeadNorms | None = None
+        if norms is not None:
+            of_q, of_k = norms
+            by = HeadNorms(of_q.weight, of_k.weight, of_q.eps)
+        out = self.backend.run(q, k, v, kv, metadata, self.scale, rotation, by)
         return out.flatten(1)

@@ -33,6 +33,7 @@ class Acceptance:
         """
         drafts = len(parents) - 1
         self._parents = np.array(parents[1:], np.int64)
+        self._is_chain = list(parents) == list(range(-1, drafts))
         self._paths = np.eye(drafts)  # [drafts, drafts]: column i are draft i and those before it
         for i, parent in enumerate(parents[1:]):
             if parent:
@@ -41,16 +42,14 @@ class Acceptance:
         # Newer counts weigh more, which is as if the older ones faded.
         self._weight = 1.0  # of the newest
         self._passed = 0  # steps that have not faded the counts yet
-        self._tried = np.zeros((max_num_seqs, drafts))
-        self._right = np.zeros((max_num_seqs, drafts))
-        self._all_tried = np.zeros(drafts)
-        self._all_right = np.zeros(drafts)
+        self._counts = np.zeros((max_num_seqs, 2, drafts))  # by slot: tried, and of these right
+        self._all = np.zeros((2, drafts))  # of all requests, likewise
         self._common = np.zeros(drafts)
         self._numbers = np.arange(drafts)
         self._find_common()
 
     def forget(self, slot: int) -> None:
-        self._tried[slot] = self._right[slot] = 0.0
+        self._counts[slot] = 0.0
 
     def observe(self, slots: _Ids, drafts: _Ids, accepted: NDArray[np.bool_]) -> None:
         """A step with drafts.
@@ -61,14 +60,16 @@ class Acceptance:
         """
         self.passed()
         self._fade()
+        found = np.empty((len(slots), 2, len(self._numbers)))
         known = np.ones((len(slots), 1 + len(self._numbers)), np.bool_)
-        known[:, 1:] = accepted
-        tried = known.take(self._parents, axis=1)
-        tried &= self._numbers < drafts[:, None]
-        self._tried[slots] += tried * self._weight
-        self._right[slots] += accepted * self._weight
-        self._all_tried = self._all_tried * _FADE_ALL + tried.sum(axis=0)
-        self._all_right = self._all_right * _FADE_ALL + accepted.sum(axis=0)
+        known[:, 1:] = found[:, 1] = accepted
+        np.logical_and(
+            known.take(self._parents, axis=1), self._numbers < drafts[:, None], out=found[:, 0]
+        )
+        self._all *= _FADE_ALL
+        self._all += found.sum(axis=0)
+        found *= self._weight
+        self._counts[slots] += found
         self._find_common()
 
     def passed(self) -> None:
@@ -80,25 +81,31 @@ class Acceptance:
         self._weight /= _FADE ** min(self._passed, _LONG_AGO)
         self._passed = 0
         if self._weight > _HEAVIEST:
-            self._tried /= self._weight
-            self._right /= self._weight
+            self._counts /= self._weight
             self._weight = 1.0
 
     def gains(self, slots: _Ids) -> _Shares:
         """[rows, drafts], how likely each draft is accepted, with all before it. Never rising, so
         that the best drafts are always the first ones."""
         self._fade()
-        tried, right = self._tried[slots] / self._weight, self._right[slots] / self._weight
+        counts = self._counts[slots] / self._weight
+        tried, right = counts[:, 0], counts[:, 1]
         # How much better than others it fares, with all its drafts together.
         better = (right.sum(axis=1) + _PRIOR) / (tried @ self._common + _PRIOR)
-        prior = np.minimum(self._common * better[:, None], _HIGHEST)
-        shares = np.minimum((right + _PRIOR * prior) / (tried + _PRIOR), _HIGHEST)
-        found: _Shares = np.minimum.accumulate(np.exp(np.log(shares) @ self._paths), axis=1)
+        shares = np.minimum(self._common * better[:, None], _HIGHEST)  # as a first guess
+        counts += _PRIOR
+        right += _PRIOR * (shares - 1.0)
+        shares = np.minimum(right / tried, _HIGHEST)
+        found: _Shares
+        if self._is_chain:  # the same, sooner
+            found = np.multiply.accumulate(shares, axis=1)
+        else:
+            found = np.minimum.accumulate(np.exp(np.log(shares) @ self._paths), axis=1)
         return found
 
     def _find_common(self) -> None:
         shares: list[float] = [START]  # behind all others: what the first draft leans on
-        counts = zip(self._leans, self._all_tried.tolist(), self._all_right.tolist(), strict=True)
+        counts = zip(self._leans, *self._all.tolist(), strict=True)
         for (before, factor), tried, right in counts:
             shares.insert(-1, (right + _PRIOR * factor * shares[before]) / (tried + _PRIOR))
         self._common = np.array(shares[:-1])

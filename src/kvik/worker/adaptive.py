@@ -163,12 +163,12 @@ class DraftControl:
         if not drafts:
             if not self._reading:
                 self._costs.observe_making(requests, step.asked, making)
-                usual = float(self._costs.making(requests, step.asked)[-1])
+                usual = self._costs.making_at(requests, step.asked)
                 making = min(making, _SURPRISE * usual + _HELD_UP)
             # The first time for a request takes longer, as a rule: caches are cold.
             self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
             return
-        expected = float(self._costs.judging(requests, drafts)[-1])
+        expected = self._costs.judging_at(requests, drafts)
         tokens = 1.0 + int(step.accepted.sum()) / requests
         known = self._costs.num_plain(requests) > 0
         if step.pure and known:
@@ -179,7 +179,7 @@ class DraftControl:
                 self._without = self._longest  # perhaps a step without drafts has changed as well
         else:  # its time is that of prompts, too, or nobody knows what it would be without
             time, tokens = expected, tokens if known else 1.0
-        usual = float(self._costs.making(requests, step.asked)[-1])
+        usual = self._costs.making_at(requests, step.asked)
         if not self._reading:  # what takes much longer was held up by something else
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
@@ -230,27 +230,30 @@ class DraftControl:
     def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
         """Whether the drafter may have to read the text of a request first, which takes time."""
         some = slots[limits > 0]
-        self._reading = not self._known[some].all()
-        self._known[some] = True
+        self._reading = bool(np.count_nonzero(self._known[some]) < len(some))
+        if self._reading:
+            self._known[some] = True
         return limits
 
     def _best(self, slots: _Ids, room: _Ids) -> tuple[_Ids, float]:
         """The fastest choice among the best drafts of each number, and its speed-up."""
         requests, deepest = len(slots), int(room.max())
-        most = min(int(room.sum()), self._max_draft_rows, self._costs.reach(requests))
+        places = int(room.sum())
+        most = min(places, self._max_draft_rows, self._costs.reach(requests))
         if most == 0:
             return room, 0.0
         gains = self._acceptance.gains(slots)[:, :deepest]
-        gains *= self._numbers[:deepest] < room[:, None]
+        if places < requests * deepest:
+            gains *= self._numbers[:deepest] < room[:, None]
         gains = gains.ravel()  # [rows x drafts]
         order = (-gains).argsort(kind="stable")[:most]
-        rows, depths = np.divmod(order, deepest)
         tokens = 1.0 + gains[order].cumsum() / requests
         time = self._costs.judging(requests, most)[1:]
-        time += self._costs.making(requests, deepest)[1:][np.maximum.accumulate(depths)]
+        time += self._costs.making(requests, deepest)[1:][np.maximum.accumulate(order % deepest)]
         speed_ups = tokens / time
         best = int(speed_ups.argmax())
-        return np.bincount(rows[: best + 1], minlength=requests), float(speed_ups[best])
+        chosen = order[: best + 1] // deepest  # rows
+        return np.bincount(chosen, minlength=requests), float(speed_ups[best])
 
     def _probe(self, room: _Ids, plain: float) -> _Ids:
         """A few drafts for one request, if the budget can pay for them all being wrong."""
@@ -260,8 +263,8 @@ class DraftControl:
             self.budget.needed = self.budget.left  # first earn what deciding took
             return limits
         requests = len(room)
-        time = self._costs.judging(requests, _PROBE)[-1] + self._costs.making(requests, _PROBE)[-1]
-        loss = (float(time) - 1.0) * plain
+        time = self._costs.judging_at(requests, _PROBE) + self._costs.making_at(requests, _PROBE)
+        loss = (time - 1.0) * plain
         if self.budget.left < loss:
             self.budget.needed = loss + self._deciding
             return limits

@@ -7,7 +7,7 @@ from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import Network, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import FixedInputs
+from kvik.worker.step_inputs import PARTS, FixedInputs
 
 
 class CpuTape:
@@ -31,8 +31,8 @@ class CpuTape:
         self.network = network
         self.inputs = inputs
         self._planted = False  # the last step had trees of drafts
-        self._sizes = (0, 0)  # of the last step, and what it gave back
-        self._part = output
+        # Of the output by tokens and samples: most steps are as large as one not long ago.
+        self._parts: dict[tuple[int, int], StepOutput] = {}
 
     @staticmethod
     def capture(native: Native, network: Network, inputs: FixedInputs, block_size: int) -> CpuTape:
@@ -67,21 +67,30 @@ class CpuTape:
     def prepare(self) -> None:
         pass
 
+    def rest(self) -> bool:
+        return False
+
     def run(self, batch: InputBatch) -> StepOutput:
         """The batch must lie in the inputs that were recorded."""
-        tokens, samples = len(batch.input_ids), len(batch.logits_indices)
+        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
         if self.inputs.trees:
             planted = batch.layouts[0].tree is not None
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
             self._planted = planted
         self.native.replay(self.recording, (tokens, len(batch.slots), samples))
-        if self._sizes != (tokens, samples):
-            self._sizes, output = (tokens, samples), self.output
-            self._part = StepOutput(
-                output.hidden[:tokens],
-                output.logits[:samples],
-                output.top[:samples],
-                output.top_ids[:samples],
-            )
-        return self._part
+        part = self._parts.get((tokens, samples))
+        return self._cut(tokens, samples) if part is None else part
+
+    def _cut(self, tokens: int, samples: int) -> StepOutput:
+        if len(self._parts) == PARTS:
+            self._parts.clear()
+        output = self.output
+        part = StepOutput(
+            output.hidden[:tokens],
+            output.logits[:samples],
+            output.top[:samples],
+            output.top_ids[:samples],
+        )
+        self._parts[tokens, samples] = part
+        return part

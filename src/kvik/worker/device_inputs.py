@@ -6,36 +6,45 @@ far as any captured forward reads: tokens that are stored nowhere, and requests 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.config.graph_sizes import GraphSize
 from kvik.worker.step_inputs import StepSizes
 
 ALIGNMENT = 256  # bytes; kernels read pairs and quadruples of numbers
 # What stands behind the last entry. Of `COUNTING` the next numbers: one token for each request.
-PADDING = {"input_ids": 0, "positions": 0, "seq_lens": 0, "slot_mapping": -1, "tree": 0}
-COUNTING = ("query_start_loc", "logits_indices")
+PADDING = {"slot_mapping": -1}  # and 0 of all others: there is a token 0 to take logits of
+COUNTING = "query_start_loc"
 
 
 class DeviceInputs:
+    fixed = True
+
     def __init__(
         self,
         sizes: StepSizes,
         num_groups: int,
         max_blocks: int,
         device: torch.device,
-        padded: int,
+        captured: Sequence[GraphSize] = (),
         *,
         trees: bool = False,
     ) -> None:
         """
         Args:
-            padded: requests of the largest captured forward, one token each; at most `sizes.seqs`.
+            captured: forwards that read from here; none is larger than `sizes`.
             trees: whether a step may hold trees of drafts.
         """
-        self._padded = padded
+        self.groups = range(num_groups)
+        self.trees = trees
         self._device = device
+        rows = max((size.rows for size in captured), default=0)
+        tokens = max((size.tokens for size in captured), default=0)
+        samples = max((size.samples for size in captured), default=0)
         counts = {
             "input_ids": (sizes.tokens, np.int64),
             "positions": (sizes.tokens, np.int64),
@@ -45,13 +54,14 @@ class DeviceInputs:
         }
         if trees:
             counts["tree"] = (sizes.tokens, np.int64)
-        for group in range(num_groups):
+        for group in self.groups:
             counts[f"slot_mapping {group}"] = (sizes.tokens, np.int64)
+        padded = {"seq_lens": rows, COUNTING: rows + 1, "logits_indices": samples}
+        self._padded = {name: padded.get(name, tokens) for name in counts}  # entries
         places: dict[str, slice] = {}
         end = 0
         for name, (count, dtype) in counts.items():
-            room = max(count, padded + 1) * np.dtype(dtype).itemsize
-            places[name] = slice(end, end + room)
+            places[name] = slice(end, end + count * np.dtype(dtype).itemsize)
             end = -(-places[name].stop // ALIGNMENT) * ALIGNMENT
         self._host = _host_memory(end, device)
         self._there = torch.zeros(end, dtype=torch.uint8, device=device)
@@ -65,7 +75,7 @@ class DeviceInputs:
         }
         self._tables = {
             f"block_table {group}": _BlockTable(sizes.seqs, max_blocks, device)
-            for group in range(num_groups)
+            for group in self.groups
         }
         self._changed: tuple[int, int] | None = None  # bytes of the host's that are to be sent
         self._sent: torch.cuda.Event | None = None  # behind the last copy
@@ -80,12 +90,12 @@ class DeviceInputs:
         if count > len(whole):
             raise ValueError(f"{name} has room for {len(whole)}, not {count}")
         whole[:count] = array
-        end = max(count, self._padded + (name in COUNTING))
-        if name in COUNTING:
+        end = max(count, self._padded[name])
+        if name == COUNTING:
             after = whole[count - 1] + 1 if count else 0
             whole[count:end] = np.arange(after, after + end - count)
         else:
-            whole[count:end] = PADDING[name.partition(" ")[0]]
+            whole[count:end] = PADDING.get(name.partition(" ")[0], 0)
         first = self._places[name].start
         last = first + end * whole.itemsize
         if self._changed is not None:
@@ -103,6 +113,13 @@ class DeviceInputs:
         if self._device.type == "cuda":
             self._sent = torch.cuda.Event()
             self._sent.record()
+
+    def clear(self) -> None:
+        """A step without requests."""
+        nothing = np.empty(0, np.int64)
+        for name in self._arrays:
+            self.put(name, nothing)
+        self.send()
 
     def whole(self, name: str, rows: int) -> Tensor:
         """The first so many entries of an input, whatever the step has of them."""

@@ -35,7 +35,7 @@ class CheckedDrafts:
     @property
     def newest(self) -> np.ndarray:
         """[sampling rows], the row of logits that gave each its newest token."""
-        newest: np.ndarray = self.rows[np.cumsum(self.lengths) - 1]
+        newest: np.ndarray = self.rows[self.lengths.cumsum() - 1]
         return newest
 
     def paths(self, drafts: int) -> np.ndarray:
@@ -70,22 +70,23 @@ class DraftChecker:
             counts: [sampling rows], drafts of each.
         """
         table, slots = self.table, batch.slots[batch.sampling_rows]
-        drafts, tree = table.drafts(slots, counts), self.speculator.tree
+        tokens, tree = batch.logit_tokens, self.speculator.tree
+        assert tokens is not None and batch.logit_positions is not None
         rows: Chains | Trees
         judged: Guesses | Offers | None = None
         if tree is None:
-            rows = Chains.of(counts, drafts)
+            rows = Chains.of(counts, tokens)
             judged = self.speculator.guesses(slots, rows)
         else:
-            rows = Trees.of(tree, counts, drafts)
+            rows = Trees.of(tree, counts, tokens)
         typical = self.speculator.speculation.typical
         if typical is not None:
             judged = Offers(*rows.offers(), typical)
-        judging = np.repeat(slots, counts + 1)  # [logit rows]
+        judging = slots.repeat(counts + 1)  # [logit rows]
         found = self.sampler.sample(
             output,
             judging,
-            table.num_tokens[judging] + rows.depths(),
+            batch.logit_positions + 1,
             rows.supposed() if self.sampler.sampling.reads_output(slots) else NOTHING,
             judged,
         )

@@ -104,6 +104,11 @@ class DraftTree:
         return depths
 
     @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """[nodes]: the greatest depth among the first n drafts, for each n."""
+        return tuple(np.maximum.accumulate(self.depths).tolist())
+
+    @cached_property
     def words(self) -> np.ndarray:
         """[nodes] int64: bit j says whether node j is the node itself or an ancestor of it. What
         `StepLayout.tree` holds for the tokens of a request; never 0."""

@@ -41,6 +41,11 @@ class Graph(Protocol):
         """Before the inputs of a step are laid out: a moment to make later steps faster."""
         ...
 
+    def rest(self) -> bool:
+        """Nothing is to be computed: a longer moment to make later steps faster. Returns whether
+        there is more of this to do."""
+        ...
+
     def run(self, batch: InputBatch) -> StepOutput:
         """The forward of one step."""
         ...
@@ -81,6 +86,9 @@ class Eager:
 
     def prepare(self) -> None:
         pass
+
+    def rest(self) -> bool:
+        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         return self.network.forward(

@@ -25,6 +25,8 @@ class InputBatch:
     logits_indices: [logit rows] int64, tokens whose logits are wanted: of each sampling row the
         last one, and before it one for each of its drafts but the last.
     num_drafts: [sampling rows] on the host; None: no row has any.
+    logit_tokens, logit_positions: [logit rows] int64 on the host, those tokens, and where each
+        stands; None likewise.
     """
 
     input_ids: Tensor
@@ -35,6 +37,8 @@ class InputBatch:
     sampling_rows: np.ndarray
     logits_indices: Tensor
     num_drafts: np.ndarray | None = None
+    logit_tokens: np.ndarray | None = None
+    logit_positions: np.ndarray | None = None
 
 
 def build_input_batch(
@@ -54,23 +58,25 @@ def build_input_batch(
     computed = table.num_computed[slots].astype(np.int64)
     seq_lens = computed + scheduled
     starts = np.zeros(len(slots) + 1, np.int64)
-    np.cumsum(scheduled, out=starts[1:])
+    scheduled.cumsum(out=starts[1:])
     total = int(starts[-1])
     if total == len(slots):  # only decodes
         token_slots, places = slots, computed
     else:
-        token_slots = np.repeat(slots, scheduled)
-        places = np.repeat(computed - starts[:-1], scheduled) + np.arange(total)
+        token_slots = slots.repeat(scheduled)
+        places = (computed - starts[:-1]).repeat(scheduled) + np.arange(total)
     input_ids = table.token_ids[token_slots, places].astype(np.int64)
-    sampling_rows = np.flatnonzero(np.array(plan.samples, np.bool_))
+    sampling_rows = np.array(plan.samples, np.bool_).nonzero()[0]
     logits_indices = starts[1:][sampling_rows] - 1
     positions, words, num_drafts = places, None, None
+    logit_tokens = logit_positions = None
     if total > len(slots) and any(plan.num_draft_tokens):
         drafts = np.array(plan.num_draft_tokens, np.int64)
         num_drafts = drafts[sampling_rows]
         logits_indices = _with_drafts(logits_indices, num_drafts)
         if tree is not None:
             positions, words = _along(tree, places, starts, drafts)
+        logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
 
     def kv_positions(block_table: np.ndarray) -> np.ndarray:
         return block_table[token_slots, block].astype(np.int64) * block_size + offset
@@ -106,6 +112,8 @@ def build_input_batch(
         sampling_rows=sampling_rows,
         logits_indices=inputs.put("logits_indices", logits_indices),
         num_drafts=num_drafts,
+        logit_tokens=logit_tokens,
+        logit_positions=logit_positions,
     )
     inputs.send()
     return batch
@@ -133,5 +141,5 @@ def _along(
 def _with_drafts(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
     """The last tokens of rows, and before each as many as it has drafts."""
     counts = 1 + num_drafts
-    ends = np.cumsum(counts)
-    return np.repeat(last + 1 - ends, counts) + np.arange(ends[-1])
+    ends = counts.cumsum()
+    return (last + 1 - ends).repeat(counts) + np.arange(ends[-1])

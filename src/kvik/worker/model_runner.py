@@ -2,59 +2,41 @@
 
 A step is begun, and finished when its tokens are wanted. Between the two later steps may be begun:
 their host work is done while the device computes. Such a step counts on a token whose id only the
-device knows yet, and takes it from there. Where the host must know it first (words of several
-tokens that are banned, drafts), the steps before are finished before the next one is begun.
+device knows yet, and takes it from there. Where rules must hear of it first (words of several
+tokens that are banned), the steps before are finished when the forward of the next one has begun:
+the host makes up its mind meanwhile about what may be sampled from it.
+
+Drafts are different: how many tokens of a step are right says where those of the next one stand, in
+which blocks, and what they are. So a step that follows one with drafts is planned when that one is
+known (`Executor.in_turn`), and a GPU waits meanwhile. What it waits for is what depends on the
+tokens: reading and judging them, the plan, the drafts, the inputs and their copy. Nothing less
+would do unless a drafter ran on the device and every place were computed there. All else is done
+while a forward runs: deltas leave and requests come in.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.core.plan import DraftTimes, ModelRunnerOutput, NewRequest, SchedulerOutput
-from kvik.core.types import TokenLogprobs
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.worker.copies import Copies, upload
-from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
+from kvik.worker.draft_checker import DraftChecker
 from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.newest_tokens import NewestTokens
 from kvik.worker.pooling import Pooling
 from kvik.worker.prompt_logprobs import PromptLogprobs
-from kvik.worker.request_table import Expected, RequestTable
+from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import StepInputs
-from kvik.worker.step_sampler import LaunchedTokens, StepSampler, describe
-
-
-@dataclass(slots=True, eq=False)
-class RunningStep:
-    """A step between `begin` and `finish`.
-
-    Attributes:
-        output: of its forward, where drafts are judged or made; valid until the next step begins.
-        errors: by row, of those found so far.
-        launched, expected: its tokens, if it samples any and has no drafts.
-        result: what came of it, once it is known.
-    """
-
-    plan: SchedulerOutput
-    started: float
-    batch: InputBatch
-    output: StepOutput | None
-    errors: dict[int, str]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    embeddings: dict[int, list[float]]
-    launched: LaunchedTokens | None = None
-    expected: Expected | None = None
-    result: ModelRunnerOutput | Exception | None = None
-    token_ids: list[list[int]] = field(default_factory=list)  # by row
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+from kvik.worker.step_results import RunningStep, StepResults
+from kvik.worker.step_sampler import StepSampler, describe
 
 
 class ModelRunner:
@@ -85,13 +67,13 @@ class ModelRunner:
         self.checker: DraftChecker | None = None
         if speculator is not None:
             self.checker = DraftChecker(network, table, self.sampler, speculator, device)
-        self._prompt_logprobs = PromptLogprobs(network)
-        self._pooling = Pooling()
-        self._newest: NewestTokens | None = None
-        if copies.depth > 1:
+        self._results = StepResults(table, sampling, device, clock, speculator, self.checker)
+        self._prompt_logprobs = PromptLogprobs(network, copies)
+        self._pooling = Pooling(copies)
+        self._newest: NewestTokens | None = None  # where a step may begin before it is known
+        if copies.depth > 1 and speculator is None:
             self._newest = NewestTokens(len(table.num_tokens), device)
         self._running: deque[RunningStep] = deque()
-        self._ended = clock()  # the last step
 
     def begin(self, plan: SchedulerOutput) -> RunningStep:
         """Compute one step, as far as nobody has to wait for it. Steps are begun in the order of
@@ -102,7 +84,7 @@ class ModelRunner:
                 in the output's `errors` instead.
         """
         started = self.clock()
-        if self._running and self._waits(plan):
+        if self._newest is None:
             self._settle()
         self.graph.prepare()
         refused = self._apply(plan)
@@ -116,9 +98,11 @@ class ModelRunner:
             batch,
             None if self.speculator is None else output,
             errors,
-            self._prompt_logprobs.read(batch, output.hidden, self.table, errors),
-            self._pooling.read(batch, output.hidden, self.table, errors),
+            self._prompt_logprobs.launch(batch, output.hidden, self.table, errors),
+            self._pooling.launch(batch, output.hidden, self.table, errors),
         )
+        if self._running and self.sampling.waits(batch.slots):
+            self._settle()  # the device computes meanwhile
         if len(batch.sampling_rows) and batch.num_drafts is None:
             self._launch(step, output)
         self._running.append(step)
@@ -150,11 +134,6 @@ class ModelRunner:
         self._apply(plan)
         return self._forward(plan)[1].hidden
 
-    def _waits(self, plan: SchedulerOutput) -> bool:
-        """Whether a step can be begun only when the host knows what those before it sampled."""
-        known_here_alone = self._newest is None or self.speculator is not None
-        return known_here_alone or self.sampling.waits(np.array(plan.slots))
-
     def _settle(self) -> None:
         """Finish all steps, for whom it may concern later."""
         while self._running:
@@ -163,45 +142,9 @@ class ModelRunner:
     def _complete(self, step: RunningStep) -> None:
         """To the step's result, which may be an exception."""
         try:
-            step.result = self._take_in(step)
+            step.result = self._results.take_in(step)
         except Exception as error:
             step.result = error
-
-    def _take_in(self, step: RunningStep) -> ModelRunnerOutput:
-        """Wait for the step's tokens, and remember them."""
-        batch, errors = step.batch, step.errors
-        step.token_ids = [[] for _ in step.plan.slots]
-        proposed: list[int] | None = None
-        times: DraftTimes | None = None
-        if len(batch.sampling_rows):
-            checked = self._check(step) if step.launched is None else None
-            if step.launched is not None and step.expected is not None:
-                self._receive(step, step.launched, step.expected)
-            guessing = self.speculator
-            if guessing is not None:
-                seconds = self.clock() - step.started
-                # Fewer steps also save what the engine does between them, unless it was idle.
-                seconds += min(step.started - self._ended, seconds)
-                rows, num_tokens = len(batch.sampling_rows), len(batch.input_ids)
-                if checked is None and guessing.idle:
-                    due = guessing.passed(rows, seconds, pure=num_tokens == rows)
-                else:
-                    due, times = True, self._observe(guessing, batch, checked, seconds)
-                if due:
-                    assert step.output is not None
-                    proposed = self._propose(guessing, batch, step.output, checked, errors)
-        self._ended = self.clock()
-        return ModelRunnerOutput(
-            step=step.plan.step,
-            token_ids=step.token_ids,
-            num_draft_tokens=proposed,
-            logprobs=step.logprobs,
-            prompt_logprobs=step.prompt_logprobs,
-            embeddings=step.embeddings,
-            errors=errors,
-            seconds=self._ended - step.started,
-            draft_times=times,
-        )
 
     def _forward(self, plan: SchedulerOutput) -> tuple[InputBatch, StepOutput]:
         tree = None if self.speculator is None else self.speculator.tree
@@ -211,7 +154,7 @@ class ModelRunner:
             if len(rows):
                 self._newest.fill(batch.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
         output = self.graph.run(batch)
-        self.table.num_computed[batch.slots] += np.diff(batch.starts).astype(np.int32)
+        self.table.num_computed[batch.slots] += batch.starts[1:] - batch.starts[:-1]
         return batch, output
 
     def _unknown(self) -> np.ndarray:
@@ -266,95 +209,3 @@ class ModelRunner:
         if self._newest is not None:
             self._newest.note(slots, step.launched.token_ids)
         step.expected = self.table.expect(slots)
-
-    def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
-        """The tokens of a step without drafts have arrived."""
-        rows, found = step.batch.sampling_rows, launched.read()
-        self.table.learn(expected, found.token_ids)
-        for i, failure in self._tell(expected, found.token_ids).items():
-            step.errors[int(rows[i])] = describe(failure)
-        for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
-            step.token_ids[row] = token
-        for i, entry in found.logprobs.items():
-            step.logprobs[int(rows[i])] = [entry]
-        for i, why in found.bad_rows.items():
-            step.errors[int(rows[i])] = why
-
-    def _tell(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
-        """The rules of the requests that sampled, unless they have left."""
-        kept = self.table.still(expected)
-        if kept is None:
-            return self.sampling.tell(expected.slots, tokens)
-        rows = np.flatnonzero(kept)
-        failed = self.sampling.tell(expected.slots[rows], tokens[rows])
-        return {int(rows[i]): failure for i, failure in failed.items()}
-
-    def _check(self, step: RunningStep) -> CheckedDrafts:
-        """The tokens of a step with drafts: one for each sampling row, and one for each draft that
-        was right."""
-        batch, token_ids, logprobs = step.batch, step.token_ids, step.logprobs
-        assert self.checker is not None
-        assert step.output is not None and batch.num_drafts is not None
-        checked = self.checker.check(batch, step.output, batch.num_drafts)
-        rows, found = batch.sampling_rows, checked.found
-        slots, tokens = batch.slots[rows], found.token_ids[checked.rows]
-        owners = np.repeat(rows, checked.lengths)
-        appended = self.sampling.append(np.repeat(slots, checked.lengths), tokens)
-        for i, failure in appended.items():
-            step.errors[int(owners[i])] = describe(failure)
-        for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
-            if first in found.bad_rows:
-                step.errors[row] = found.bad_rows[first]
-        for row, token, i in zip(
-            owners.tolist(), tokens.tolist(), checked.rows.tolist(), strict=True
-        ):
-            token_ids[row].append(token)
-            if i in found.logprobs:
-                logprobs.setdefault(row, []).append(found.logprobs[i])
-        return checked
-
-    @staticmethod
-    def _observe(
-        speculator: Speculator, batch: InputBatch, checked: CheckedDrafts | None, seconds: float
-    ) -> DraftTimes:
-        """How the drafts of the step fared, and what it took until its tokens were there."""
-        slots, num_tokens = batch.slots[batch.sampling_rows], int(batch.starts[-1])
-        if checked is None or batch.num_drafts is None:
-            none = np.zeros(len(slots), np.int64)
-            return speculator.observe(slots, none, none, seconds, pure=num_tokens == len(slots))
-        drafts, tree = batch.num_drafts, speculator.tree
-        return speculator.observe(
-            slots,
-            drafts,
-            checked.lengths - 1,
-            seconds,
-            pure=len(slots) == len(batch.slots) and num_tokens == len(slots) + int(drafts.sum()),
-            paths=None if tree is None else checked.paths(tree.drafts),
-        )
-
-    def _propose(
-        self,
-        speculator: Speculator,
-        batch: InputBatch,
-        output: StepOutput,
-        checked: CheckedDrafts | None,
-        errors: dict[int, str],
-    ) -> list[int]:
-        """How many drafts each row of the step gets for its next one."""
-        rows = batch.sampling_rows
-        newest = np.arange(len(rows)) if checked is None else checked.newest
-        if errors:
-            going_on = np.array([row not in errors for row in rows.tolist()], np.bool_)
-            rows, newest = rows[going_on], newest[going_on]
-
-        def hidden(chosen: np.ndarray) -> Tensor:
-            wanted = torch.from_numpy(newest[chosen]).to(self.device)
-            places = batch.logits_indices.index_select(0, wanted)
-            return output.hidden.index_select(0, places)
-
-        slots = batch.slots[rows]
-        speculator.propose(slots, hidden)
-        proposed = np.zeros(len(batch.slots), np.int64)
-        proposed[rows] = speculator.num_drafts[slots]
-        found: list[int] = proposed.tolist()
-        return found

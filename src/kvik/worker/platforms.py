@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
@@ -19,10 +20,12 @@ from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.cuda_graphs import CudaCapturer, DecodeGraphs
+from kvik.worker.captures import CudaCapturer
+from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
 from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.kv_pool import KVPool
+from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
 
 log = logging.getLogger(__name__)
@@ -50,13 +53,22 @@ class Platform(Protocol):
     def parts(self) -> Parts: ...
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False
+        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         """How steps run, and where it wants their inputs.
 
         Args:
             sizes: of the largest step.
             trees: whether a step may hold trees of drafts.
+            drafts: the network is the draft model.
+        """
+        ...
+
+    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
+        """How draft heads run.
+
+        Args:
+            function, like: see `CapturedRows`.
         """
         ...
 
@@ -76,9 +88,12 @@ class TorchPlatform:
         self.parts = Parts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False
+        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         return Eager(network), FreshInputs(self.parts.device)
+
+    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
+        return EagerRows(function)
 
     def release_freed(self) -> None:
         if self.parts.device.type == "cuda":
@@ -106,7 +121,7 @@ class NativePlatform:
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False
+        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
@@ -121,6 +136,9 @@ class NativePlatform:
         except CaptureError as error:
             log.warning("every step runs through Python: %s", error)
             return eager
+
+    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
+        return EagerRows(function)
 
     def release_freed(self) -> None:
         from kvik.kernels.cpu._native import release_freed
@@ -145,28 +163,32 @@ class TritonPlatform:
         self._config = config
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False
+        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.triton import TritonAttention
 
         config, device = self._config, self.parts.device
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
-        fitting = tuple(n for n in config.runner.graph_sizes if n <= min(sizes.seqs, sizes.tokens))
+        captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
+        if not isinstance(self.parts.backend, TritonAttention):
+            captured = ()  # other backends plan a step on the host
         inputs = DeviceInputs(
-            sizes,
-            len(network.groups),
-            -(-context // block_size),
-            device,
-            max(fitting, default=0),
-            trees=trees,
+            sizes, len(network.groups), -(-context // block_size), device, captured, trees=trees
         )
-        if not fitting or not isinstance(self.parts.backend, TritonAttention):
-            return Eager(network), inputs  # other backends plan a step on the host
+        if not captured:
+            return Eager(network), inputs
         capturer = CudaCapturer(device)
         graphs = DecodeGraphs(
-            network, inputs, capturer, fitting, block_size, context, time.monotonic
+            network, inputs, capturer, captured, block_size, context, time.monotonic
         )
         return graphs, inputs
+
+    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
+        sizes = [size.rows for size in self._config.runner.draft_graph_sizes]
+        if not sizes:
+            return EagerRows(function)
+        capturer = CudaCapturer(self.parts.device)
+        return CapturedRows(function, like, sizes, capturer, time.monotonic)
 
     def release_freed(self) -> None:
         torch.cuda.empty_cache()

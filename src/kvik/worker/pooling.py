@@ -2,76 +2,129 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvik.config.memory import POOLED_ROWS
 from kvik.core.plan import NewRequest
+from kvik.worker.copies import Arrival, Copies
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_sampler import describe
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """Attributes:
+    kind: as in `NewRequest.pooling`.
+    sums: [hidden] float64, of the chunks that were read; None: none was.
+    """
+
+    kind: str
+    num_prompt: int
+    sums: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """Hidden states on their way to the host.
+
+    Attributes:
+        row: of the step.
+        pooled: what they belong to.
+        arrival: of their bits: [tokens, hidden].
+        dtype: whose bits they are.
+        ends: the prompt is through.
+    """
+
+    row: int
+    pooled: _Pooled
+    arrival: Arrival
+    dtype: torch.dtype
+    ends: bool
+
+
+def read_pooled(chunks: Sequence[PooledChunk], errors: dict[int, str]) -> dict[int, list[float]]:
+    """Waits for them. Steps are read in their order.
+
+    Args:
+        errors: by row, which may get more.
+
+    Returns:
+        By row, the vectors [hidden] of prompts that are through, in single precision.
+    """
+    done: dict[int, list[float]] = {}
+    for chunk in chunks:
+        try:
+            (bits,) = chunk.arrival.wait()
+            hidden, pooled = torch.from_numpy(bits).view(chunk.dtype), chunk.pooled
+            if pooled.kind == "mean":
+                pooled.sums = _sum(pooled.sums, hidden)
+                if chunk.ends:
+                    mean = pooled.sums / pooled.num_prompt
+                    done[chunk.row] = mean.astype(np.float32).tolist()
+            else:
+                done[chunk.row] = hidden[-1].float().tolist()
+        except Exception as error:
+            errors[chunk.row] = describe(error)
+    return done
 
 
 class Pooling:
     """Sums are taken in double precision, token after token. So a mean does not depend on how its
     prompt was cut into chunks, as far as the hidden states do not."""
 
-    def __init__(self) -> None:
-        self._wanted: dict[int, str] = {}  # by slot
-        self._sums: dict[int, np.ndarray] = {}  # by slot, [hidden] float64
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._wanted: dict[int, _Pooled] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
         """A request stands in its slot. A preempted one begins anew, since nothing of a prompt
         whose mean is wanted is found cached."""
         if new.pooling is not None:
-            self._wanted[new.slot] = new.pooling
+            self._wanted[new.slot] = _Pooled(new.pooling, new.num_prompt_tokens)
 
     def leave(self, slot: int) -> None:
         self._wanted.pop(slot, None)
-        self._sums.pop(slot, None)
 
-    def read(
+    def launch(
         self, batch: InputBatch, hidden: Tensor, table: RequestTable, errors: dict[int, str]
-    ) -> dict[int, list[float]]:
-        """Take in a step.
+    ) -> list[PooledChunk]:
+        """Have the hidden states brought that are wanted.
 
         Args:
-            hidden: [tokens, hidden], normalised.
+            hidden: [tokens, hidden], normalised; read before the next step, or copied till then.
             table: which counts the step's tokens as computed.
             errors: by row; those that have one are passed over, others may get one.
-
-        Returns:
-            By row, the vectors [hidden] of prompts that are through.
         """
-        done: dict[int, list[float]] = {}
+        chunks: list[PooledChunk] = []
         if not self._wanted:
-            return done
+            return chunks
         for row, slot in enumerate(batch.slots.tolist()):
-            wanted = self._wanted.get(slot)
-            if wanted is None or row in errors:
+            pooled = self._wanted.get(slot)
+            if pooled is None or row in errors:
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
-            num_prompt = int(table.num_prompt[slot])
-            try:
-                if wanted == "mean":
-                    self._sums[slot] = _sum(self._sums.get(slot), hidden[start:end])
-                if table.num_computed[slot] == num_prompt:
-                    done[row] = self._vector(slot, hidden[end - 1], num_prompt)
-            except Exception as error:
-                errors[row] = describe(error)
-        return done
+            ends = bool(table.num_computed[slot] == pooled.num_prompt)
+            if pooled.kind == "last":
+                start = end - 1
+            if pooled.kind == "mean" or ends:
+                try:
+                    arrival = self._copies.start([_bits(hidden[start:end])])
+                except Exception as error:
+                    errors[row] = describe(error)
+                    continue
+                chunks.append(PooledChunk(row, pooled, arrival, hidden.dtype, ends))
+        return chunks
 
-    def _vector(self, slot: int, last: Tensor, num_prompt: int) -> list[float]:
-        """In single precision.
 
-        Args:
-            last: [hidden], of the last token.
-        """
-        if self._wanted[slot] == "last":
-            found: list[float] = last.float().tolist()
-        else:
-            found = (self._sums[slot] / num_prompt).astype(np.float32).tolist()
-        return found
+def _bits(numbers: Tensor) -> Tensor:
+    """As integers of the same size: numpy, which results come in, knows no bfloat16."""
+    return numbers.view(torch.int32 if numbers.element_size() == 4 else torch.int16)
 
 
 def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
@@ -79,5 +132,5 @@ def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
     sums = np.zeros(hidden.shape[1]) if before is None else before
     for rows in hidden.split(POOLED_ROWS):
         # Along an axis that is not the innermost one numpy adds in order.
-        sums = np.add.reduce(np.concatenate([sums[None], rows.float().cpu().numpy()]), axis=0)
+        sums = np.add.reduce(np.concatenate([sums[None], rows.float().numpy()]), axis=0)
     return sums

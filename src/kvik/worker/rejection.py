@@ -41,23 +41,23 @@ class Chains:
     judged: _Ids
 
     @staticmethod
-    def of(counts: NDArray[np.integer], drafts: NDArray[np.integer]) -> Chains:
+    def of(counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Chains:
         """
         Args:
             counts: [requests], drafts of each.
-            drafts: [sum of counts], one request after another.
+            tokens: [rows], that each row follows: of each request the newest one, and its drafts.
         """
         starts = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts + 1, out=starts[1:])
-        judged = np.full(int(starts[-1]), -1, np.int64)
-        open_ = np.ones(len(judged), np.bool_)
-        open_[starts[1:] - 1] = False
-        judged[open_] = drafts
+        (counts + 1).cumsum(out=starts[1:])
+        judged = np.empty(len(tokens), np.int64)
+        judged[:-1] = tokens[1:]
+        judged[starts[1:] - 1] = -1
         return Chains(starts, judged)
 
     def depths(self) -> _Ids:
         """[rows], how many drafts come before each row."""
-        return np.arange(len(self.judged)) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        starts = self.starts
+        return np.arange(len(self.judged)) - starts[:-1].repeat(starts[1:] - starts[:-1])
 
     def supposed(self) -> Supposed:
         """The drafts before each row."""
@@ -85,9 +85,10 @@ class Chains:
         wrong = token_ids != self.judged
         if bad is not None:
             wrong |= bad
-        ends = np.flatnonzero(wrong)  # the last row of a request is always one
-        first = ends[np.searchsorted(ends, self.starts[:-1])]
-        counts: _Ids = first - self.starts[:-1]
+        ends = wrong.nonzero()[0]  # the last row of a request is always one
+        starts = self.starts[:-1]
+        first = ends[ends.searchsorted(starts)]
+        counts: _Ids = first - starts
         if bad is not None:
             counts -= bad[first] & (counts > 0)
         return counts
@@ -98,8 +99,9 @@ class Chains:
         """Which rows' tokens are output: [tokens], request after request; and how many of each:
         [requests]. See `accepted`."""
         lengths = self.accepted(token_ids, bad) + 1
-        ends = np.cumsum(lengths)
-        return np.repeat(self.starts[:-1] - ends + lengths, lengths) + np.arange(ends[-1]), lengths
+        ends = lengths.cumsum()
+        firsts: _Ids = self.starts[:-1] - ends + lengths  # less what is output before
+        return firsts.repeat(lengths) + np.arange(ends[-1]), lengths
 
 
 def accepted_paths(parents: _Ids, token_ids: _Ids, drafts: _Ids) -> tuple[_Ids, _Ids]:

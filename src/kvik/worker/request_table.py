@@ -112,16 +112,12 @@ class RequestTable:
         self.put_drafts(slots, counts, tokens)
         self.num_tokens[slots] += counts
 
-    def drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The first so many drafts of some slots: [sum of counts] int64, row after row."""
-        return self.token_ids[self._behind(slots, counts)].astype(np.int64)
-
     def put_drafts(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
         """The same, but they stand behind the known tokens and are not known themselves."""
         self.token_ids[self._behind(slots, counts)] = tokens
 
     def _behind(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slots and places of so many tokens behind the known ones."""
-        ends = np.cumsum(counts)
+        ends = counts.cumsum()
         first = self.num_tokens[slots] - (ends - counts)
-        return np.repeat(slots, counts), np.repeat(first, counts) + np.arange(ends[-1])
+        return slots.repeat(counts), first.repeat(counts) + np.arange(ends[-1])

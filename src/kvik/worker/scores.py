@@ -61,12 +61,6 @@ def told(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
     ]
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprobs]:
-    """`score`, read at once."""
-    scores = score(logits, token_ids, top)
-    return told([tensor.cpu().numpy() for tensor in scores.tensors])
-
-
 def _most_likely(logprobs: Tensor, top: int) -> Tensor:
     """[rows, top] int64. topk may take any of equal values, so they are made to differ."""
     vocab = logprobs.shape[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import chain
+from operator import gt
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class Speculator:
         self.num_drafts = np.zeros(slots, np.int64)
         self._vocab_size = vocab_size
         self._most = np.zeros(slots, np.int64)  # drafts in a step; 0: the request wants none
-        self._max_length = np.zeros(slots, np.int64)
+        self._last = np.zeros(slots, np.int64)  # place of the last token that a request may have
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
         # When drafts were made last; see `StepFigures`. With what looking at the step took.
         self._making, self._asked = 0.0, 0
@@ -68,7 +69,7 @@ class Speculator:
         longest = self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, new.num_prompt_tokens + params.max_tokens)
-        self._max_length[slot] = longest
+        self._last[slot] = longest - 1
         self._most[slot] = self.speculation.num_draft_tokens if params.speculation else 0
         self._forget(slot)
         self.control.enter(slot)
@@ -94,6 +95,8 @@ class Speculator:
         Args:
             slots: [requests], of the chains.
         """
+        if not self._probs:
+            return None
         rows, probs = [], []
         for slot, start, end in zip(
             slots.tolist(), chains.starts[:-1].tolist(), chains.starts[1:].tolist(), strict=True
@@ -148,7 +151,7 @@ class Speculator:
             StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths)
         )
         self.num_drafts[slots] = 0
-        self._waiting = bool(self.num_drafts.any())
+        self._waiting = bool(np.count_nonzero(self.num_drafts))
         if self._probs:
             for slot in slots.tolist():
                 self._probs.pop(slot, None)
@@ -160,7 +163,8 @@ class Speculator:
         plain = self.control.plain_seconds(len(slots))
         if plain is None:
             return DraftTimes(making)
-        return DraftTimes(making, making + seconds, plain * (1.0 + float(accepted.mean())))
+        right = int(accepted.sum()) / len(slots)
+        return DraftTimes(making, making + seconds, plain * (1.0 + right))
 
     def propose(self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor]) -> None:
         """Drafts for requests that have sampled.
@@ -177,28 +181,30 @@ class Speculator:
             self._making = 0.0
             return
         some = slots[chosen]
-        rows = DraftRows(some, limits[chosen], hidden(chosen), self.sampling.certain(some))
+        rows = DraftRows(some, limits[chosen], lambda: hidden(chosen), self.sampling.certain(some))
         try:
             self._keep(rows, self.drafter.propose(rows))
         except Exception:
             self._complain()
         self._asked = int(limits.max())
-        self._waiting = bool(self.num_drafts.any())
+        self._waiting = bool(np.count_nonzero(self.num_drafts))
         self._making += self.clock() - started
 
     def _limits(self, slots: np.ndarray) -> np.ndarray:
         """Most drafts for each slot: what the request and the step have room for. The scheduler may
         leave requests with drafts for a later step, so theirs count as well."""
         known = self.table.num_tokens[slots]
-        limits = np.minimum(self._most[slots], self._max_length[slots] - known - 1)
+        limits = np.minimum(self._most[slots], self._last[slots] - known)
         if self.speculation.num_lookahead_tokens:
             # The newest token and all drafts but the last are written where the drafter computes.
             places = self.table.num_blocks[0, slots] * self.table.block_size
             limits = np.minimum(limits, places - known + 1)
-        limits = np.maximum(limits, 0).astype(np.int64)
+        np.maximum(limits, 0, out=limits)
         if self.speculation.adaptive:
             limits = self.control.limits(slots, limits)
-        room = self.speculation.max_draft_rows - int(self.num_drafts.sum())
+        room = self.speculation.max_draft_rows
+        if self._waiting:
+            room -= int(self.num_drafts.sum())
         return shared_out(limits, room)
 
     def _keep(self, rows: DraftRows, drafts: Drafts) -> None:
@@ -207,27 +213,28 @@ class Speculator:
         Raises:
             ValueError: they are not what a drafter may propose.
         """
-        counts = np.fromiter(map(len, drafts.token_ids), np.int64, len(drafts.token_ids))
-        if len(counts) != len(rows.slots) or (counts > rows.limits).any():
+        lengths, limits = list(map(len, drafts.token_ids)), rows.limits.tolist()
+        if len(lengths) != len(limits) or any(map(gt, lengths, limits)):
             raise ValueError("more drafts than were asked for")
-        tokens = np.fromiter(chain.from_iterable(drafts.token_ids), np.int64, counts.sum())
-        if not len(tokens):
+        tokens = list(chain.from_iterable(drafts.token_ids))
+        if not tokens:
             return
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
         if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
             raise ValueError("drafts come without their probabilities")
         if self.tree is not None and drafts.tree is not self.tree:
             raise ValueError("the tree of drafts changed")
-        if drafts.tree is not None and counts.max() > drafts.tree.drafts:
+        if drafts.tree is not None and max(lengths) > drafts.tree.drafts:
             raise ValueError("more drafts than the tree has nodes for")
         if self.tree is None and drafts.tree is not None:
             self.tree = drafts.tree
             self.control.follow(self.tree.parents)
-        self.table.put_drafts(rows.slots, counts, tokens)
+        counts = np.array(lengths)
+        self.table.put_drafts(rows.slots, counts, np.array(tokens))
         self.num_drafts[rows.slots] = counts
         if drafts.probs is not None:
-            split = drafts.probs.split(counts.tolist())
+            split = drafts.probs.split(lengths)
             for slot, certain, probs in zip(
                 rows.slots.tolist(), rows.certain.tolist(), split, strict=True
             ):

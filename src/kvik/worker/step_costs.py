@@ -65,7 +65,7 @@ class StepCosts:
         curve = self._judging_of(requests)
         curve.observe(drafts, judging)
         self._making_of(requests).observe(asked, making)
-        expected = float(curve.upto(drafts)[-1])
+        expected = curve.at(drafts)
         if judging <= expected * _CLIP:
             self._excused.clear()
             return max(judging, expected / _CLIP)
@@ -103,6 +103,14 @@ class StepCosts:
     def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
         """Of making at most so many drafts for a request, likewise."""
         return self._making_of(requests).upto(drafts)
+
+    def judging_at(self, requests: int, drafts: int) -> float:
+        """The last of `judging`."""
+        return self._judging_of(requests).at(drafts)
+
+    def making_at(self, requests: int, drafts: int) -> float:
+        """The last of `making`."""
+        return self._making_of(requests).at(drafts)
 
     def reach(self, requests: int) -> int:
         """Most drafts in a step whose cost is more than a guess: twice what was measured, at first
@@ -161,31 +169,43 @@ class _Curve:
         self._places = [0, *(1 << i for i in range((most - 1).bit_length() + 1))]
         self._values = [first] * len(self._places)
         self._weights = [0.0] * len(self._places)  # measurements
-        self._heights = np.full(len(self._places), first)  # what the values say
+        self._heights = [first] * len(self._places)  # what the values say
+        self._axis = np.array(self._places, np.float64)
         self.most = 0
         self.forgotten = 0
 
     def upto(self, drafts: int) -> NDArray[np.float64]:
         """[drafts + 1], what each number of them costs."""
         self._forget()
-        return np.interp(np.arange(drafts + 1), self._places, self._heights)
+        return np.interp(np.arange(drafts + 1), self._axis, self._heights)
+
+    def at(self, drafts: int) -> float:
+        """The last of `upto`: most of what is asked is one number."""
+        self._forget()
+        return self._read(drafts)[0]
 
     def observe(self, drafts: int, cost: float) -> None:
         self._forget()
         self.most = max(self.most, drafts)
-        above = bisect_left(self._places, drafts)
-        below = above - 1
-        part = (drafts - self._places[below]) / (self._places[above] - self._places[below])
-        values, weights, heights = self._values, self._weights, self._heights
-        expected = float((1 - part) * heights[below] + part * heights[above])
+        expected, above, part = self._read(drafts)
+        values, weights = self._values, self._weights
         near = min(cost, max(expected * _FAR, expected + _NEAR))
         error = (near - expected) / ((1 - part) ** 2 + part**2)
-        for point, share in ((below, 1 - part), (above, part)):
+        for point, share in ((above - 1, 1 - part), (above, part)):
             if point and share:
                 values[point] += share * error * max(_RATE, 1 / (weights[point] + _PRIOR))
                 weights[point] += share
         self._fade(above + 1, _FORGET)
         self._draw()
+
+    def _read(self, drafts: int) -> tuple[float, int, float]:
+        """What so many drafts cost; the point at or above them; how far they are from the one below
+        it, of the way."""
+        places, heights = self._places, self._heights
+        drafts = min(drafts, places[-1])
+        above = max(1, bisect_left(places, drafts))
+        part = (drafts - places[above - 1]) / (places[above] - places[above - 1])
+        return (1 - part) * heights[above - 1] + part * heights[above], above, part
 
     def _forget(self) -> None:
         if self.most and self.forgotten:
@@ -205,7 +225,7 @@ class _Curve:
             if not self._weights[i]:
                 slope = (values[i - 1] - values[i - 2]) / (places[i - 1] - places[i - 2])
                 values[i] = values[i - 1] + _SLOPE * max(0.0, slope) * (places[i] - places[i - 1])
-        self._heights = np.array(list(accumulate(values, max)))
+        self._heights = list(accumulate(values, max))
 
 
 def _size_of(requests: int) -> int:

@@ -13,6 +13,13 @@ from kvik.worker.copies import upload
 
 
 class StepInputs(Protocol):
+    """Attributes:
+    fixed: an array lies where the last one of its name and shape lay, so tensors that were put
+        before show what is put later.
+    """
+
+    fixed: bool
+
     def put(self, name: str, array: np.ndarray) -> Tensor:
         """The array as a tensor on the device, valid until the next step.
 
@@ -29,6 +36,8 @@ class StepInputs(Protocol):
 
 class FreshInputs:
     """A new tensor each time."""
+
+    fixed = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,8 +67,13 @@ class StepSizes:
         return StepSizes(tokens, seqs, samples)
 
 
+PARTS = 64  # of an input that are remembered
+
+
 class FixedInputs:
     """Host memory that recorded kernels read; each step overwrites the first part of it."""
+
+    fixed = True
 
     def __init__(
         self, sizes: StepSizes, num_groups: int, max_blocks: int, *, trees: bool = False
@@ -83,17 +97,24 @@ class FixedInputs:
             self._arrays[f"slot_mapping {group}"] = np.zeros(sizes.tokens, np.int64)
             self._arrays[f"block_table {group}"] = np.zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        # The parts that were written last: most steps are as large as the one before them.
-        self._parts = {name: (self._arrays[name], self._tensors[name]) for name in self._arrays}
+        # Parts of them by their shape: most steps are as large as one that was not long ago.
+        self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {
+            name: {} for name in self._arrays
+        }
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        memory, tensor = self._parts[name]
-        if memory.shape != array.shape:
-            part = tuple(map(slice, array.shape))
-            memory, tensor = self._arrays[name][part], self._tensors[name][part]
-            self._parts[name] = memory, tensor
-        memory[:] = array
-        return tensor
+        part = self._parts[name].get(array.shape)
+        if part is None:
+            part = self._part(name, array.shape)
+        part[0][...] = array
+        return part[1]
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, Tensor]:
+        parts, where = self._parts[name], tuple(map(slice, shape))
+        if len(parts) == PARTS:
+            parts.clear()
+        parts[shape] = self._arrays[name][where], self._tensors[name][where]
+        return parts[shape]
 
     def send(self) -> None:
         pass

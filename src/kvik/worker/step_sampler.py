@@ -103,7 +103,12 @@ class StepSampler:
                 that judge them.
         """
 
+        rows = len(slots)
+
         def sample(first: int, last: int) -> Sampled:
+            if first == 0 and last == rows:  # as nearly always
+                batch = self.sampling.batch(slots, positions, supposed, judged)
+                return self._sampler.sample(output.logits, batch, (output.top, output.top_ids))
             part = slice(first, last)
             batch = self.sampling.batch(
                 slots[part],
@@ -114,7 +119,6 @@ class StepSampler:
             largest = (output.top[part], output.top_ids[part])
             return self._sampler.sample(output.logits[part], batch, largest)
 
-        rows = len(slots)
         size = self.sampling.rows_at_once(slots, self._room, shares=judged is not None)
         parts: list[tuple[int, Sampled]] = []
         bad_rows: dict[int, str] = {}

@@ -31,18 +31,16 @@ class Trees:
     judged: _Ids
 
     @staticmethod
-    def of(tree: DraftTree, counts: NDArray[np.integer], drafts: NDArray[np.integer]) -> Trees:
+    def of(tree: DraftTree, counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Trees:
         """
         Args:
             counts: [requests], drafts of each.
-            drafts: [sum of counts], one request after another.
+            tokens: [rows], that each row follows: of each request the newest one, and its drafts.
         """
         starts = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts + 1, out=starts[1:])
-        judged = np.full(int(starts[-1]), -1, np.int64)
-        is_draft = np.ones(len(judged), np.bool_)
-        is_draft[starts[:-1]] = False
-        judged[is_draft] = drafts
+        (counts + 1).cumsum(out=starts[1:])
+        judged = tokens.astype(np.int64)  # a copy
+        judged[starts[:-1]] = -1
         return Trees(tree, starts, judged)
 
     def depths(self) -> _Ids:

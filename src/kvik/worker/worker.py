@@ -15,13 +15,16 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.nn.context import ForwardContext
 from kvik.worker.copies import AtOnce, Copies, PinnedCopies
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
+from kvik.worker.graphs import Graph
 from kvik.worker.loading import load_network
-from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.model_runner import ModelRunner
 from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
+from kvik.worker.row_graphs import RowGraph
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import StepSizes
+from kvik.worker.step_results import RunningStep
 
 
 class Worker:
@@ -67,14 +70,16 @@ class Worker:
         )
         sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
         speculator: Speculator | None = None
+        self._graphs: tuple[Graph | RowGraph, ...] = (graph,)
         if speculation is not None:
-            drafter = build_drafter(
-                DrafterParts(speculation, config, table, sampling, network, chosen)
-            )
+            parts = DrafterParts(speculation, config, table, sampling, network, chosen)
+            drafter = build_drafter(parts)
+            self._graphs += tuple(parts.graphs)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
         if copies is None:
-            copies = _best_copies(device, drafts=speculation is not None)
-        self.depth = copies.depth  # steps worth having in flight
+            copies = _best_copies(device)
+        # See `Executor`.
+        self.depth, self.in_turn = copies.depth, speculation is not None
         self._runner: ModelRunner | None = ModelRunner(
             network=network,
             graph=graph,
@@ -98,6 +103,12 @@ class Worker:
         runner = self._ready()
         with torch.inference_mode():
             return runner.finish(step)
+
+    def rest(self) -> bool:
+        """See `Executor.rest`."""
+        self._ready()
+        with torch.inference_mode():
+            return any(graph.rest() for graph in self._graphs)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
@@ -131,11 +142,9 @@ class Worker:
     def close(self) -> None:
         """Drop weights and cache; safe to call twice."""
         self._runner = None
+        self._graphs = ()
 
 
-def _best_copies(device: torch.device, *, drafts: bool) -> Copies:
-    """A CPU computes where the host waits. Where drafts are made of what was sampled, the next step
-    needs it at once."""
-    if device.type == "cpu" or drafts:
-        return AtOnce()
-    return PinnedCopies()
+def _best_copies(device: torch.device) -> Copies:
+    """A CPU computes where the host waits."""
+    return AtOnce() if device.type == "cpu" else PinnedCopies()

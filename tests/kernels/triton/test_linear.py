@@ -109,7 +109,7 @@ def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
 
 
 def made(weight: Weight, dtype: torch.dtype, activation: Activation | None = None) -> Matrix:
-    return filled_matrix(OPS, weight, None, activation, dtype)
+    return filled_matrix(OPS, weight, None, activation, dtype, device())
 
 
 def multiplied(weight: Weight, x: Tensor) -> Tensor:

@@ -50,11 +50,15 @@ def stored_plainly(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return (numbers,) if scales is None else (numbers, scales)
 
 
+def angles_of_tokens() -> Tensor:
+    angles = torch.randn(TOKENS, DIM // 2, generator=torch.Generator().manual_seed(1))
+    return torch.cat((angles.cos(), angles.sin()), -1).to(device())
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None:
-    angles = torch.randn(TOKENS, DIM // 2, generator=torch.Generator().manual_seed(1))
-    rotation = torch.cat((angles.cos(), angles.sin()), -1).to(device()) if turned else None
+    rotation = angles_of_tokens() if turned else None
     q, k, v = heads_of_a_step()
     expected_q, expected_k = (q, k) if rotation is None else REFERENCE.rotary(q, k, rotation)
     expected_q = expected_q.clone()
@@ -71,3 +75,35 @@ def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None
         for a, b in zip(found, wanted, strict=False):
             assert a is not None
             torch.testing.assert_close(movable(a), movable(b), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_heads_are_normalised_on_the_way(dtype: torch.dtype, turned: bool) -> None:
+    """As by a norm of its own before, but for the order in which squares are added."""
+    model = torch.float32 if dtype == torch.int8 else dtype
+    draw = torch.Generator().manual_seed(2)
+    shape = (TOKENS, HEADS + 2 * KV_HEADS, DIM)
+    qkv = (torch.randn(shape, generator=draw) * 3).to(device(), model)
+    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    weights = [(torch.rand(DIM, generator=draw) + 0.5).to(device(), model) for _ in range(2)]
+    rotation = angles_of_tokens() if turned else None
+    normed = [
+        REFERENCE.rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), weights, strict=True)
+    ]
+    plain_q, plain_k = normed if rotation is None else REFERENCE.rotary(*normed, rotation)
+    (keys, key_scales), (values, value_scales) = empty_cache(dtype), empty_cache(dtype)
+    scales = None
+    if key_scales is not None and value_scales is not None:
+        scales = key_scales, value_scales
+    expected_v = stored_plainly(v, dtype)[0]
+    found = rotate_and_store(
+        q, k, v, rotation, (keys, values), scales, SLOTS.to(device()), (*weights, 1e-5)
+    )
+    rounding = 4 * torch.finfo(model).eps
+    torch.testing.assert_close(found, plain_q, rtol=rounding, atol=rounding)
+    stored = stored_plainly(plain_k, dtype)[0]
+    step = 1 if dtype == torch.int8 else rounding  # a code may be the next one
+    torch.testing.assert_close(keys, stored, rtol=rounding, atol=step)
+    assert not torch.equal(keys.float(), torch.zeros_like(keys).float())
+    torch.testing.assert_close(values, expected_v, rtol=0, atol=0)  # v is not normalised

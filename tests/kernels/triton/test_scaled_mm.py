@@ -3,7 +3,7 @@ for and multiplies in fp32; and x as it is rounded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from kvik.kernels.triton.scaled_mm import Library, product, scaled_mm
 from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight
 
-CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -78,7 +77,8 @@ def weight_of(outputs: int, group: int, activations: Fp8Activations, square: boo
 
 
 def with_library(stand_in: StandIn) -> Matrices:
-    return Matrices(CPU, Library(tensor_cores=False, rows=True, blocks=True, multiply=stand_in))
+    library = Library(tensor_cores=False, rows=True, blocks=True, multiply=stand_in)
+    return Matrices(device(), library)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_many_tokens_go_to_the_library(
     g = torch.Generator().manual_seed(1)
     bias, x = torch.randn(270, generator=g), torch.randn(66, 300, generator=g).bfloat16()
     known = filled_matrix(REFERENCE, weight, bias, activation, torch.bfloat16)
-    matrix = matrices.matrix(known.spec)
+    matrix = matrices.matrix(replace(known.spec, device=device()))
     for first, last in ((100, 270), (0, 100)):
         matrices.pack_rows(matrix, first, weight.rows(slice(first, last)))
     assert matrix.bias is not None
     matrix.bias.copy_(bias)
     residual = torch.randn(66, known.spec.outputs, generator=g).bfloat16()
-    found = matrices.linear(x, matrix, residual)
+    found = matrices.linear(x.to(device()), matrix, residual.to(device())).cpu()
     torch.testing.assert_close(found, REFERENCE.linear(x, known, residual), rtol=1.6e-2, atol=6e-2)
     assert stand_in.called == by
 
@@ -123,11 +123,12 @@ def test_what_the_library_does_not_do(tokens: int, dtype: torch.dtype) -> None:
     matrices = with_library(stand_in)
     weight = weight_of(20, 0, "token", False)
     known = filled_matrix(REFERENCE, weight, None, None, dtype)
-    matrix = matrices.matrix(known.spec)
+    matrix = matrices.matrix(replace(known.spec, device=device()))
     matrices.pack_rows(matrix, 0, weight)
     x = torch.randn(tokens, 300, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = REFERENCE.linear(x, known, None)
-    torch.testing.assert_close(matrices.linear(x, matrix, None), expected, rtol=1.6e-2, atol=3e-2)
+    found = matrices.linear(x.to(device()), matrix, None).cpu()
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=3e-2)
     assert not stand_in.called
 
 

@@ -2,193 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
-from helpers.paged_model import PagedModel
-from torch import Tensor
+from helpers.draft_world import (
+    BLOCK,
+    CPU,
+    GREEDY,
+    LENGTH,
+    TEXT,
+    VOCAB,
+    World,
+    assert_stored,
+    continuation,
+    plain_model,
+)
 
-from kvik.config.model_spec import ModelSpec
-from kvik.core.plan import NewRequest
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.nn.kv_formats import allocate_apart
-from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.draft_model import DraftModel
-from kvik.worker.drafters.draft_network import DraftNetwork
-from kvik.worker.graphs import Eager, Network, StepOutput
-from kvik.worker.input_batch import InputBatch
-from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.step_inputs import FreshInputs
-from kvik.worker.vocabulary import Vocabulary
-
-CPU = torch.device("cpu")
-SLOTS, LENGTH, BLOCK, BLOCKS, VOCAB = 4, 48, 4, 64, 40
-SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "use_sliding_window": True,  # a second KV group, with the same blocks
-        "sliding_window": 6,
-        "max_window_layers": 2,
-    }
-)
-GREEDY = SamplingParams(temperature=0.0)
-TEXT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 60)]
-
-
-def plain_model() -> PagedModel:
-    """With an empty cache."""
-    return PagedModel(None, spec=SPEC, block_size=BLOCK, num_blocks=BLOCKS, seed=3)
-
-
-@cache
-def loaded() -> Network:
-    model = plain_model()
-    kv = allocate_apart(model.groups, BLOCKS, BLOCK, torch.float32, CPU)
-    return Network(model.model, REFERENCE, model.backend, model.groups, kv)
-
-
-def continuation(tokens: Sequence[int], count: int) -> list[int]:
-    """By a plain greedy run."""
-    model, found = plain_model(), list(tokens)
-    logits = model.step({0: found})[0]
-    for _ in range(count):
-        found.append(int(logits[-1].argmax()))
-        logits = model.step({0: found[-1:]})[0]
-    return found[len(tokens) :]
-
-
-class Watched:
-    """Runs the model, and notes which token of which slot was computed at which position."""
-
-    def __init__(self, network: Network) -> None:
-        self.eager = Eager(network)
-        self.computed: list[tuple[int, int, int]] = []
-        self.sizes: list[int] = []
-        self.broken = 0  # forwards to go until one fails
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self, batch: InputBatch) -> StepOutput:
-        if self.broken:
-            self.broken -= 1
-            if not self.broken:
-                raise RuntimeError("the model broke")
-        owners = np.repeat(batch.slots, np.diff(batch.starts)).tolist()
-        rows = zip(owners, batch.positions.tolist(), batch.input_ids.tolist(), strict=True)
-        self.computed += rows
-        self.sizes.append(len(batch.input_ids))
-        return self.eager.run(batch)
-
-
-class World:
-    """Plays scheduler and target to a draft model."""
-
-    def __init__(self, *, max_tokens: int = 64, max_context: int = 64, room: int = 1 << 30) -> None:
-        network = loaded()
-        for layer in network.kv:
-            for tensor in layer.tensors:
-                tensor.fill_(torch.nan)  # nothing is read that was not computed
-        self.graph = Watched(network)
-        self.table = RequestTable(SLOTS, LENGTH, 2, BLOCK)
-        self.sampling = SamplingTable(SLOTS, VOCAB, CPU)
-        draft = DraftNetwork(
-            self.graph,
-            FreshInputs(CPU),
-            Vocabulary(VOCAB, VOCAB, None, CPU),
-            self.table.view(1, len(network.groups)),  # not the target's first group
-            max_tokens,
-            max_context,
-        )
-        self.drafter = DraftModel(draft, Sampler(REFERENCE), self.sampling, BLOCKS, room)
-
-    def enter(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        blocks: Sequence[int],
-        cached: int = 0,
-        params: SamplingParams = GREEDY,
-    ) -> None:
-        new = NewRequest(
-            slot=slot,
-            token_ids=list(tokens),
-            num_prompt_tokens=len(tokens),
-            num_computed_tokens=cached,
-            block_ids=[[0] * len(blocks), list(blocks)],
-            params=params,
-            stop_ids=frozenset(),
-            seed=slot,
-        )
-        self.table.add(new)
-        self.sampling.set(slot, params, new.seed, new.token_ids, [], frozenset())
-        self.drafter.enter(slot)
-
-    def deliver(self, slot: int, *tokens: int) -> None:
-        """The target's answer."""
-        rows = np.full(len(tokens), slot)
-        self.table.append_runs(np.array([slot]), np.array([len(tokens)]), np.array(tokens))
-        self.sampling.append(rows, np.array(tokens))
-
-    def propose(self, limits: dict[int, int]) -> Drafts:
-        slots = np.array(list(limits), np.int64)
-        self.graph.computed.clear()
-        self.graph.sizes.clear()
-        most = np.array(list(limits.values()), np.int64)
-        rows = DraftRows(slots, most, torch.empty(len(slots), 0), self.sampling.certain(slots))
-        found = self.drafter.propose(rows)
-        assert len(set(self.graph.computed)) == len(self.graph.computed), "computed twice"
-        return found
-
-    def drafts(self, limits: dict[int, int]) -> list[list[int]]:
-        return self.propose(limits).token_ids
-
-    def positions(self, slot: int) -> list[int]:
-        """That the last proposal computed."""
-        return [position for owner, position, _ in self.graph.computed if owner == slot]
-
-    def known(self, slot: int) -> list[int]:
-        return self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
-
-    def stored(self, slot: int, count: int) -> list[Tensor]:
-        """K and V of a slot's first tokens, layer after layer."""
-        places = np.arange(count)
-        blocks = torch.from_numpy(self.table.block_tables[1][slot, places // BLOCK]).long()
-        at = (blocks, torch.from_numpy(places % BLOCK))
-        return [tensor[at] for layer in loaded().kv for tensor in layer.tensors]
-
-
-def expected_stored(tokens: Sequence[int]) -> list[Tensor]:
-    model = plain_model()
-    model.step({0: list(tokens)})
-    found = []
-    for group, layers in enumerate(model.groups):
-        table = torch.tensor(model._tables[0][group])
-        places = torch.arange(len(tokens))
-        for layer in layers.layers:
-            kv = model.kv[layer]
-            found += [(layer, i, t[table[places // BLOCK], places % BLOCK])
-                      for i, t in enumerate(kv.tensors)]  # fmt: skip
-    return [tensor for _, _, tensor in sorted(found, key=lambda item: item[:2])]
-
-
-def assert_stored(world: World, slot: int, count: int) -> None:
-    expected = expected_stored(world.known(slot)[:count])
-    for found, wanted in zip(world.stored(slot, count), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_drafts_are_what_the_model_would_say() -> None:
@@ -408,6 +241,21 @@ def test_a_forward_that_fails_leaves_nothing_behind(forwards: int) -> None:
     world.deliver(1, 8)
     found = world.drafts({0: 4, 1: 3})
     assert found == [continuation(world.known(slot), most) for slot, most in ((0, 4), (1, 3))]
+
+
+def test_drafts_count_once() -> None:
+    """Those that turned out right count although the forward after them fails; and not again where
+    the same words follow."""
+    world = World()
+    world.enter(0, TEXT[:6], [3, 1, 2, 7, 9])
+    (drafts,) = world.drafts({0: 4})
+    world.deliver(0, *drafts[:3], drafts[0])
+    world.graph.broken = 1
+    with pytest.raises(RuntimeError, match="broke"):
+        world.propose({0: 4})
+    world.deliver(0, *drafts[1:3], 5)
+    assert world.drafts({0: 2}) == [continuation(world.known(0), 2)]
+    assert world.positions(0) == [9, 10, 11, 12, 13]
 
 
 def test_rules_see_the_drafts_before() -> None:

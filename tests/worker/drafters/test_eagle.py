@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.captured import Again
 from torch import Tensor
 
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.request_table import RequestTable
+from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction
 
 VOCAB = 50
 TREES = [
@@ -60,20 +62,30 @@ def test_no_position_lies_behind_the_longest_text():
     table.num_tokens[0] = 7
     drafter = EagleDrafter(Noting(), table, DraftTree.chain(4))
     hidden = torch.zeros(1, 1, dtype=torch.float64)
-    rows = DraftRows(np.zeros(1, np.int64), np.array([1]), hidden, np.ones(1, np.bool_))
+    rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden, np.ones(1, np.bool_))
     assert len(drafter.propose(rows).token_ids[0]) == 1
     assert places == [6, 7, 7, 7]
 
 
+def captured(function: RowFunction) -> CapturedRows:
+    like = (torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
+    graph = CapturedRows(function, (*like, like[1]), (4,), Again(), lambda: 0.0)
+    assert not graph.rest()
+    return graph
+
+
+@pytest.mark.parametrize("rows", [EagerRows, captured])
 @pytest.mark.parametrize("tree", TREES)
-def test_each_node_follows_its_path(tree):
+def test_each_node_follows_its_path(tree, rows):
     table = RequestTable(3, 32, 1, 16)
     for slot, tokens in ((0, [5, 9, 11]), (2, [8, 2, 3, 44, 17])):
         table.token_ids[slot, : len(tokens)] = tokens
         table.num_tokens[slot] = len(tokens)
     drafter = EagleDrafter(Counting(), table, tree)
+    drafter._rows = rows(drafter._grow)
     hidden = torch.tensor([[4.0], [21.0]], dtype=torch.float64)
     limits = np.array([tree.drafts, 3])
-    found = drafter.propose(DraftRows(np.array([2, 0]), limits, hidden, np.ones(2, np.bool_)))
+    some = DraftRows(np.array([2, 0]), limits, lambda: hidden, np.ones(2, np.bool_))
+    found = drafter.propose(some)
     assert found.tree is tree
     assert found.token_ids == [expected(tree, 17, 4, 4.0), expected(tree, 11, 2, 21.0)[:3]]

@@ -15,7 +15,7 @@ TREE = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))
 
 def rows(hidden: torch.Tensor, *limits: int) -> DraftRows:
     count = len(limits)
-    return DraftRows(np.arange(count), np.array(limits), hidden, np.ones(count, np.bool_))
+    return DraftRows(np.arange(count), np.array(limits), lambda: hidden, np.ones(count, np.bool_))
 
 
 def heads(hidden: torch.Tensor) -> torch.Tensor:

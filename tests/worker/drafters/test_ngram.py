@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.ngram import NgramDrafter, continued, latest_matches
+from kvik.worker.drafters.ngram import NgramDrafter, continued, latest_match
 from kvik.worker.request_table import RequestTable
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -20,43 +20,30 @@ def slow_match(text: list[int], shortest: int, longest: int) -> int:
     return 0
 
 
-def table_of(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The texts in a table, backwards, with something else behind them."""
-    texts = np.full((len(rows), 64), 1, np.int32)
-    slots = np.arange(len(rows))[::-1].copy()
-    for slot, text in zip(slots.tolist(), rows, strict=True):
-        texts[slot, : len(text)] = text
-    return texts, slots, np.array([len(text) for text in rows])
-
-
 @settings(max_examples=500)
-@given(st.lists(texts, min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 4))
+@given(texts, st.integers(1, 4), st.integers(0, 4))
 def test_the_longest_match_is_found_and_of_those_the_latest(
-    rows: list[list[int]], shortest: int, more: int
+    text: list[int], shortest: int, more: int
 ) -> None:
-    expected = [slow_match(text, shortest, shortest + more) for text in rows]
-    assert latest_matches(*table_of(rows), shortest, shortest + more).tolist() == expected
+    expected = slow_match(text, shortest, shortest + more)
+    assert latest_match(np.array(text, np.int32), shortest, shortest + more) == expected
 
 
 def test_a_match_goes_on_as_it_did() -> None:
-    table = table_of([[5, 1, 2, 3, 4, 9, 1, 2]])
-    ends = latest_matches(*table, 1, 4)
-    assert ends.tolist() == [3]
-    assert continued(*table, ends, 3).tolist() == [[3, 4, 9]]
+    text = np.array([5, 1, 2, 3, 4, 9, 1, 2])
+    assert latest_match(text, 1, 4) == 3
+    assert continued(text, 3, 3) == [3, 4, 9]
 
 
-@given(st.lists(texts, min_size=1, max_size=3), st.data(), st.integers(1, 20))
+@given(texts, st.data(), st.integers(1, 20))
 def test_at_its_end_a_text_goes_on_with_what_was_just_written(
-    rows: list[list[int]], data: st.DataObject, count: int
+    text: list[int], data: st.DataObject, count: int
 ) -> None:
-    starts = [data.draw(st.integers(0, len(text) - 1)) for text in rows]
-    expected = []
-    for text, start in zip(rows, starts, strict=True):
-        written = list(text)
-        for i in range(count):
-            written.append(written[start + i])
-        expected.append(written[len(text) :])
-    assert continued(*table_of(rows), np.array(starts), count).tolist() == expected
+    start = data.draw(st.integers(0, len(text) - 1))
+    written = list(text)
+    for i in range(count):
+        written.append(written[start + i])
+    assert continued(np.array(text), start, count) == written[len(text) :]
 
 
 def test_each_row_is_looked_up_in_its_own_text() -> None:
@@ -69,7 +56,7 @@ def test_each_row_is_looked_up_in_its_own_text() -> None:
     for slot in (0, 1, 3):
         drafter.enter(slot)
     slots = np.array([3, 0, 1])
-    rows = DraftRows(slots, np.array([4, 2, 5]), torch.zeros(3, 1), np.ones(3, np.bool_))
+    rows = DraftRows(slots, np.array([4, 2, 5]), lambda: torch.zeros(3, 1), np.ones(3, np.bool_))
     drafts = drafter.propose(rows)
     assert drafts.token_ids == [[2, 2, 2, 2], [3, 1], []]
     assert drafts.tree is None and drafts.probs is None

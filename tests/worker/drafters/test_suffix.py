@@ -27,7 +27,7 @@ def write(table: RequestTable, slot: int, text: list[int]) -> None:
 def proposed(drafter: SuffixDrafter, slots: list[int], limit: int = 8) -> list[list[int]]:
     n = len(slots)
     limits = np.full(n, limit)
-    rows = DraftRows(np.array(slots), limits, torch.zeros(n, 1), np.ones(n, np.bool_))
+    rows = DraftRows(np.array(slots), limits, lambda: torch.zeros(n, 1), np.ones(n, np.bool_))
     return drafter.propose(rows).token_ids
 
 

@@ -157,7 +157,8 @@ def bytes_linear(
 
 def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     """x [tokens, inputs] times values [rows, inputs] of the same dtype, by cuBLAS, which sums in
-    fp32. Floor: few tokens, the bytes of the values; many, 2 * tokens * rows * inputs FLOPs."""
+    fp32; but where it splits the inputs, torch allows it to add the parts in the dtype. Floor: few
+    tokens, the bytes of the values; many, 2 * tokens * rows * inputs FLOPs."""
     spec, bias = matrix.spec, matrix.bias
     if spec.activation is None:
         if residual is not None and bias is None and spec.out_dtype == x.dtype == residual.dtype:

@@ -155,11 +155,10 @@ class Matrices:
         x_group = kind.group if kind.activations == "group" else 0
         filled = packed.values.shape[1]
         many = len(x) > FEW[-1].tokens and spec.out_dtype == torch.bfloat16
-        equal = packed.squares is not None and bool(packed.squares.equal.all())
         if many and library.rows and not kind.group:
             codes, x_scales = round_tokens(x, filled, 0, True, packed.input_scale)
             z = product(codes, x_scales, packed.values, packed.scales, library.multiply)
-        elif many and library.blocks and packed.squares is not None and equal:
+        elif many and library.blocks and packed.squares is not None and packed.squares.everywhere:
             missing = -len(x) % TOKEN_STEP
             padded = F.pad(x, (0, 0, 0, missing)) if missing else x
             codes, x_scales = round_tokens(padded, filled, x_group, True, None)

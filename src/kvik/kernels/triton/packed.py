@@ -54,22 +54,29 @@ TILE_WORDS = 16  # of an output
 LEAST_GROUP = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Squares:
     """Attributes:
-    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of a row in each block.
-    equal: [rows / 128] bool, on the CPU: whether all rows of a block have these scales.
+    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of the first row in each block.
+    equal: of each block, whether all of its rows have these scales.
+    everywhere: whether they have in all blocks. Known on the host, as it decides what multiplies.
     """
 
     scales: Tensor
-    equal: Tensor
+    equal: list[bool]
+    everywhere: bool = False
 
     def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:
         """After rows first..last of the matrix were filled: row_scales [groups, filled rows]."""
-        for block in range(first // ROW_STEP, ceil_div(last, ROW_STEP)):
-            of_rows = row_scales[:, block * ROW_STEP : min(rows, (block + 1) * ROW_STEP)]
-            self.scales[block, : len(of_rows)] = of_rows[:, 0]
-            self.equal[block] = bool((of_rows == of_rows[:, :1]).all())
+        begin, end = first // ROW_STEP, ceil_div(last, ROW_STEP)
+        of_rows = row_scales[:, begin * ROW_STEP : min(rows, end * ROW_STEP)]
+        firsts = of_rows[:, ::ROW_STEP]  # [groups, blocks]
+        self.scales[begin:end, : len(firsts)] = firsts.t()
+        alike = of_rows == firsts.repeat_interleave(ROW_STEP, 1)[:, : of_rows.shape[1]]
+        missing = (end - begin) * ROW_STEP - of_rows.shape[1]
+        whole = torch.nn.functional.pad(alike.all(0), (0, missing), value=True)
+        self.equal[begin:end] = whole.view(-1, ROW_STEP).all(1).tolist()
+        self.everywhere = all(self.equal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +284,7 @@ def squares_of(spec: MatrixSpec) -> Squares | None:
     blocks = ceil_div(spec.rows, ROW_STEP)
     shape = (blocks, _up(ceil_div(spec.inputs, STEP), 4))
     scales = torch.zeros(shape, dtype=torch.float32, device=spec.device)
-    return Squares(scales, torch.zeros(blocks, dtype=torch.bool))
+    return Squares(scales, [False] * blocks)
 
 
 def arrivals_of(spec: MatrixSpec) -> Tensor:

@@ -1,9 +1,9 @@
-"""Rotary positions, and K and V on their way into the cache, in one launch.
+"""Norms of heads, rotary positions, and K and V on their way into the cache, in one launch.
 
 Floor: memory. Of each token q is read and written in place, k and v are read once and written to
-the cache once, rotated and rounded on the way; k is written nowhere else, as attention reads it
-from the cache. A program takes a tile of heads of q, of k or of v of one token, about 1024 numbers,
-so that a single token also keeps several SMs busy. At one token the launch is the time.
+the cache once, normalised, rotated and rounded on the way; k is written nowhere else, as attention
+reads it from the cache. A program takes a tile of heads of q, of k or of v of one token, about 1024
+numbers, so that a single token also keeps several SMs busy. At one token the launch is the time.
 """
 
 from __future__ import annotations
@@ -46,20 +46,40 @@ def _halves(x, head, heads, at, inside, DIM: tl.constexpr):
 
 
 @triton.jit
-def _turn_in_place(x, rotation, head, heads, at, inside, DIM: tl.constexpr):
+def _normalised(low, high, weight, eps, at, inside, DIM: tl.constexpr, dtype: tl.constexpr):
+    """Each head by its root mean square, then by the weight [DIM]; rounded as if it had been
+    written. low, high: 0 behind the end of a half."""
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+    first = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    second = tl.load(weight + DIM // 2 + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    low, high = low * scale * first, high * scale * second
+    return low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _change_in_place(
+    x, weight, eps, rotation, head, heads, at, inside,
+    DIM: tl.constexpr, TURNED: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
     offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
-    low, high = _turn(low, high, rotation, at, inside, DIM)
+    if NORMED:
+        low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
+    if TURNED:
+        low, high = _turn(low, high, rotation, at, inside, DIM)
     tl.store(x + offset, low.to(x.dtype.element_ty), mask=mask)
     tl.store(x + offset + DIM // 2, high.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _keep(
-    x, rotation, cache, scales, slot, head, heads, at, inside,
-    DIM: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, KIND: tl.constexpr,
+    x, weight, eps, rotation, cache, scales, slot, head, heads, at, inside,
+    DIM: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, NORMED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Heads of k or v of one token into the cache at position `slot`."""
     offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
+    if NORMED:
+        low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
     if TURNED:
         low, high = _turn(low, high, rotation, at, inside, DIM)
         low = low.to(x.dtype.element_ty).to(tl.float32)  # as if it had been written
@@ -109,20 +129,22 @@ def rotary_kernel(
     rotation += token * DIM
     if tile < q_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
-        _turn_in_place(q + token * q_stride, rotation, head, heads, at, inside, DIM)
+        x = q + token * q_stride
+        _change_in_place(x, None, 0.0, rotation, head, heads, at, inside, DIM, True, False)
     else:
         head = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
-        _turn_in_place(k + token * k_stride, rotation, head, kv_heads, at, inside, DIM)
+        x = k + token * k_stride
+        _change_in_place(x, None, 0.0, rotation, head, kv_heads, at, inside, DIM, True, False)
 
 
 @triton.jit
 def store_kernel(
-    q, k, v, rotation, k_cache, v_cache, k_scales, v_scales, slots,
-    q_stride, k_stride, v_stride, heads, kv_heads,
+    q, k, v, q_weight, k_weight, rotation, k_cache, v_cache, k_scales, v_scales, slots,
+    q_stride, k_stride, v_stride, heads, kv_heads, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr,
-    KIND: tl.constexpr,
+    NORMED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """grid [tokens, tiles of q (where it is turned), then of k, then of v]"""
+    """grid [tokens, tiles of q (where it is changed), then of k, then of v]"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -131,22 +153,26 @@ def store_kernel(
     kv_tiles = tl.cdiv(kv_heads, HEADS)
     if TURNED:
         rotation += token * DIM
+    if TURNED or NORMED:
         tile -= tl.cdiv(heads, HEADS)
     if tile < 0:
-        if TURNED:  # else there is no such tile
+        if TURNED or NORMED:  # else there is no such tile
             head = (tile + tl.cdiv(heads, HEADS)) * HEADS + tl.arange(0, HEADS)
-            _turn_in_place(q + token * q_stride, rotation, head, heads, at, inside, DIM)
+            _change_in_place(
+                q + token * q_stride, q_weight, eps, rotation, head, heads, at, inside,
+                DIM, TURNED, NORMED,
+            )  # fmt: skip
     elif tile < kv_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         _keep(
-            k + token * k_stride, rotation, k_cache, k_scales, slot, head, kv_heads, at, inside,
-            DIM, HALF, TURNED, KIND,
+            k + token * k_stride, k_weight, eps, rotation, k_cache, k_scales, slot, head, kv_heads,
+            at, inside, DIM, HALF, TURNED, NORMED, KIND,
         )  # fmt: skip
     else:
         head = (tile - kv_tiles) * HEADS + tl.arange(0, HEADS)
         _keep(
-            v + token * v_stride, rotation, v_cache, v_scales, slot, head, kv_heads, at, inside,
-            DIM, HALF, False, KIND,
+            v + token * v_stride, None, eps, rotation, v_cache, v_scales, slot, head, kv_heads,
+            at, inside, DIM, HALF, False, False, KIND,
         )  # fmt: skip
 
 
@@ -170,20 +196,22 @@ def rotate_and_store(
     caches: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor] | None,
     slots: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Turn q and k, and write k and v to the cache, rounded as it holds them.
+    """Normalise and turn q and k, and write k and v to the cache, rounded as it holds them.
 
     Args:
         q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]: head_dim is even. q is
-            overwritten; k is not, as only the cache gets what was turned.
+            overwritten; k is not, as only the cache gets what was changed.
         rotation: [tokens, head_dim] fp32, cosines, then sines; None: nothing is turned.
         caches: of k and v, [blocks, block_size, kv_heads, head_dim], in four bits
             [..., head_dim / 2], contiguous. In four bits head_dim is a multiple of 4.
         scales: of both, [blocks, block_size, kv_heads], where caches are rounded.
         slots: [tokens] int64, the position of each token; -1: it is stored nowhere.
+        norms: of the heads of q and k: both weights [head_dim], and eps (`Ops.rms_norm`).
 
     Returns:
-        q, turned.
+        q, normalised and turned.
     """
     q, k, v = _with_whole_heads(q), _with_whole_heads(k), _with_whole_heads(v)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
@@ -192,11 +220,14 @@ def rotate_and_store(
     k_cache, v_cache = (c.view(torch.uint8) if kind == "fp8" else c for c in caches)
     # of the bits of scales; where there are none, nothing is written there
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
-    turned = rotation is not None
-    tiles = (ceil_div(heads, tile) if turned else 0) + 2 * ceil_div(kv_heads, tile)
+    turned, normed = rotation is not None, norms is not None
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    tiles = (ceil_div(heads, tile) if turned or normed else 0) + 2 * ceil_div(kv_heads, tile)
     store_kernel[tokens, tiles](
-        q, k, v, q if rotation is None else rotation, k_cache, v_cache, k_scales, v_scales, slots,
-        q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, dim, half, tile, turned, kind,
+        q, k, v, q_weight, k_weight, q if rotation is None else rotation,
+        k_cache, v_cache, k_scales, v_scales, slots,
+        q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, eps,
+        dim, half, tile, turned, normed, kind,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q
@@ -224,13 +255,17 @@ _TYPES = {
 }
 
 
-def _stored(kind: Kind, cache: str) -> Resources:
+def _stored(kind: Kind, cache: str, *, normed: bool = False) -> Resources:
     types = dict.fromkeys(("q", "k", "v"), "*bf16")
     types |= {"rotation": "*fp32", "k_cache": cache, "v_cache": cache, "slots": "*i64"}
     types |= {"k_scales": "*i16", "v_scales": "*i16"}
-    constants = {"DIM": 128, "HALF": 64, "HEADS": 8, "TURNED": True, "KIND": kind}
+    types |= {"q_weight": "*bf16", "k_weight": "*bf16", "eps": "fp32"}
+    constants: dict[str, object] = {"DIM": 128, "HALF": 64, "HEADS": 8, "KIND": kind}
+    constants |= {"TURNED": True, "NORMED": normed}
+    constants |= {} if normed else {"q_weight": None, "k_weight": None}
+    what = f"8 heads of 128, {'normed, ' * normed}bf16 to {kind}"
     return Resources(
-        store_kernel, f"8 heads of 128, bf16 to {kind}", types | _TYPES, constants,
+        store_kernel, what, types | _TYPES, constants,
         num_warps=2, aligned=_STRIDES, fused_products=False, max_registers=128,
     )  # fmt: skip
 
@@ -247,6 +282,7 @@ RESOURCES = (
         max_registers=96,
     ),
     _stored("float", "*bf16"),
+    _stored("float", "*bf16", normed=True),
     _stored("fp8", "*u8"),
     _stored("int8", "*i8"),
     _stored("int4", "*u8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,15 +21,16 @@ class DraftRows:
     Attributes:
         slots: [rows] int64 on the host, no slot twice.
         limits: [rows] int64 on the host, most drafts for each; at least 1.
-        hidden: [rows, hidden] the model's last hidden state, normalised, at the token before the
-            newest one, which was sampled from it. Valid until the next step.
+        hidden: gives [rows, hidden], the model's last hidden state, normalised, at the token before
+            the newest one, which was sampled from it. Valid until the next step. To be called by
+            drafters that read it alone: a lookup takes no longer than this does.
         certain: [rows] bool on the host: drafts of these rows must not be sampled, as the request
             is greedy or brought a seed.
     """
 
     slots: np.ndarray
     limits: np.ndarray
-    hidden: Tensor
+    hidden: Callable[[], Tensor]
     certain: np.ndarray
 
 

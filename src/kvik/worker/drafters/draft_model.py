@@ -9,20 +9,16 @@ budget, and drafts once it has. So the draft model computes nothing while it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.draft_network import Chain, DraftNetwork
+from kvik.worker.drafters.draft_network import DraftNetwork
 from kvik.worker.drafters.filled_blocks import FilledBlocks
-from kvik.worker.graphs import StepOutput
-from kvik.worker.noise import DRAFT, SAMPLE
-from kvik.worker.sampler import Guess, Sampler
-from kvik.worker.sampling_batch import NOTHING, SamplingBatch, Supposed
+from kvik.worker.drafters.guessing import Guessing
+from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
+
+NONE = -1  # no token
 
 
 class DraftModel:
@@ -34,107 +30,114 @@ class DraftModel:
         sampler: Sampler,
         sampling: SamplingTable,
         num_blocks: int,
+        most_drafts: int,
         room: int,
     ) -> None:
         """
         Args:
             sampling: of the target.
             num_blocks: of the target's pool.
+            most_drafts: of a request.
             room: bytes that sampling may take beside logits and probabilities.
         """
-        self._network = network
-        self._sampler = sampler
+        self.network = network
+        self.sampler = sampler
         self._sampling = sampling
         self._room = room
         self._table = network.table
         self._filled = FilledBlocks(network.table, num_blocks)
-        # Drafts by slot, of which there is K and V behind that of the known tokens.
-        self._ahead: dict[int, list[int]] = {}
+        # Drafts of each slot of which there is K and V behind that of the known tokens.
+        self._ahead = np.full((len(network.table.num_tokens), most_drafts + 1), NONE, np.int64)
+        self._depths = np.arange(most_drafts + 1)
 
     def enter(self, slot: int) -> None:
         self._filled.enter(slot)
         self._table.num_computed[slot] = 0
-        self._ahead.pop(slot, None)
+        self._ahead[slot] = NONE
 
     def leave(self, slot: int) -> None:
-        self._ahead.pop(slot, None)
+        self._filled.note(np.array([slot]))
+        self._ahead[slot] = NONE
 
     def propose(self, rows: DraftRows) -> Drafts:
-        network, slots = self._network, rows.slots
+        network, slots = self.network, rows.slots
         network.prepare()
         known = self._table.num_tokens[slots].astype(np.int64)
-        self._settle(slots.tolist(), known.tolist())
+        computed = self._settle(slots, known)
         # The last draft is not computed, so it may lie beyond what the model knows.
         limits = np.minimum(rows.limits, network.max_context + 1 - known)
-        missing, chunks = self._missing(slots, known, limits > 0)
-        counts = np.where((chunks == missing) & (chunks > 0), limits, 0)
-        going = np.flatnonzero(chunks)
+        missing, chunks = self._missing(slots, known, computed, limits > 0)
+        counts = limits * ((chunks == missing) & (chunks > 0))
+        going = (-counts).argsort(kind="stable")  # those with most drafts first
+        if not chunks.all():
+            going = going[chunks[going] > 0]
+        drafts: list[list[int]] = [[] for _ in range(len(slots))]
         if not len(going):
-            return Drafts([[] for _ in slots])
-        some, read, drafted = slots[going], chunks[going], counts[going]
-        self._filled.overwrite(
-            some, self._table.num_computed[some], read + np.maximum(drafted - 1, 0)
-        )
-        output: StepOutput | None = None
-        if len(some) < len(slots) or read.max() > 1:  # else the newest tokens begin the chain
-            output = network.read(some, read, drafted > 0)
-            self._filled.note(some)
-            if not drafted.any():
-                return Drafts([[] for _ in slots])
-        found, probs = self._draft(output, rows, known, counts)
-        if output is None:
-            self._table.num_computed[slots] = known
-            self._filled.note(slots)
-        drafts = [
-            of_row[:count] for of_row, count in zip(found.tolist(), counts.tolist(), strict=True)
-        ]
-        for slot, of_row in zip(slots.tolist(), drafts, strict=True):
-            self._ahead[slot] = of_row[:-1]
-        return Drafts(drafts, probs=probs)
+            return Drafts(drafts)
+        some, drafted = slots[going], counts[going]
+        forwards = network.forwards(some, computed[going], chunks[going], drafted)
+        self._filled.overwrite(forwards.blocks)
+        output = forwards.first()
+        most = int(drafted[0])
+        if not most:
+            return Drafts(drafts)
+        chosen = going[: np.count_nonzero(drafted)]
+        guessing = Guessing(self.sampler, self._sampling, rows, chosen, known, counts, self._room)
+        tokens = guessing.draft(0, *network.logits(output))
+        for depth in range(1, most):
+            output = forwards.follow(tokens)
+            tokens = guessing.draft(depth, *network.logits(output))
+        found, some, drafted = guessing.found, some[: len(chosen)], drafted[: len(chosen)]
+        for i, of_row, count in zip(chosen.tolist(), found.tolist(), drafted.tolist(), strict=True):
+            drafts[i] = of_row[:count]
+        found[np.arange(len(chosen)), drafted - 1] = NONE
+        self._ahead[some, :most] = found
+        return Drafts(drafts, probs=guessing.probs)
 
-    def _settle(self, slots: list[int], known: list[int]) -> None:
+    def _settle(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Drafts that turned out right need not be computed again.
 
         Args:
-            known: tokens of each slot.
-        """
-        table = self._table
-        for slot, end in zip(slots, known, strict=True):
-            ahead = self._ahead.pop(slot, None)
-            if ahead:
-                first = int(table.num_computed[slot])
-                # The newest token is computed anyway: its logits are wanted.
-                actual = table.token_ids[slot, first : end - 1].tolist()
-                pairs = enumerate(zip(ahead, actual, strict=False))
-                right = min(len(ahead), len(actual))
-                table.num_computed[slot] += next((i for i, (a, b) in pairs if a != b), right)
+            slots, known: [rows], tokens of each.
 
-    def _newest(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        tokens: np.ndarray = self._table.token_ids[slots, known - 1].astype(np.int64)
-        return tokens
+        Returns:
+            [rows] int64, how many of them are computed.
+        """
+        table, ahead = self._table, self._ahead[slots]
+        first = table.num_computed[slots].astype(np.int64)
+        # In the flattened table, where what lies beyond the end of a row is not counted below.
+        places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
+        right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
+        # The newest token is computed anyway: its logits are wanted.
+        computed = np.minimum(first + right, known - 1)
+        table.num_computed[slots] = computed
+        self._ahead[slots] = NONE
+        return computed
 
     def _missing(
-        self, slots: np.ndarray, known: np.ndarray, wanted: np.ndarray
+        self, slots: np.ndarray, known: np.ndarray, computed: np.ndarray, wanted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """
         Args:
-            known: [rows], tokens of each. wanted: [rows] bool, who wants drafts.
+            known, computed: [rows], tokens of each; what is found to be computed is added to the
+                latter.
+            wanted: [rows] bool, who wants drafts.
 
         Returns:
             [rows] tokens of those that are not computed, and how many of them the next forward may
             compute.
         """
-        table = self._table
-        missing = np.where(wanted, known - table.num_computed[slots], 0)
+        table, budget = self._table, self.network.max_tokens
+        missing = (known - computed) * wanted
+        if missing.max() <= table.block_size:  # as nearly always
+            return missing, _within(missing, budget)
         behind = np.flatnonzero(missing > table.block_size)
-        if not len(behind):
-            return missing, _within(missing, self._network.max_tokens)
-        for slot in slots[behind].tolist():
-            self._filled.find(slot)
-        missing[behind] = known[behind] - table.num_computed[slots[behind]]
+        self._filled.find(slots[behind])
+        computed[behind] = table.num_computed[slots[behind]]
+        missing[behind] = known[behind] - computed[behind]
         chunks = missing.copy()
         chunks[self._repeated(slots, behind)] = 0
-        return missing, _within(chunks, self._network.max_tokens)
+        return missing, _within(chunks, budget)
 
     def _repeated(self, slots: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """Which of the rows `behind` would compute a block that another of them computes already:
@@ -145,111 +148,6 @@ class DraftModel:
         furthest = np.argsort(-computed, kind="stable")
         _, first = np.unique(blocks[furthest], return_index=True)
         return np.delete(behind, furthest[first])
-
-    def _draft(
-        self, output: StepOutput | None, rows: DraftRows, known: np.ndarray, counts: np.ndarray
-    ) -> tuple[np.ndarray, Tensor | None]:
-        """Drafts, one after the other.
-
-        Args:
-            output: with logits after the newest token of the rows that get any; None: the newest
-                token, of every row, is all that is missing.
-            known, counts: [rows], tokens and drafts of each.
-
-        Returns:
-            [rows, depths] int64, and what they were drawn from, as `Drafts.probs`.
-        """
-        depths, shortest = int(counts.max()), 0
-        found = np.zeros((len(counts), depths), np.int64)
-        first = np.cumsum(counts) - counts
-        probs: Tensor | None = None
-        chain: Chain | None = None
-        guessing = _Guessing(self._sampler, self._sampling, rows, self._room)
-        going = np.flatnonzero(counts)
-        newest = self._newest(rows.slots[going], known[going])
-        for depth in range(depths):
-            if output is None or depth:
-                if chain is None or depth == shortest:  # some rows have their drafts
-                    left = counts[going] > depth
-                    going, newest = going[left], newest[left]
-                    shortest, places = int(counts[going].min()), known[going] + depth - 1
-                    chain = self._network.chain(rows.slots[going], places, shortest - depth)
-                output = chain.follow(newest)
-            logits, largest = self._network.logits(output)
-            guesses = guessing.draft(logits, largest, going, known + depth, found[:, :depth])
-            for some, guess in guesses:
-                found[some, depth] = tokens = guess.token_ids.cpu().numpy()
-                if guess.probs is not None:
-                    if probs is None:
-                        probs = guess.probs.new_zeros(int(counts.sum()), guess.probs.shape[1])
-                    at = torch.from_numpy(first[some] + depth).to(probs.device)
-                    probs.index_copy_(0, at, guess.probs)
-            newest = tokens if len(tokens) == len(going) else found[going, depth]
-        return found, probs
-
-
-class _Guessing:
-    """The next drafts of some rows.
-
-    A request that brought a seed draws its drafts with the very numbers that its tokens will be
-    drawn with: where the two models agree, so do the tokens.
-    """
-
-    def __init__(
-        self, sampler: Sampler, sampling: SamplingTable, rows: DraftRows, room: int
-    ) -> None:
-        self._sampler = sampler
-        self._sampling = sampling
-        self._slots = rows.slots
-        self._streams = np.where(rows.certain, SAMPLE, DRAFT)
-        self._at_once = sampling.rows_at_once(rows.slots, room, shares=True)
-        self._plain = sampling.plain(rows.slots)
-        self._reads_output = sampling.reads_output(rows.slots)
-
-    def draft(
-        self,
-        logits: Tensor,
-        largest: tuple[Tensor, Tensor] | None,
-        going: np.ndarray,
-        positions: np.ndarray,
-        before: np.ndarray,
-    ) -> Iterator[tuple[np.ndarray, Guess]]:
-        """A part of the rows at a time.
-
-        Args:
-            logits: [going, vocab]. largest: what `Ops.largest` says of them, if that is known.
-            going: numbers of these rows.
-            positions: [rows], where the draft will stand.
-            before: [rows, depth], drafts so far.
-        """
-        if len(going) <= self._at_once:
-            yield going, self._guess(logits, largest, going, positions, before)
-            return
-        for begin in range(0, len(going), self._at_once):
-            part = slice(begin, begin + self._at_once)
-            some = None if largest is None else (largest[0][part], largest[1][part])
-            rows = going[part]
-            yield rows, self._guess(logits[part], some, rows, positions, before)
-
-    def _guess(
-        self,
-        logits: Tensor,
-        largest: tuple[Tensor, Tensor] | None,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        before: np.ndarray,
-    ) -> Guess:
-        if self._plain:
-            return self._sampler.guess(logits, SamplingBatch(), largest)
-        supposed = NOTHING
-        if self._reads_output:
-            drafts = before[rows]
-            owners = np.repeat(np.arange(len(rows)), drafts.shape[1])
-            supposed = Supposed(owners, drafts.reshape(-1))
-        batch = self._sampling.batch(
-            self._slots[rows], positions[rows], supposed, stream=self._streams[rows]
-        )
-        return self._sampler.guess(logits, batch, largest)
 
 
 def _within(chunks: np.ndarray, budget: int) -> np.ndarray:

@@ -6,9 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
-from kvik.core.plan import SchedulerOutput
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.input_batch import InputBatch, build_input_batch
+from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import StepInputs
 from kvik.worker.vocabulary import Vocabulary
@@ -17,10 +16,12 @@ from kvik.worker.vocabulary import Vocabulary
 class DraftNetwork:
     """
     Attributes:
-        table: the target's tokens; computed are those that the draft model computed.
+        graph: runs its forwards.
         inputs: of its forwards.
+        table: the target's tokens; computed are those that the draft model computed.
         max_tokens: of one forward.
         max_context: positions that the model knows.
+        mappings, block_tables: names of the inputs of each KV group.
     """
 
     def __init__(
@@ -36,120 +37,181 @@ class DraftNetwork:
         Args:
             table: with the same block table for each KV group (`RequestTable.view`).
         """
+        self.graph = graph
+        self.inputs = inputs
         self.table = table
         self.max_tokens = max_tokens
         self.max_context = max_context
-        self._graph = graph
-        self.inputs = inputs
+        groups = range(len(table.block_tables))
+        self.mappings = [f"slot_mapping {group}" for group in groups]
+        self.block_tables = [f"block_table {group}" for group in groups]
         self._vocabulary = vocabulary
+        self._same = vocabulary.same
 
     def prepare(self) -> None:
         """Before the first forward of a step; see `Graph.prepare`."""
-        self._graph.prepare()
+        self.graph.prepare()
 
-    def read(self, slots: np.ndarray, chunks: np.ndarray, samples: np.ndarray) -> StepOutput:
-        """Compute the next tokens of some slots.
-
-        Args:
-            slots, chunks: [rows], how many of each. samples: [rows] bool, whose logits are wanted.
-
-        Returns:
-            Valid until the next forward, with a row of logits for each row that samples.
-        """
-        plan = SchedulerOutput(
-            step=0,
-            slots=slots.tolist(),
-            num_scheduled_tokens=chunks.tolist(),
-            num_draft_tokens=[0] * len(slots),
-            samples=samples.tolist(),
-        )
-        output = self.run(build_input_batch(plan, self.table, self.inputs))
-        self.table.num_computed[slots] += chunks.astype(np.int32)
-        return output
-
-    def chain(self, slots: np.ndarray, places: np.ndarray, depths: int) -> Chain:
-        """To compute tokens that the table need not know.
+    def forwards(
+        self, slots: np.ndarray, computed: np.ndarray, chunks: np.ndarray, drafts: np.ndarray
+    ) -> Forwards:
+        """Those of a proposal. None of them has run.
 
         Args:
-            slots, places: [rows] int64, of the first one of each. All places before have been
-                computed.
-            depths: how many of each at most; every slot has places for them.
+            slots: [rows] int64.
+            computed: [rows] int64, tokens of each that the model has computed.
+            chunks: [rows] int64, how many more the first forward computes; at least 1.
+            drafts: [rows] int64, descending, how many will be made of each. Every slot has places
+                for its drafts but the last, which is not computed.
         """
-        return Chain(self, slots, places, depths)
+        return Forwards(self, slots, computed, chunks, drafts)
 
     def logits(self, output: StepOutput) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """For the target's tokens, and what `Ops.largest` says of them if that is known."""
-        if self._vocabulary.same:
+        if self._same:
             return output.logits, (output.top, output.top_ids)
         return self._vocabulary.widened(output.logits), None
 
     def run(self, batch: InputBatch) -> StepOutput:
         """A forward over the target's tokens."""
+        self.inputs.send()
         self._vocabulary.narrow_(batch.input_ids)
-        return self._graph.run(batch)
+        return self.graph.run(batch)
 
 
-class Chain:
-    """One token of each of some slots after the other. What stays, and what goes on by one from
-    forward to forward, is laid out once."""
+class Forwards:
+    """First each slot catches up with its tokens, then it takes one draft after the other. What
+    stays, and what goes on by one from forward to forward, is laid out once for all of them.
+
+    Slots that get more drafts come first, so each forward has the first rows of the one before.
+
+    Attributes:
+        blocks: ids of all that they write to.
+    """
 
     def __init__(
-        self, network: DraftNetwork, slots: np.ndarray, places: np.ndarray, depths: int
+        self,
+        network: DraftNetwork,
+        slots: np.ndarray,
+        computed: np.ndarray,
+        chunks: np.ndarray,
+        drafts: np.ndarray,
     ) -> None:
-        """See `DraftNetwork.chain`."""
+        """See `DraftNetwork.forwards`."""
         self._network = network
         self._slots = slots
-        table, put, rows = network.table, network.inputs.put, len(slots)
+        table, count, size = network.table, len(slots), network.table.block_size
+        starts = np.zeros(count + 1, np.int64)
+        starts[1:] = chunks.cumsum()
+        total, ends = int(starts[-1]), computed + chunks
+        owners, places = slots, computed
+        if total > count:
+            owners = slots.repeat(chunks)
+            places = (computed - starts[:-1]).repeat(chunks) + np.arange(total)
+        self._starts, self._chunks, self._ends = starts, chunks, ends
+        self._tokens = table.token_ids[owners, places].astype(np.int64)
+
+        # How many rows get more than so many drafts, which is how many the forward before has.
+        most = int(drafts[0])
+        if drafts[-1] == most:  # as nearly always
+            self._rows = [count] * most
+            later = (ends + np.arange(most - 1)[:, None]).reshape(-1)
+        else:
+            self._rows = np.searchsorted(-drafts, -np.arange(most)).tolist()
+            later = np.concatenate(
+                [ends[:0], *[ends[:n] + i for i, n in enumerate(self._rows[1:])]]
+            )
+        places = np.concatenate((places, later))
+        owners = np.concatenate([owners, *[slots[:rows] for rows in self._rows[1:]]])
+        index, offsets = np.divmod(places, size)
         block_table = table.block_tables[0]  # of every group
-        self._places = places + np.arange(depths)[:, None]  # [depths, rows]
-        blocks, offsets = np.divmod(self._places, table.block_size)
-        self._mapping = block_table[slots, blocks].astype(np.int64) * table.block_size + offsets
-        self._lengths = (self._places + 1).astype(np.int32)
-        self._contexts = [tuple(lengths) for lengths in self._lengths.tolist()]
-        self._scheduled = (1,) * rows
-        self._starts = np.arange(rows + 1)
-        self._put_starts = put("query_start_loc", self._starts.astype(np.int32))
-        self._sampling_rows = self._starts[:-1]
-        self._every = put("logits_indices", self._sampling_rows)
-        known = block_table[slots, : int(blocks[-1].max()) + 1]
-        self._tables = [
-            (f"slot_mapping {i}", put(f"block_table {i}", known))
-            for i in range(len(table.block_tables))
-        ]
-        self._depth = 0
+        self.blocks: np.ndarray = block_table[owners, index]
+        self._places = places
+        self._mapping = self.blocks.astype(np.int64) * size + offsets
+        self._lengths = (places + 1).astype(np.int32)
+        self._reach: list[int] = (ends + np.maximum(drafts - 1, 0)).tolist()  # most keys of each
+        known = block_table[slots, : -(-max(self._reach) // size)]
+        put = network.inputs.put
+        self._tables = [put(name, known) for name in network.block_tables]
+        self._used = 0  # of the places
+        self._forwards = 0  # that have run
 
-    def follow(self, tokens: np.ndarray) -> StepOutput:
-        """The next forward.
-
-        Args:
-            tokens: [rows] int64.
+    def first(self) -> StepOutput:
+        """Catch up.
 
         Returns:
-            As `DraftNetwork.read`, with logits for each row.
+            Valid until the next forward, with a row of logits for each row that gets drafts.
         """
-        put, depth = self._network.inputs.put, self._depth
-        self._depth += 1
-        lengths, contexts = put("seq_lens", self._lengths[depth]), self._contexts[depth]
-        layouts = tuple(
-            StepLayout(
-                query_start_loc=self._put_starts,
-                seq_lens=lengths,
-                block_table=block_table,
-                slot_mapping=put(name, self._mapping[depth]),
-                num_scheduled=self._scheduled,
-                contexts=contexts,
-                block_size=self._network.table.block_size,
+        self._share_out(self._chunks, self._starts, self._rows[0] if self._rows else 0)
+        output = self._run(self._tokens, self._ends.astype(np.int32))
+        self._network.table.num_computed[self._slots] = self._ends
+        return output
+
+    def follow(self, tokens: np.ndarray) -> StepOutput:
+        """The next one.
+
+        Args:
+            tokens: [rows] int64, the drafts made last.
+
+        Returns:
+            As `first`, with a row for each row that gets another draft.
+        """
+        rows = self._rows[self._forwards]
+        if self._sizes != (rows, rows):
+            self._share_out(np.ones(rows, np.int64), np.arange(rows + 1), rows)
+        return self._run(tokens[:rows], self._lengths[self._used : self._used + rows])
+
+    def _share_out(self, chunks: np.ndarray, starts: np.ndarray, sampling: int) -> None:
+        """Whose the tokens of the next forwards are.
+
+        Args:
+            chunks: [rows], tokens of each. starts: [rows + 1]. sampling: so many, the first.
+        """
+        put, rows = self._network.inputs.put, len(chunks)
+        self._sizes = int(starts[-1]), rows  # tokens and rows
+        self._starts, self._sampling_rows = starts, np.arange(sampling)
+        self._scheduled = tuple(chunks.tolist())
+        self._put_starts = put("query_start_loc", starts.astype(np.int32))
+        self._indices = put("logits_indices", starts[1 : sampling + 1] - 1)
+        self._batch: InputBatch | None = None
+        if rows < len(self._slots):
+            self._slots = self._slots[:rows]
+            self._tables = [table[:rows] for table in self._tables]
+
+    def _run(self, tokens: np.ndarray, lengths: np.ndarray) -> StepOutput:
+        """
+        Args:
+            tokens: [tokens] int64. lengths: [rows] int32, keys of each row.
+        """
+        network, put = self._network, self._network.inputs.put
+        begin, self._used = self._used, self._used + len(tokens)
+        self._forwards += 1
+        ids = put("input_ids", tokens)
+        positions = put("positions", self._places[begin : self._used])
+        put_lengths, mapping = put("seq_lens", lengths), self._mapping[begin : self._used]
+        mappings = [put(name, mapping) for name in network.mappings]
+        if self._batch is None or not network.inputs.fixed:
+            # Tensors that show what is put later serve the forwards to come, if there is room.
+            contexts = self._reach[: len(lengths)] if network.inputs.fixed else lengths.tolist()
+            layouts = [
+                StepLayout(
+                    query_start_loc=self._put_starts,
+                    seq_lens=put_lengths,
+                    block_table=block_table,
+                    slot_mapping=slot_mapping,
+                    num_scheduled=self._scheduled,
+                    contexts=tuple(contexts),
+                    block_size=network.table.block_size,
+                )
+                for slot_mapping, block_table in zip(mappings, self._tables, strict=True)
+            ]
+            self._batch = InputBatch(
+                input_ids=ids,
+                positions=positions,
+                layouts=tuple(layouts),
+                slots=self._slots,
+                starts=self._starts,
+                sampling_rows=self._sampling_rows,
+                logits_indices=self._indices,
             )
-            for name, block_table in self._tables
-        )
-        batch = InputBatch(
-            input_ids=put("input_ids", tokens),
-            positions=put("positions", self._places[depth]),
-            layouts=layouts,
-            slots=self._slots,
-            starts=self._starts,
-            sampling_rows=self._sampling_rows,
-            logits_indices=self._every,
-        )
-        self._network.inputs.send()
-        return self._network.run(batch)
+        return network.run(self._batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.worker.copies import upload
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
+from kvik.worker.row_graphs import EagerRows, RowFunction, RowGraph
 
 
 class EagleNetwork(Protocol):
@@ -36,23 +39,47 @@ class _Level:
         nodes, parents: [nodes] int64; each parent's index among the nodes of the level before.
         children, owners, ranks: [children] int64, nodes of the tree, the index of each one's parent
             among `nodes`, and which of its candidates it is.
+        candidates: of each node, as far as ranks go.
     """
 
-    nodes: np.ndarray
-    parents: np.ndarray
-    children: np.ndarray
-    owners: np.ndarray
-    ranks: np.ndarray
+    nodes: Tensor
+    parents: Tensor
+    children: Tensor
+    owners: Tensor
+    ranks: Tensor
+    candidates: int
+
+    def on(self, device: torch.device) -> _Level:
+        """The same there."""
+        return _Level(
+            self.nodes.to(device),
+            self.parents.to(device),
+            self.children.to(device),
+            self.owners.to(device),
+            self.ranks.to(device),
+            self.candidates,
+        )
 
 
 class EagleDrafter:
     """Keeps nothing of a request."""
 
-    def __init__(self, network: EagleNetwork, table: RequestTable, tree: DraftTree) -> None:
+    def __init__(
+        self,
+        network: EagleNetwork,
+        table: RequestTable,
+        tree: DraftTree,
+        rows: Callable[[RowFunction], RowGraph] = EagerRows,
+    ) -> None:
+        """
+        Args:
+            rows: how a tree is grown.
+        """
         self.network = network
         self.table = table
         self.tree = tree
         self._levels = _levels(tree)
+        self._rows = rows(self._grow)
 
     def enter(self, slot: int) -> None:
         pass
@@ -61,46 +88,64 @@ class EagleDrafter:
         pass
 
     def propose(self, rows: DraftRows) -> Drafts:
-        slots, count = rows.slots, len(rows.slots)
+        slots = rows.slots
         newest = self.table.num_tokens[slots].astype(np.int64) - 1
-        tokens = np.empty((count, len(self.tree.parents)), np.int64)
-        tokens[:, 0] = self.table.token_ids[slots, newest]
+        tokens = self.table.token_ids[slots, newest].astype(np.int64)
+        hidden = rows.hidden()
+        inputs = (upload(array, hidden.device) for array in (tokens, newest))
+        drafts = self._rows.run(hidden, *inputs).cpu().tolist()
+        limits = rows.limits.tolist()
+        return Drafts([row[:limit] for row, limit in zip(drafts, limits, strict=True)], self.tree)
+
+    def _grow(self, hidden: Tensor, newest: Tensor, places: Tensor) -> Tensor:
+        """Trees, level by level.
+
+        Args:
+            hidden: [rows, hidden], at the token before the newest. newest, places: [rows] int64,
+                the newest tokens and their positions.
+
+        Returns:
+            [rows, drafts] int64.
+        """
+        count, device = len(newest), hidden.device
+        if self._levels[0].nodes.device != device:
+            self._levels = [level.on(device) for level in self._levels]
+        tokens = newest.new_zeros(count, len(self.tree.parents))
+        tokens[:, 0] = newest
         last = self.table.token_ids.shape[1] - 1  # nothing stands behind it
-        hidden = rows.hidden[:, None]  # [rows, nodes of a level, hidden]
-        device = hidden.device
+        hidden = hidden[:, None]  # [rows, nodes of a level, hidden]
         for depth, level in enumerate(self._levels):
             wide = len(level.nodes)
-            ids = torch.from_numpy(tokens[:, level.nodes]).to(device)
-            places = np.minimum(newest + depth, last)
-            positions = torch.from_numpy(np.repeat(places, wide)).to(device)
-            before = hidden[:, torch.from_numpy(level.parents).to(device)]
+            ids = tokens.index_select(1, level.nodes)
+            positions = (places + depth).clamp(max=last)[:, None].expand(count, wide)
+            before = hidden.index_select(1, level.parents)
             after = self.network.step(
-                self.network.embed(ids.flatten(), positions), before.flatten(0, 1)
+                self.network.embed(ids.flatten(), positions.flatten()), before.flatten(0, 1)
             )
-            ranks = int(level.ranks.max()) + 1
-            likely = torch.topk(self.network.logits(after), ranks, dim=-1).indices
-            found = likely.view(count, wide, ranks).cpu().numpy()
-            tokens[:, level.children] = found[:, level.owners, level.ranks]
+            likely = torch.topk(self.network.logits(after), level.candidates, dim=-1).indices
+            found = likely.view(count, wide, level.candidates)
+            tokens.index_copy_(1, level.children, found[:, level.owners, level.ranks])
             hidden = after.view(count, wide, -1)
-        limits = rows.limits.tolist()
-        drafts = tokens[:, 1:].tolist()
-        return Drafts([row[:limit] for row, limit in zip(drafts, limits, strict=True)], self.tree)
+        return tokens[:, 1:]
 
 
 def _levels(tree: DraftTree) -> list[_Level]:
     levels: list[_Level] = []
-    parents = np.array(tree.parents)
+    parents, ranks = np.array(tree.parents), np.array(tree.ranks, np.int64)
     before = np.zeros(1, np.int64)  # node 0 goes on from the model's own hidden state
     for depth in range(int(tree.depths.max())):
         children = np.flatnonzero(tree.depths == depth + 1)
         nodes = np.unique(parents[children])
         levels.append(
             _Level(
-                nodes=nodes,
-                parents=np.searchsorted(before, parents[nodes]) if depth else before,
-                children=children,
-                owners=np.searchsorted(nodes, parents[children]),
-                ranks=np.array(tree.ranks)[children],
+                nodes=torch.from_numpy(nodes),
+                parents=torch.from_numpy(
+                    np.searchsorted(before, parents[nodes]) if depth else before
+                ),
+                children=torch.from_numpy(children),
+                owners=torch.from_numpy(np.searchsorted(nodes, parents[children])),
+                ranks=torch.from_numpy(ranks[children]),
+                candidates=int(ranks[children].max()) + 1,
             )
         )
         before = nodes

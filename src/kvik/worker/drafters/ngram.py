@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
 
-_Ids = NDArray[np.int64]
-
 
 class NgramDrafter:
     def __init__(self, table: RequestTable, min_ngram: int, max_ngram: int) -> None:
@@ -33,58 +31,45 @@ class NgramDrafter:
         """Nothing was."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        counts = self._table.num_tokens[rows.slots].astype(np.int64)
-        texts = self._table.token_ids
-        ends = latest_matches(texts, rows.slots, counts, self._min, self._max)
-        found = continued(texts, rows.slots, counts, ends, int(rows.limits.max())).tolist()
-        return Drafts(
-            [
-                tokens[:limit] if end else []
-                for tokens, limit, end in zip(
-                    found, rows.limits.tolist(), ends.tolist(), strict=True
-                )
-            ]
-        )
+        texts, counts = self._table.token_ids, self._table.num_tokens[rows.slots].tolist()
+        found = []
+        for slot, count, limit in zip(
+            rows.slots.tolist(), counts, rows.limits.tolist(), strict=True
+        ):
+            text = texts[slot, :count]
+            end = latest_match(text, self._min, self._max)
+            found.append(continued(text, end, limit) if end else [])
+        return Drafts(found)
 
 
-def latest_matches(
-    texts: NDArray[np.integer], slots: _Ids, counts: _Ids, shortest: int, longest: int
-) -> _Ids:
-    """Where in each text the longest possible run of its last tokens ends that stands there before,
-    at the latest such place: [rows], index of the token after it. 0 if fewer than `shortest` do.
+def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
+    """Where the longest possible run of the last tokens of a text ends that stands there before, at
+    the latest such place: index of the token after it. 0 if fewer than `shortest` do.
 
     Args:
-        texts: [slots, tokens]. slots, counts: [rows], a text is the first tokens of its slot.
+        text: [tokens].
     """
-    newest = texts[slots, counts - 1]
-    places = [
-        (texts[slot, : count - 1] == token).nonzero()[0]
-        for slot, count, token in zip(slots.tolist(), counts.tolist(), newest, strict=True)
-    ]
-    rows = np.arange(len(slots)).repeat([len(found) for found in places])
-    last = np.concatenate(places)  # [matches], where the newest token of each's row stands
-    back = np.arange(1, longest)  # before the newest token
-    before = last[:, None] - back  # [matches, longest - 1]
-    tails = texts[slots[:, None], counts[:, None] - 1 - back]  # [rows, longest - 1]
-    same = texts[slots[rows, None], before] == tails[rows]
-    same &= before >= 0
-    lengths = 1 + np.logical_and.accumulate(same, axis=1).sum(axis=1)
-    best = np.zeros(len(slots), np.int64)
-    np.maximum.at(best, rows, lengths * texts.shape[1] + last)
-    length, end = np.divmod(best, texts.shape[1])
-    ends: _Ids = np.where(length >= shortest, end + 1, 0)
-    return ends
+    found = (text[:-1] == text[-1]).nonzero()[0]  # where such a run ends, ascending
+    if not len(found):
+        return 0
+    length = 1
+    while length < longest and (len(found) > 1 or length < shortest):
+        longer = found if found[0] >= length else found[1:]  # only the first can be too early
+        longer = longer[text[longer - length] == text[-1 - length]]
+        if not len(longer):
+            break
+        found, length = longer, length + 1
+    return int(found[-1]) + 1 if length >= shortest else 0
 
 
-def continued(
-    texts: NDArray[np.integer], slots: _Ids, counts: _Ids, starts: _Ids, most: int
-) -> NDArray[np.integer]:
-    """[rows, most], the tokens of each text from `starts` on. At its end it goes on with what was
-    just written, so a text that repeats itself is continued for ever.
+def continued(text: NDArray[np.integer], start: int, most: int) -> list[int]:
+    """So many tokens of a text from `start` on. At its end it goes on with what was just written,
+    so a text that repeats itself is continued for ever.
 
     Args:
-        texts, slots, counts: see `latest_matches`. starts: [rows], below the counts.
+        text: [tokens]. start: below their number.
     """
-    places = starts[:, None] + np.arange(most) % (counts - starts)[:, None]
-    found: NDArray[np.integer] = texts[slots[:, None], places]
+    found: list[int] = text[start : start + most].tolist()
+    while len(found) < most:
+        found += found[: most - len(found)]
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.kv_spec import group_layers
@@ -23,10 +25,11 @@ from kvik.worker.drafters.heads import load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.medusa import MedusaDrafter
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
-from kvik.worker.graphs import Network
+from kvik.worker.graphs import Graph, Network
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
+from kvik.worker.row_graphs import RowFunction, RowGraph
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepSizes
@@ -35,7 +38,11 @@ from kvik.worker.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter may be built from."""
+    """What a drafter may be built from.
+
+    Attributes:
+        graphs: how forwards of its own run; the drafter adds them.
+    """
 
     speculation: ResolvedSpeculation
     config: ResolvedConfig
@@ -43,10 +50,23 @@ class DrafterParts:
     sampling: SamplingTable
     network: Network  # the target's
     platform: Platform
+    graphs: list[Graph | RowGraph] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
         return self.config.model.vocab_size
+
+    def rows(self, function: RowFunction, more: Sequence[Tensor] = ()) -> RowGraph:
+        """How heads run.
+
+        Args:
+            function: of hidden states [rows, hidden], and of inputs like `more`.
+        """
+        width, chosen = self.config.model.hidden_size, self.platform.parts
+        hidden = torch.zeros(1, width, dtype=chosen.dtype, device=chosen.device)
+        graph = self.platform.rows(function, (hidden, *more))
+        self.graphs.append(graph)
+        return graph
 
 
 def _ngram(parts: DrafterParts) -> Drafter:
@@ -61,13 +81,15 @@ def _suffix(parts: DrafterParts) -> Drafter:
 def _medusa(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
     heads = load_medusa(folder, model, sizes, parts.platform.parts)
-    return MedusaDrafter(heads, _tree(parts.speculation))
+    return MedusaDrafter(heads, _tree(parts.speculation), parts.rows)
 
 
 def _eagle(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
     layer = load_eagle(folder, model, sizes, parts.platform.parts)
-    return EagleDrafter(layer, parts.table, _tree(parts.speculation))
+    ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
+    rows = partial(parts.rows, more=(ids, ids))
+    return EagleDrafter(layer, parts.table, _tree(parts.speculation), rows)
 
 
 def _tree(chosen: ResolvedSpeculation) -> DraftTree:
@@ -95,8 +117,9 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     )
     with torch.inference_mode():
         graph, inputs = parts.platform.graph(
-            network, StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
+            network, StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs), drafts=True
         )
+    parts.graphs.append(graph)
     device = parts.platform.parts.device
     draft = DraftNetwork(
         graph,
@@ -111,6 +134,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         Sampler(network.ops),
         parts.sampling,
         config.cache.num_blocks,
+        chosen.num_draft_tokens,
         SAMPLER_BYTES[device.type],
     )
 

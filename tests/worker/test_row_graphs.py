@@ -1,0 +1,50 @@
+"""Draft heads as replays: padded with rows that are nobody's."""
+
+from __future__ import annotations
+
+import torch
+from helpers.captured import Again
+from torch import Tensor
+
+from kvik.worker.captures import OFTEN
+from kvik.worker.row_graphs import CapturedRows, EagerRows
+
+calls: list[int] = []
+
+
+def scaled(hidden: Tensor, by: Tensor) -> Tensor:
+    calls.append(len(hidden))
+    return hidden * by[:, None]
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3), torch.arange(count)
+
+
+def test_rows_are_padded_and_say_the_same() -> None:
+    again = Again()
+    graph = CapturedRows(scaled, rows(1), (2, 4), again, lambda: 0.0)
+    for count in [3] * OFTEN + [3, 2, 4, 1, 5]:
+        inputs = rows(count)
+        torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
+    assert again.replayed == 2  # the last of 3, and 4; nobody has asked often for others
+    assert graph.rest() is False and len(again.captured) == 2
+    calls.clear()
+    for count in (1, 2, 3, 4, 5):
+        inputs = rows(count)
+        torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
+    assert calls == [2, 2, 4, 4, 5] and not graph.rest()
+
+
+def test_at_rest_the_largest_comes_first() -> None:
+    """Others find room in its memory."""
+    again = Again()
+    graph = CapturedRows(scaled, rows(1), (1, 2, 4), again, lambda: 0.0)
+    calls.clear()
+    assert graph.rest() and graph.rest() and not graph.rest() and not graph.rest()
+    assert calls == [4, 1, 2]
+
+
+def test_what_is_not_captured_has_nothing_to_do_at_rest() -> None:
+    graph = EagerRows(scaled)
+    assert graph.run(*rows(3)).shape == (3, 3) and not graph.rest()
