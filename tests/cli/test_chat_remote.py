@@ -135,6 +135,22 @@ def test_the_history_is_told_and_the_figures_are_the_server_s(capsys: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("accepted", "rejected", "shown"),
+    [(3, 1, ", 3 of 4 drafts right\n"), (0, 2, ", 0 of 2 drafts right\n"), (0, None, "tokens/s\n")],
+)
+def test_drafts_are_shown_if_there_were_any(
+    accepted: int, rejected: int | None, shown: str, capsys: Any
+) -> None:
+    guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    told = usage(7, 2, completion_tokens_details=guessed)
+    with answering(Reply([delta("Hello", "stop"), event(choices=[], usage=told) + DONE])) as server:
+        talk = chat(server.url)
+        talk.take("One")
+        talk.take("/stats")
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "steps",
     [
         [delta("Hel"), delta("lo", "stop")],  # no [DONE]

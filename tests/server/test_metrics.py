@@ -180,6 +180,7 @@ def test_the_engine_is_read() -> None:
     assert found["kvik:engine_seconds_total{doing=host}"] == 0.25
     assert found["kvik:speculation_speedup"] == 2.0
     assert found["kvik:speculation_accepted_length"] == 2.5
+    assert found["kvik:speculation_drafts_per_pos_total{position=2}"] == 3
     assert "process_resident_memory_bytes" in found
 
 

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvik.config.errors import ConfigError
+from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
@@ -42,7 +43,11 @@ def traced(
     return exporter.get_finished_spans()
 
 
-def finished(first_scheduled: float | None = 0.5, first_token: float | None = 1.0) -> RequestOutput:
+def finished(
+    first_scheduled: float | None = 0.5,
+    first_token: float | None = 1.0,
+    speculation: RequestSpeculation | None = None,
+) -> RequestOutput:
     start = time.monotonic() - 3.0
     times = Times(
         arrival=start,
@@ -50,7 +55,7 @@ def finished(first_scheduled: float | None = 0.5, first_token: float | None = 1.
         first_token=None if first_token is None else start + first_token,
         finished=start + 2.5,
     )
-    done = CompletionOutput(0, "secret", [1], "stop")
+    done = CompletionOutput(0, "secret", [1], "stop", speculation=speculation)
     return RequestOutput("r-1", "secret", [1, 2], [done], 4, 1, None, times)
 
 
@@ -94,6 +99,32 @@ def test_one_that_was_cut_short_has_what_it_went_through(
     spans = traced("error", output)
     assert [span.name for span in spans] == names
     assert spans[-1].status.status_code is StatusCode.ERROR
+
+
+def test_what_was_guessed_is_told() -> None:
+    guessed = RequestSpeculation(DraftCounts(2, 5, 3, [2, 2, 1], [2, 1, 0]), 0.5, 0.75)
+    for given, expected in (
+        (None, {}),
+        (
+            RequestSpeculation(),
+            {"checks": 0, "drafted_tokens": 0, "accepted_tokens": 0},
+        ),
+        (
+            guessed,
+            {
+                "checks": 2,
+                "drafted_tokens": 5,
+                "accepted_tokens": 3,
+                "mean_accepted_length": 2.5,
+                "speedup": 1.5,
+            },
+        ),
+    ):
+        found = traced(output=finished(speculation=given))[-1].attributes
+        assert found is not None
+        prefix = "kvik.speculation."
+        told = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        assert told == expected
 
 
 def test_it_joins_the_callers_trace() -> None:

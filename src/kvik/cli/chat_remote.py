@@ -192,6 +192,12 @@ class RemoteAnswer:
         details = self._usage.prompt_tokens_details
         if prompt and details is not None and details.cached_tokens is not None:
             parts.append(f"prefix-cache hit {details.cached_tokens / prompt:.0%}")
+        guessed = self._usage.completion_tokens_details
+        if guessed is not None:
+            right = guessed.accepted_prediction_tokens or 0
+            drafts = right + (guessed.rejected_prediction_tokens or 0)
+            if drafts:
+                parts.append(f"{right} of {drafts} drafts right")
         return ", ".join(parts)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvik.core.counters import RequestSpeculation
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput
 
 
 def stats_line(output: RequestOutput) -> str:
-    """Tokens, times and the prefix-cache hit of one request."""
+    """Tokens, times, the prefix-cache hit and the drafts of one request."""
     figures = _figures(output)
     prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens
     parts = [f"{prompt} prompt + {output.num_output_tokens} output tokens"]
@@ -20,6 +21,7 @@ def stats_line(output: RequestOutput) -> str:
     if figures["tokens_per_second"] is not None:
         parts.append(f"{figures['tokens_per_second']:.1f} tokens/s")
     parts.append(f"prefix-cache hit {cached / prompt:.0%}" if prompt else "no prompt")
+    parts += _guessed(output.speculation)
     return ", ".join(parts)
 
 
@@ -37,6 +39,7 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
                 "stop_reason": completion.stop_reason,
                 "error": completion.error,
                 "logprobs": _logprobs(completion.logprobs),
+                "speculation": _speculation(completion.speculation),
             }
             for completion in output.completions
         ],
@@ -49,6 +52,33 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
             "preemptions": output.num_preemptions,
         },
         "seconds": _figures(output),
+    }
+
+
+def _guessed(found: RequestSpeculation | None) -> list[str]:
+    """What guessing ahead did, if any drafts were made."""
+    if found is None or not found.drafts.rows:
+        return []
+    drafts = found.drafts
+    parts = [f"{drafts.accepted} of {drafts.drafts} drafts right"]
+    parts.append(f"{drafts.mean_length:.2f} tokens a check")
+    if found.speedup is not None:
+        parts.append(f"speed-up by drafts {found.speedup:.2f} (estimated)")
+    return parts
+
+
+def _speculation(found: RequestSpeculation | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    drafts = found.drafts
+    return {
+        "checks": drafts.rows,
+        "drafted_tokens": drafts.drafts,
+        "accepted_tokens": drafts.accepted,
+        "drafted_per_position": drafts.at,
+        "accepted_per_position": drafts.accepted_at,
+        "mean_accepted_length": drafts.mean_length if drafts.rows else None,
+        "speedup": found.speedup,
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.requests import Request
@@ -226,17 +226,20 @@ def _speculation(families: Families, stats: EngineStats) -> None:
     families.counter("spec_decode_num_drafts", "Rows with drafts.", drafts.rows)
     families.counter("spec_decode_num_draft_tokens", "Drafts computed.", drafts.drafts)
     families.counter("spec_decode_num_accepted_tokens", "Drafts found right.", drafts.accepted)
-    rows: list[Row] = [({"position": str(i)}, n) for i, n in enumerate(drafts.accepted_at)]
     note = "Drafts found right, by their place."
-    families.counter(
-        "spec_decode_num_accepted_tokens_per_pos", note, rows or [({"position": "0"}, 0)]
-    )
+    families.counter("spec_decode_num_accepted_tokens_per_pos", note, _places(drafts.accepted_at))
+    note = "Rows with a draft, by its place."
+    families.counter("speculation_drafts_per_pos", note, _places(drafts.at), ours=True)
     if drafts.rows:
         note = "Tokens that a row with drafts yields, the model's own included."
         families.gauge("speculation_accepted_length", note, drafts.mean_length, ours=True)
     if stats.speculation.speedup is not None:
         note = "How much faster tokens come than without drafts, as estimated."
         families.gauge("speculation_speedup", note, stats.speculation.speedup, ours=True)
+
+
+def _places(counts: Sequence[int]) -> list[Row]:
+    return [({"position": str(i)}, n) for i, n in enumerate(counts or [0])]
 
 
 def _limits(families: Families, recent: Efficiency) -> None:

@@ -21,6 +21,7 @@ from kvik.server.intake import GenerationRequest
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
 from kvik.server.route import Route
+from kvik.server.speculation import Speculation, speculation_of
 from kvik.server.sse import Template, json_event
 
 _HOLE = "\ue000text\ue000"
@@ -55,6 +56,7 @@ class Generated(Struct, kw_only=True):
     Attributes:
         latency_ms: from the request's arrival to its last token.
         tokens_per_second: of output, over that time.
+        speculation: of tokens guessed ahead, where the engine does so.
     """
 
     text: str | UnsetType = UNSET  # not in the last event of a stream, which had it before
@@ -65,6 +67,7 @@ class Generated(Struct, kw_only=True):
     tokens_per_second: float
     finish_reason: str
     request_id: str
+    speculation: Speculation | UnsetType = UNSET
 
 
 class Piece(Struct):
@@ -144,6 +147,7 @@ def generated(generation: Generation, output: RequestOutput) -> Generated:
         tokens_per_second=round(count / seconds, 3),
         finish_reason=completion.finish_reason,
         request_id=output.request_id,
+        speculation=speculation_of([output]),
     )
 
 

@@ -84,6 +84,7 @@ class Tracing:
         if output is not None:
             attributes["kvik.cached_tokens"] = output.num_cached_tokens
             attributes["kvik.preemptions"] = output.num_preemptions
+            attributes |= _speculation(output)
         span = self._tracer.start_span(
             "kvik.request",
             context=_parent(life.trace_parent),
@@ -105,6 +106,24 @@ class Tracing:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
+
+
+def _speculation(output: RequestOutput) -> dict[str, int | float]:
+    """What guessing ahead did for a request, if anything did."""
+    found = output.speculation
+    if found is None:
+        return {}
+    drafts, speedup = found.drafts, found.speedup
+    told: dict[str, int | float] = {
+        "kvik.speculation.checks": drafts.rows,
+        "kvik.speculation.drafted_tokens": drafts.drafts,
+        "kvik.speculation.accepted_tokens": drafts.accepted,
+    }
+    if drafts.rows:
+        told["kvik.speculation.mean_accepted_length"] = drafts.mean_length
+    if speedup is not None:
+        told["kvik.speculation.speedup"] = speedup
+    return told
 
 
 class _WallClock:

@@ -18,10 +18,16 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: Count | None = None
 
 
+class CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: Count | None = None
+    rejected_prediction_tokens: Count | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class Delta(msgspec.Struct):

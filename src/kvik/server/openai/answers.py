@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvik.server.speculation import Speculation
+
 
 class PromptDetails(Struct):
     cached_tokens: int  # found in the prefix cache
@@ -19,11 +21,14 @@ class CompletionDetails(Struct):
 
 
 class Usage(Struct):
+    """`speculation` is no field of OpenAI's: it is there where the engine guesses ahead."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    speculation: Speculation | UnsetType = UNSET
 
 
 class TopLogprob(Struct, gc=False):

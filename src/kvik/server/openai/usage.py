@@ -8,6 +8,7 @@ from msgspec import UNSET
 
 from kvik.engine.output import RequestOutput
 from kvik.server.openai.answers import CompletionDetails, PromptDetails, Usage
+from kvik.server.speculation import speculation_of
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -22,6 +23,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
         prompt + completion,
         PromptDetails(sum(output.num_cached_tokens for output in outputs)),
         CompletionDetails(accepted, drafted - accepted) if drafted else UNSET,
+        speculation_of(outputs),
     )
 
 

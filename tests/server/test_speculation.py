@@ -1,0 +1,108 @@
+"""What an answer tells of the drafts made for it, from the engine through every API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from helpers.drafting import CHECK, MAKING, PLAIN, DraftingExecutor, drafting_config
+from helpers.serving import Served, served
+
+from kvik.server import native
+from kvik.server.native import Generated
+from kvik.server.openai import routes as openai
+from kvik.server.openai.answers import ChatCompletion, Completion
+from kvik.server.parts import Parts
+from kvik.server.route import Route
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "AB"}]}
+KINDS = {
+    "/v1/generate": ({"prompt": "AB"}, Generated),
+    "/v1/completions": ({"prompt": "AB"}, Completion),
+    "/v1/chat/completions": (CHAT, ChatCompletion),
+}
+# Of 16 tokens the first comes with the prompt; each check has two right drafts.
+CHECKS, TOKENS = 5, 16
+ONE = {
+    "checks": CHECKS,
+    "drafted_tokens": 18,
+    "accepted_tokens": 10,
+    "drafted_per_position": [5, 5, 4, 4],
+    "accepted_per_position": [5, 5, 0, 0],
+    "mean_accepted_length": 3.0,
+    "speedup": (TOKENS - 1) * PLAIN / (CHECKS * (MAKING + CHECK)),
+}
+
+
+def table(parts: Parts) -> list[Route]:
+    return [*native.routes(parts), *openai.routes(parts)]
+
+
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[Served]:
+    executor = DraftingExecutor(lambda step, row: step % 26, right=lambda row: 2)
+    with served(table, executor, template=TEMPLATE, config=drafting_config()) as serving:
+        yield serving
+        serving.at_rest()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with served(table, template=TEMPLATE) as serving:
+        yield serving
+
+
+def post(server: Served, path: str, **more: object) -> httpx2.Response:
+    body = {**KINDS[path][0], "max_tokens": TOKENS, "ignore_eos": True, **more}
+    answer = httpx2.post(server.http.url + path, json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def last(answer: httpx2.Response) -> dict[str, Any]:
+    """The event that tells what was used."""
+    events = [line[6:] for line in answer.text.split("\n\n") if line and line[6:] != "[DONE]"]
+    found: dict[str, Any] = json.loads(events[-1])
+    return found
+
+
+def usage(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return body if path == "/v1/generate" else body["usage"]
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_an_answer_tells_its_drafts(guessing, path):
+    answer = post(guessing, path)
+    whole = usage(path, answer.json())
+    assert whole["speculation"] == ONE
+    msgspec.json.decode(answer.content, type=KINDS[path][1])  # as the schema has it
+    options = {} if path == "/v1/generate" else {"stream_options": {"include_usage": True}}
+    assert usage(path, last(post(guessing, path, stream=True, **options)))["speculation"] == ONE
+    if path != "/v1/generate":
+        assert whole["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 10,
+            "rejected_prediction_tokens": 8,
+        }
+
+
+def test_choices_count_together(guessing):
+    found = usage("/v1/completions", post(guessing, "/v1/completions", n=2).json())["speculation"]
+    for name in ("checks", "drafted_tokens", "accepted_tokens"):
+        assert found[name] == 2 * ONE[name]
+    assert found["accepted_per_position"] == [10, 10, 0, 0]
+    assert found["mean_accepted_length"] == 3.0
+
+
+def test_a_request_may_do_without(guessing):
+    found = usage("/v1/completions", post(guessing, "/v1/completions", speculation=False).json())
+    assert not {"speculation", "completion_tokens_details"} & found.keys()
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_an_engine_that_does_not_guess_says_nothing_of_it(plain, path):
+    assert "speculation" not in usage(path, post(plain, path).json())
