@@ -27,14 +27,13 @@ from kvik.engine.client import EngineClient, InprocClient
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
-from kvik.engine.record_file import Event
-from kvik.engine.recorder import ClockTape, Recorder
-from kvik.engine.replay import RecordedClock, Replay, Replayed
 from kvik.model_files import model_files
 from kvik.text.shared_vocabulary import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvik.engine.record_file import Event
+    from kvik.engine.replay import Replayed
     from kvik.worker.building import BuiltWeights
     from kvik.worker.worker import Worker
 
@@ -88,11 +87,18 @@ def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoo
 
     from kvik.executors.inproc import InprocExecutor
 
+    if record is None:
+        executor = InprocExecutor(lambda: load_worker(resolved))
+        executor.start()
+        return EngineLoop(EngineCore(resolved), executor, time.monotonic)
+
+    from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
+
     tape = ClockTape(time.monotonic)
-    executor = InprocExecutor(lambda: load_worker(resolved, tape if record else time.monotonic))
+    executor = InprocExecutor(lambda: load_worker(resolved, tape))
     executor.start()
-    recorders = [Recorder(record, resolved, tape)] if record else []
-    return EngineLoop(EngineCore(resolved), executor, time.monotonic, recorders)
+    recorder = Recorder(record, resolved, tape)
+    return EngineLoop(EngineCore(resolved), executor, time.monotonic, [recorder])
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
@@ -122,6 +128,7 @@ def play(
     Raises:
         KvikError: the model cannot be used, or the recording is damaged.
     """
+    from kvik.engine.replay import RecordedClock, Replay
     from kvik.executors.inproc import InprocExecutor
 
     clock = RecordedClock(readings)

@@ -1,0 +1,19 @@
+"""An engine needs no package of the server or of recordings: a bare machine may lack them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers")
+CODE = f"""
+import sys
+for name in {ABSENT!r}:
+    sys.modules[name] = None  # importing it raises
+import kvik.llm, kvik.launch, kvik.worker.worker
+"""
+
+
+def test_an_engine_is_imported_without_them() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
