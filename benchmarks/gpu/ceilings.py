@@ -14,15 +14,16 @@ from functools import partial
 import torch
 from clock import timed
 from notes import Notes
+from place import DEVICE, REHEARSED, release, sized, synchronize
 
-BYTES = 4 << 30  # of a tensor that is copied or read
-SIZE = 8192  # of square products
-SHORT = 1000  # launches of a kernel that does nothing
+BYTES = sized(4 << 30, 1 << 12)  # of a tensor that is copied or read
+SIZE = sized(8192, 32)  # of square products
+SHORT = sized(1000, 2)  # launches of a kernel that does nothing
 NEEDED, WANTED = ("triton", "numpy", "tokenizers"), ("transformers", "pytest")
 
 
 def measure(notes: Notes) -> None:
-    if not torch.cuda.is_available():
+    if not (REHEARSED or torch.cuda.is_available()):
         raise RuntimeError("torch sees no CUDA device: nothing here can be measured")
     notes.attempt("machine", partial(_machine, notes))
     notes.attempt("packages", partial(_packages, notes))
@@ -35,7 +36,7 @@ def measure(notes: Notes) -> None:
         ("launch", _launches),
     ):
         notes.attempt(name, partial(_note, notes, name, call))
-        torch.cuda.empty_cache()
+        release()
 
 
 def _note(notes: Notes, name: str, call: Callable[[], float]) -> None:
@@ -43,6 +44,8 @@ def _note(notes: Notes, name: str, call: Callable[[], float]) -> None:
 
 
 def _machine(notes: Notes) -> None:
+    if REHEARSED:
+        return
     properties = torch.cuda.get_device_properties(0)
     notes.fact("gpu", properties.name)
     notes.fact("processors", properties.multi_processor_count)
@@ -74,28 +77,30 @@ def _packages(notes: Notes) -> None:
 
 def _copy() -> float:
     """Bytes per second, read and written ones."""
-    source = torch.empty(BYTES, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(BYTES, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     return 2 * BYTES / timed([lambda: target.copy_(source)], 0.5).seconds
 
 
 def _read() -> float:
     """Bytes per second of what only reads: the largest of many numbers."""
-    numbers = torch.empty(BYTES // 4, device="cuda").normal_()
+    numbers = torch.empty(BYTES // 4, device=DEVICE).normal_()
     return BYTES / timed([numbers.amax], 0.5).seconds
 
 
 def _bf16() -> float:
     """Operations per second, on random numbers: zeros take less power, and so less time."""
-    x, y = (torch.randn(SIZE, SIZE, device="cuda").bfloat16() for _ in range(2))
+    x, y = (torch.randn(SIZE, SIZE, device=DEVICE).bfloat16() for _ in range(2))
     out = torch.empty_like(x)
     return 2 * SIZE**3 / timed([lambda: torch.mm(x, y, out=out)], 1.0).seconds
 
 
 def _fp8() -> float:
     """With a scale for each row and column."""
-    x, y = (torch.randn(SIZE, SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    rows, columns = torch.ones(SIZE, 1, device="cuda"), torch.ones(1, SIZE, device="cuda")
+    if REHEARSED:  # CPUs have no such product
+        return 1.0
+    x, y = (torch.randn(SIZE, SIZE, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    rows, columns = torch.ones(SIZE, 1, device=DEVICE), torch.ones(1, SIZE, device=DEVICE)
 
     def call() -> object:
         return torch._scaled_mm(
@@ -107,19 +112,19 @@ def _fp8() -> float:
 
 def _int8() -> float:
     x, y = (
-        torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8, device="cuda") for _ in range(2)
+        torch.randint(-127, 128, (SIZE, SIZE), dtype=torch.int8, device=DEVICE) for _ in range(2)
     )
     return 2 * SIZE**3 / timed([lambda: torch._int_mm(x, y.t())], 1.0).seconds
 
 
 def _launches() -> float:
     """Seconds of a launch from Python, of kernels that the device is done with sooner."""
-    one = torch.zeros(1, device="cuda")
+    one = torch.zeros(1, device=DEVICE)
     for _ in range(2):
-        torch.cuda.synchronize()
+        synchronize()
         started = time.perf_counter()
         for _ in range(SHORT):
             one.add_(1)
-        torch.cuda.synchronize()
+        synchronize()
         seconds = time.perf_counter() - started
     return seconds / SHORT

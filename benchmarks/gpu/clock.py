@@ -9,12 +9,15 @@ from statistics import median
 from typing import Protocol
 
 import torch
+from place import REHEARSED, elapsed, sized, synchronize
 
 Call = Callable[[], object]
 
-LEAST_GRAPH = 1e-3  # seconds that a graph should take, so that events cost nothing beside it
-FEWEST, MOST = 5, 40  # runs whose median counts
-COLD = 256 << 20  # bytes that calls should touch in turn, several times what the L2 cache holds
+# Seconds that a graph should take, so that events cost nothing beside it.
+LEAST_GRAPH = sized(1e-3, 0.0)
+FEWEST, MOST = sized((5, 40), (1, 1))  # runs whose median counts
+# Bytes that calls should touch in turn, several times what the L2 cache holds.
+COLD = sized(256 << 20, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,13 @@ def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
     for _ in range(2):  # kernels are compiled here
         for call in calls:
             call()
-    torch.cuda.synchronize()
+    synchronize()
 
     def body() -> None:
         for call in calls:
             call()
 
-    repeats = max(1, min(64, ceil(LEAST_GRAPH / _elapsed(body))))
+    repeats = max(1, min(64, ceil(LEAST_GRAPH / elapsed(body))))
 
     def all_of_them() -> None:
         for _ in range(repeats):
@@ -58,22 +61,15 @@ def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
 
     replay = _captured(all_of_them)
     run = replay or all_of_them
-    runs = int(budget / max(1e-6, _elapsed(run)))
-    times = [_elapsed(run) for _ in range(max(FEWEST, min(MOST, runs)))]
+    runs = int(budget / max(1e-6, elapsed(run)))
+    times = [elapsed(run) for _ in range(max(FEWEST, min(MOST, runs)))]
     return Timing(median(times) / (repeats * len(calls)), replay is not None)
-
-
-def _elapsed(call: Call) -> float:
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begun.record()
-    call()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3
 
 
 def _captured(call: Call) -> Callable[[], None] | None:
     """None: it cannot be captured, as it waits for the device."""
+    if REHEARSED:
+        return None
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

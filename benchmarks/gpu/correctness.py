@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from notes import Notes
+from place import DEVICE, REHEARSED, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
@@ -27,28 +28,34 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.ops import triton_ops
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 # What is served most comes first.
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+DTYPES = sized((torch.bfloat16, torch.float32, torch.float16), (torch.bfloat16,))
 TESTS = ("tests/kernels/triton", "tests/attention/test_triton.py")
 NAMED = 4  # failed tests that are listed
 
-STEPS = {
-    "decodes": [(40, 1), (0, 1), (699, 1), (5, 1), (16, 1)],
-    "long decode": [(9000, 1)],
-    "mixed": [(12, 1), (0, 9), (33, 1), (200, 70), (50, 2)],
-    "prefill": [(0, 300)],
-    "chunk": [(500, 260)],
-}
-SHAPES = (Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256))
+# Of each sequence the tokens that are cached, and new ones.
+STEPS = sized(
+    {
+        "decodes": [(40, 1), (0, 1), (699, 1), (5, 1), (16, 1)],
+        "long decode": [(9000, 1)],
+        "mixed": [(12, 1), (0, 9), (33, 1), (200, 70), (50, 2)],
+        "prefill": [(0, 300)],
+        "chunk": [(500, 260)],
+    },
+    {"mixed": [(12, 1), (0, 9)]},
+)
+SHAPES = sized((Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256)), (Heads(2, 1, 16),))
 CACHES = (None, torch.float8_e4m3fn, torch.int8, torch.uint8)
-WINDOWS = (None, 100)
+WINDOWS = sized((None, 100), (None,))
+TOKENS = sized(100, 2)  # of each answer
 
 
 def cases(notes: Notes, part: str, parts: str) -> None:
     """Every `parts`-th case of kernels/cases.py, from `part` on, in all dtypes."""
-    ops = triton_ops(GPU)
-    for dtype, (i, case) in product(DTYPES, enumerate(CASES)):
+    ops = triton_ops(DEVICE)
+    chosen = sized(CASES, tuple({case.op: case for case in CASES}.values()))
+    for dtype, (i, case) in product(DTYPES, enumerate(chosen)):
         if i % int(parts) == int(part):
             name = f"{case.op} {case.name} {_short(dtype)}"
             notes.attempt(name, partial(_case, notes, ops, case, dtype, name))
@@ -56,7 +63,7 @@ def cases(notes: Notes, part: str, parts: str) -> None:
 
 def _case(notes: Notes, ops, case: Case, dtype: torch.dtype, name: str) -> None:
     expected = outputs(REFERENCE, case, arguments(case, dtype, CPU))
-    found = outputs(ops, case, arguments(case, dtype, GPU))
+    found = outputs(ops, case, arguments(case, dtype, DEVICE))
     rtol, atol = case.tolerance(dtype)
     wrong = [
         why
@@ -107,13 +114,13 @@ def _attention(
     kv = cache(blocks, heads, kept)
     sizes = (heads.queries, heads.keys, heads.keys)
     tokens = sum(planned.num_scheduled)
-    qkv = torch.randn(tokens, sum(sizes), heads.dim, device=GPU).to(dtype)
-    angles = torch.randn(tokens, heads.dim // 2, device=GPU)
+    qkv = torch.randn(tokens, sum(sizes), heads.dim, device=DEVICE).to(dtype)
+    angles = torch.randn(tokens, heads.dim // 2, device=DEVICE)
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
     scale = heads.dim**-0.5
     found = []
     # The reference in fp32 from the same rounded operands, so that it is not off itself.
-    for backend in (TritonAttention(triton_ops(GPU)), ReferenceAttention(REFERENCE)):
+    for backend in (TritonAttention(triton_ops(DEVICE)), ReferenceAttention(REFERENCE)):
         q, k, v = qkv.clone().split(sizes, 1)
         own = LayerKV(*(None if t is None else t.clone() for t in _tensors(kv)))
         plan = backend.plan(planned, window)
@@ -135,9 +142,11 @@ def tokens(notes: Notes) -> None:
     """Greedy tokens of the bundled model in fp32, beside torch's kernels on the CPU."""
     from engine import Engine, answers
 
-    prompts = [[1 + (7 * i + 11 * n) % 300 for i in range(n)] for n in (3, 17, 40, 100)]
+    prompts = [
+        [1 + (7 * i + 11 * n) % 300 for i in range(n)] for n in sized((3, 17, 40, 100), (3, 5))
+    ]
     found = {}
-    for device, kernels in (("cpu", "torch"), ("cuda", "triton")):
+    for device, kernels in (("cpu", "torch"), (DEVICE.type, "triton")):
         engine = Engine.load(
             "",
             dtype="float32",
@@ -148,9 +157,9 @@ def tokens(notes: Notes) -> None:
             max_num_seqs=4,
             kv_cache_memory=64 << 20,
         )
-        found[device] = answers(engine, prompts, 100)
+        found[kernels] = answers(engine, prompts, TOKENS)
         engine.close()
-    for prompt, mine, right in zip(prompts, found["cuda"], found["cpu"], strict=True):
+    for prompt, mine, right in zip(prompts, found["triton"], found["torch"], strict=True):
         same = next((i for i, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b), None)
         alike = mine == right and len(mine) > 0
         detail = "" if alike else f"first other token: {same}"
@@ -163,6 +172,8 @@ def tests(notes: Notes) -> None:
         notes.missed("pytest", "is not installed")
         return
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    if REHEARSED:
+        command += ["--collect-only"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", "3"]
     try:

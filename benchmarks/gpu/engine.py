@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from place import REHEARSED
+from rehearsed import rehearsed_worker
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.gpus import find_gpus
@@ -24,7 +26,8 @@ from kvik.model_files import model_files
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.step_results import RunningStep
 from kvik.worker.worker import Worker
 
 
@@ -39,6 +42,9 @@ class Skipped:
 
     def prepare(self) -> None:
         pass
+
+    def rest(self) -> bool:
+        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         rows = len(batch.logits_indices)
@@ -79,11 +85,14 @@ class Engine:
     @classmethod
     def load(cls, model: str, **options) -> Engine:
         """As `launch` does. options: fields of `EngineConfig`."""
+        on_gpu = options.get("kernels", "triton") == "triton"
+        if REHEARSED:
+            options["kernels"] = "torch"
         config = EngineConfig(model=model, **options)
         path = find_model(model)
         gpus = () if config.device == "cpu" else find_gpus()
         resolved = resolve(config, model_files(path).spec(), detect(gpus), str(path))
-        worker = Worker(resolved)
+        worker = rehearsed_worker(resolved) if REHEARSED and on_gpu else Worker(resolved)
         executor = KeepsErrors(lambda: worker)
         executor.start()
         loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
@@ -126,5 +135,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> li
 
 
 def captured_sizes(graph: Graph) -> frozenset[int]:
-    """Sizes of decoding steps that are replays by now."""
-    return frozenset(graph.captured) if isinstance(graph, DecodeGraphs) else frozenset()
+    """Requests of decoding steps that are replays by now."""
+    if not isinstance(graph, DecodeGraphs):
+        return frozenset()
+    return frozenset(size.rows for size in graph.captured if size.longest == 1)

@@ -13,17 +13,21 @@ import torch
 import torch.nn.functional as F
 from clock import Call, Timer, copies_for, timed
 from notes import Notes
+from place import DEVICE, sized
 from steps import Heads, cache, layout, token_bytes
 
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention
 
-HEADS = Heads()
+HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-DECODES = ((64, 8192), (1, 32768), (256, 1024))
-PREFILLS = {"prefill 8k": (0, 8192), "chunk of 2k behind 6k": (6144, 2048)}
+DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
+PREFILLS = {
+    "prefill 8k": sized((0, 8192), (0, 80)),
+    "chunk of 2k behind 6k": sized((6144, 2048), (10, 70)),
+}
 
 
 def measure(notes: Notes, time: Timer = timed) -> None:
@@ -44,7 +48,7 @@ def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, form
     first = cache(blocks, HEADS, FORMATS[format])
     keys = token_bytes(first) * batch * context
     caches = [first] + [cache(blocks, HEADS, FORMATS[format]) for _ in range(copies_for(keys) - 1)]
-    q = torch.randn(batch, HEADS.queries, HEADS.dim, device="cuda").bfloat16()
+    q = torch.randn(batch, HEADS.queries, HEADS.dim, device=DEVICE).bfloat16()
     calls = [_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step) for kv in caches]
     found = time(calls)
     moved = keys + 2 * q.nbytes
@@ -56,7 +60,7 @@ def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
     planned, blocks = layout([(cached, new)])
     step = TritonAttention(TORCH).plan(planned, None).step
     kv = cache(blocks, HEADS, FORMATS[format])
-    q = torch.randn(new, HEADS.queries, HEADS.dim, device="cuda").bfloat16()
+    q = torch.randn(new, HEADS.queries, HEADS.dim, device=DEVICE).bfloat16()
     found = time([_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step)])
     done = _operations(cached, new)
     title = f"{name} {format}"
@@ -67,7 +71,7 @@ def _torch_prefill(notes: Notes, time: Timer) -> None:
     """The same by torch, over keys that lie in order."""
     tokens = PREFILLS["prefill 8k"][1]
     sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
-    q, k, v = (torch.randn(1, n, tokens, HEADS.dim, device="cuda").bfloat16() for n in sizes)
+    q, k, v = (torch.randn(1, n, tokens, HEADS.dim, device=DEVICE).bfloat16() for n in sizes)
 
     def call() -> object:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

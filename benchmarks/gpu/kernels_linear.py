@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from clock import Call, Timer, timed
 from notes import Notes
+from place import DEVICE, release, sized
 from torch import Tensor
 
 from kvik.kernels.cases import filled_matrix
@@ -28,20 +29,23 @@ from kvik.kernels.weights import (
     Weight,
 )
 
-LAYER: tuple[tuple[int, int, Activation | None], ...] = (
-    (4096, 6144, None),
-    (4096, 4096, None),
-    (4096, 28672, "silu_and_mul"),
-    (14336, 4096, None),
+LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
+    (
+        (4096, 6144, None),
+        (4096, 4096, None),
+        (4096, 28672, "silu_and_mul"),
+        (14336, 4096, None),
+    ),
+    ((128, 64, None), (128, 64, "silu_and_mul")),
 )
-TOKENS = (1, 64, 8192, 8, 512)  # what matters more comes first
+TOKENS = sized((1, 64, 8192, 8, 512), (1, 65))  # what matters more comes first
 FEW = 64  # tokens up to which reading weights takes longer than multiplying
-LAYERS = 2
+LAYERS = sized(2, 1)
 
 
 def measure(notes: Notes, time: Timer = timed, formats: Sequence[str] | None = None) -> None:
     """formats: None: all."""
-    ops = triton_ops(torch.device("cuda"))
+    ops = triton_ops(DEVICE)
     for name in formats or FORMATS:
         make, tensor_cores = FORMATS[name]
         layers: list[list[Matrix]] = []
@@ -73,7 +77,7 @@ def measure(notes: Notes, time: Timer = timed, formats: Sequence[str] | None = N
                 )
                 notes.attempt(f"layer {name}, {tokens} tokens", measured)
         layers.clear()
-        torch.cuda.empty_cache()
+        release()
 
 
 def _products(
@@ -87,7 +91,7 @@ def _products(
     tensor_cores: str,
 ) -> None:
     xs = {
-        inputs: torch.randn(tokens, inputs, device="cuda").bfloat16()
+        inputs: torch.randn(tokens, inputs, device=DEVICE).bfloat16()
         for inputs in {inputs for inputs, _, _ in LAYER}
     }
     calls = [
@@ -114,7 +118,7 @@ def _call(
 
 
 def _floats(outputs: int, inputs: int) -> Tensor:
-    return torch.randn(outputs, inputs, device="cuda").mul_(inputs**-0.5).bfloat16()
+    return torch.randn(outputs, inputs, device=DEVICE).mul_(inputs**-0.5).bfloat16()
 
 
 def _bf16(outputs: int, inputs: int) -> Weight:

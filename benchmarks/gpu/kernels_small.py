@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from clock import Call, Timer, copies_for, timed
 from notes import Notes
+from place import DEVICE, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
@@ -19,16 +20,16 @@ from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.rotary import rotate_and_store
 
-HIDDEN, INNER, VOCAB = 4096, 14336, 128256
-TOKENS = (64, 8192)
-BATCHES = (1, 64, 256)
-HEADS = Heads()
+HIDDEN, INNER, VOCAB = sized((4096, 14336, 128256), (64, 96, 300))
+TOKENS = sized((64, 8192), (3,))
+BATCHES = sized((1, 64, 256), (2,))
+HEADS = sized(Heads(), Heads(4, 2, 32))
 
 
 def measure(notes: Notes, time: Timer = timed) -> None:
-    ops = triton_ops(torch.device("cuda"))
+    ops = triton_ops(DEVICE)
     for tokens in TOKENS:
-        weight = torch.ones(HIDDEN, device="cuda").bfloat16()
+        weight = torch.ones(HIDDEN, device=DEVICE).bfloat16()
         for name, make, moved in (
             ("rms_norm", partial(_norm, ops.rms_norm, weight, tokens), 4 * HIDDEN),
             ("silu_and_mul", partial(_silu, ops.silu_and_mul, tokens), 6 * INNER),
@@ -52,12 +53,12 @@ def _rate(notes: Notes, time: Timer, title: str, make: Callable[[], Call], moved
 
 
 def _norm(norm: Callable[..., Tensor], weight: Tensor, tokens: int) -> Call:
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    x = torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16()
     return lambda: norm(x, weight, 1e-5)
 
 
 def _silu(silu: Callable[[Tensor], Tensor], tokens: int) -> Call:
-    x = torch.randn(tokens, 2 * INNER, device="cuda").bfloat16()
+    x = torch.randn(tokens, 2 * INNER, device=DEVICE).bfloat16()
     return lambda: silu(x)
 
 
@@ -71,21 +72,21 @@ def _rotate(tokens: int) -> Call:
     kv = cache(blocks, HEADS, torch.bfloat16)
     sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
     # views of one product, as in the models
-    qkv = torch.randn(tokens, sum(sizes), HEADS.dim, device="cuda").bfloat16()
+    qkv = torch.randn(tokens, sum(sizes), HEADS.dim, device=DEVICE).bfloat16()
     q, k, v = qkv.split(sizes, 1)
-    angles = torch.randn(tokens, HEADS.dim // 2, device="cuda")
+    angles = torch.randn(tokens, HEADS.dim // 2, device=DEVICE)
     rotation = torch.cat((angles.cos(), angles.sin()), -1)
     return lambda: rotate_and_store(q, k, v, rotation, (kv.k, kv.v), None, planned.slot_mapping)
 
 
 def _greedy(largest: Callable[[Tensor], object], batch: int) -> Call:
-    logits = torch.randn(batch, VOCAB, device="cuda")
+    logits = torch.randn(batch, VOCAB, device=DEVICE)
     return lambda: largest(logits)
 
 
 def _draw(draw: Callable[[Tensor, Draws], Tensor], batch: int, top_p: float | None) -> Call:
-    logits = torch.randn(batch, VOCAB, device="cuda") * 3
-    kept = None if top_p is None else torch.full((batch,), top_p, device="cuda").double()
-    uniforms = torch.rand(batch, dtype=torch.float64, device="cuda")
-    draws = Draws(torch.ones(batch, device="cuda"), uniforms, Truncation(top_p=kept))
+    logits = torch.randn(batch, VOCAB, device=DEVICE) * 3
+    kept = None if top_p is None else torch.full((batch,), top_p, device=DEVICE).double()
+    uniforms = torch.rand(batch, dtype=torch.float64, device=DEVICE)
+    draws = Draws(torch.ones(batch, device=DEVICE), uniforms, Truncation(top_p=kept))
     return lambda: draw(logits, draws)

@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from engine import Engine, Skipped, answers, captured_sizes
 from notes import Notes
+from place import DEVICE, sized, synchronize
 from shapes import LOAD, write_config
 
 from kvik.config.quantization import matrix_scheme
@@ -26,17 +28,24 @@ from kvik.worker.graphs import Eager
 
 QUANTIZATION = {"bf16": "none", "int4": "int4", "fp8": "fp8"}
 # What matters more comes first: batch, context.
-CELLS = (
-    *((1, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 1024)),
-    *((64, 8192), (1, 32768), (8, 8192), (8, 32768), (256, 8192)),
+CELLS = sized(
+    (
+        *((1, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 1024)),
+        *((64, 8192), (1, 32768), (8, 8192), (8, 32768), (256, 8192)),
+    ),
+    ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
-LONGEST = 34_000
-PREFILL = 8192
-BUDGET = 8192  # tokens of a step
-STEPS, MEASURED = (24, 200), 0.7  # fewest and most steps, and seconds, that a decode is timed for
-WARM_UP, PAUSE = 6.0, 0.1  # seconds at most, until the size of the batch is captured; between looks
-MARGIN = 700  # tokens of each answer: more than all steps of a cell
-PROFILED = 24  # steps
+USUAL = sized((64, 1024), (2, 8))  # where Python may be what takes time
+LONGEST, SEQS = sized((34_000, 256), (96, 4))
+PREFILL, TIMES = sized((8192, 5), (8, 1))
+BUDGET = sized(8192, 16)  # tokens of a step
+# Fewest and most steps, and seconds, that a decode is timed for.
+STEPS, MEASURED = sized((24, 200), (1, 1)), 0.7
+# Seconds at most, until the size of the batch is captured; between looks.
+WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
+BEFORE, BETWEEN = sized((12, 4), (1, 1))  # steps before any is timed
+MARGIN = sized(700, 60)  # tokens of each answer: more than all steps of a cell
+PROFILED = sized(24, 2)  # steps
 
 
 def measure(notes: Notes, shape: str, format: str) -> None:
@@ -46,12 +55,13 @@ def measure(notes: Notes, shape: str, format: str) -> None:
             str(write_config(shape, Path(folder))),
             dtype="bfloat16",
             quantization=QUANTIZATION[format],
-            device="cuda",
+            device=DEVICE.type,
             load_format="random",
             max_model_len=LONGEST,
-            max_num_seqs=256,
+            max_num_seqs=SEQS,
             max_num_batched_tokens=BUDGET,
             enable_prefix_caching=False,
+            **sized({}, {"kv_cache_memory": 4 << 20}),
         )
     answers(engine, [[1, 2, 3]], 2)
     runner = engine.resolved.runner
@@ -62,7 +72,7 @@ def measure(notes: Notes, shape: str, format: str) -> None:
         for kv in engine.runner.network.kv:
             kv.k.normal_()
             kv.v.normal_()
-    model = _Measured(notes, engine, shape, format)
+    model = Measured(notes, engine, shape, format)
     # Each needs few seconds; the last ones are left out when time is short.
     for i, (batch, context) in enumerate(CELLS):
         notes.attempt(f"decode {batch} x {context}", partial(model.decode, batch, context), 3)
@@ -73,11 +83,11 @@ def measure(notes: Notes, shape: str, format: str) -> None:
         if i == 2 and (shape, format) == ("8b", "bf16"):
             notes.attempt("load", model.load, 6)
         if i == 4:
-            notes.attempt("without graphs", partial(model.decode, 64, 1024, eager=True), 3)
-            notes.attempt("without overlap", partial(model.decode, 64, 1024, depth=1), 3)
+            notes.attempt("without graphs", partial(model.decode, *USUAL, eager=True), 3)
+            notes.attempt("without overlap", partial(model.decode, *USUAL, depth=1), 3)
 
 
-class _Measured:
+class Measured:
     """One model under measurement."""
 
     def __init__(self, notes: Notes, engine: Engine, shape: str, format: str) -> None:
@@ -126,10 +136,10 @@ class _Measured:
     def prefill(self) -> None:
         """A prompt in one step, up to its first token."""
         times = []
-        for i in range(5):
-            torch.cuda.synchronize()
+        for i in range(TIMES):
+            synchronize()
             started = time.perf_counter()
-            answers(self.engine, [[(7 * j + i) % 1000 for j in range(PREFILL)]], 1)
+            answers(self.engine, [[(7 * j + i) % 100 for j in range(PREFILL)]], 1)
             times.append(time.perf_counter() - started)
         spec = self.engine.resolved.model
         attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
@@ -138,17 +148,17 @@ class _Measured:
         head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
         self.notes.rate(
             "prefill 8k",
-            sorted(times)[2],
+            median(times),
             "bf16",
             operations=products + attention + head,
-            tokens_per_second=PREFILL / sorted(times)[2],
+            tokens_per_second=PREFILL / median(times),
             **self.about,
         )
 
     def load(self) -> None:
         """Requests that come at once, prompts included."""
         requests, prompt, tokens = LOAD
-        prompts = [[(13 * i + 7 * j) % 1000 for j in range(prompt)] for i in range(requests)]
+        prompts = [[(13 * i + 7 * j) % 100 for j in range(prompt)] for i in range(requests)]
         for _ in range(2):  # sizes are captured in the first
             started = time.perf_counter()
             found = answers(self.engine, prompts, tokens)
@@ -162,21 +172,22 @@ class _Measured:
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        batch, context = 64, 1024
+        batch, context = USUAL
         names = self.fill(batch, context, 2 * batch + MARGIN)
         self.engine.runner.graph = self.real
         try:
             self.warm_up(batch, wait=True)
-            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            activity = sized(ProfilerActivity.CUDA, ProfilerActivity.CPU)
+            with profile(activities=[activity]) as profiled:
                 for _ in range(PROFILED):
                     self.engine.step()
-                torch.cuda.synchronize()
+                synchronize()
         finally:
             self.engine.drop(names)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profiled.events()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == sized(DeviceType.CUDA, DeviceType.CPU)
         )
         share, longest = busy_share(spans)
         self.notes.fact("busy", share, kernels=len(spans), longest_gap_us=longest, **self.about)
@@ -200,14 +211,14 @@ class _Measured:
         """Until steps of this size are replays, if they become so. Whether they did."""
         captured = captured_sizes(self.real)
         ends = time.monotonic() + (WARM_UP if wait and isinstance(self.real, DecodeGraphs) else 0)
-        for _ in range(12):
+        for _ in range(BEFORE):
             self.engine.step()
         while batch not in captured and time.monotonic() < ends:
             time.sleep(PAUSE)  # it is a matter of time, not of steps, and answers end
-            for _ in range(4):
+            for _ in range(BETWEEN):
                 self.engine.step()
             captured = captured_sizes(self.real)
-        for _ in range(4):
+        for _ in range(BETWEEN):
             self.engine.step()
         return wait and batch in captured
 
@@ -215,12 +226,12 @@ class _Measured:
         """Seconds of a step, and the mean number of keys that a sequence had."""
         scheduler = self.engine.loop.core.scheduler
         before = sum(r.num_computed_tokens for r in scheduler.running) / len(names)
-        torch.cuda.synchronize()
+        synchronize()
         started, steps = time.perf_counter(), 0
         while steps < STEPS[0] or (steps < STEPS[1] and time.perf_counter() - started < MEASURED):
             self.engine.step()
             steps += 1
-        torch.cuda.synchronize()
+        synchronize()
         seconds = (time.perf_counter() - started) / steps
         return seconds, max(before, context) + steps / 2
 
@@ -235,7 +246,10 @@ class _Measured:
         quantization = self.engine.resolved.runner.quantization
         for m in self.engine.resolved.model.linear_layers():
             scheme = matrix_scheme(quantization, m.inputs, m.stored, head=m.head)
-            size = 2 * m.inputs * m.outputs if scheme is None else _bytes(scheme, m)
+            size = 2 * m.inputs * m.outputs
+            if scheme is not None:  # without what fills up tiles, which nobody asked for
+                kept = "native" if scheme.group else "torch"  # scales of groups count 16 bits
+                size = scheme.weight_bytes(m.inputs, m.outputs, kept)
             total += m.count * size
         return total
 
@@ -243,11 +257,6 @@ class _Measured:
     def _key_bytes(self) -> float:
         """Of K and V of a token in all layers."""
         return float(sum(group.bytes_per_token for group in self.engine.resolved.cache.groups))
-
-
-def _bytes(scheme, layer) -> int:
-    """With scales of 16 bits where they are those of groups."""
-    return scheme.weight_bytes(layer.inputs, layer.outputs, native=scheme.group > 0)
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:

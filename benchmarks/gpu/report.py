@@ -226,7 +226,7 @@ def _passed(*ops: str) -> Callable[[Found], float | None]:
     """Share of the checks of some operations that passed; none named: of all kernels."""
 
     def measure(found: Found) -> float | None:
-        others = ("soak", "pytest", "greedy tokens")
+        others = ("soak", "pytest", "greedy tokens", "library")
         chosen = [
             c for c in found.of("check") if (c["op"] in ops if ops else c["op"] not in others)
         ]

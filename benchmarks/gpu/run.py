@@ -1,12 +1,16 @@
 """What kvik does of what a GPU allows: checked and timed in one call, a short table last.
 
     python benchmarks/gpu/run.py [--only SECTION ...] [--seconds 540] [--stretch 1] [--out FOLDER]
+                                 [--rehearse]
 
 Sections, in this order: facts (the machine and its ceilings), correctness, kernels, engine (decode
 and prefill of whole models with random weights), peers (transformers), memory (a soak). Each is a
 few jobs, a process and a time budget for each; a job that fails or is stopped is named, and the
-others go on. What there is no time for is named too: call again with --only. Ceilings are measured
-in every call, because shares of them are what counts. FOLDER gets results.json and log.txt.
+others go on. One that loses the device begins anew behind the part that lost it. What there is no
+time for is named too: call again with --only. Ceilings are measured in every call, because shares
+of them are what counts. FOLDER gets results.json, and log.txt with every error in full and the
+command that runs the part that had it alone. --rehearse: every job on the CPU, in Triton's
+interpreter, at sizes that tell nothing.
 
 Needs torch for CUDA, triton (with a C compiler), numpy and tokenizers, and kvik from this checkout
 without its native kernels; transformers for the peers and pytest for the kernels' own tests, which
@@ -16,6 +20,8 @@ are left out without. Nothing is read but the bundled model: weights are drawn o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -23,18 +29,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TextIO
 
-from notes import Notes, Record, read_notes
+from job import LOST
+from notes import Notes, Record, begun, read_notes
 from report import render
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[1] / "src"
+SOURCES, TESTS = (HERE.parents[1] / name for name in ("src", "tests"))
 GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
 LEAST = 8.0  # seconds under which no job is begun: it takes as long to import torch
+REHEARSAL = {"KVIK_GPU_REHEARSAL": "1", "TRITON_INTERPRET": "1"}  # see place.py
 LAST_LINES = 4  # of the output of a job that was lost
 CASE_PARTS, ATTENTION_PARTS = 9, 3  # processes that compile kernels at the same time
 
@@ -60,6 +69,7 @@ class Job:
 
 JOBS = (
     Job("ceilings", "facts", "ceilings", "measure", 45, always=True),
+    Job("library", "correctness", "library", "measure", 60, together="checks"),
     *(
         Job(
             f"cases {part}",
@@ -113,6 +123,7 @@ JOBS = (
         for shape in ("1b", "0.5b")
         for format in ("int4", "fp8")
     ),
+    Job("1b drafts", "engine", "drafts", "measure", 40, ("1b",)),
 )
 SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
 
@@ -128,9 +139,12 @@ def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
         for group in groups(chosen):
             used = time.monotonic() - started
             print(f"{used:5.0f} s  {', '.join(job.name for job in group)}", flush=True)
-            records += run_group(group, Path(folder), args.seconds - used, log)
+            variables = REHEARSAL if args.rehearse else {}
+            records += run_group(group, Path(folder), args.seconds - used, log, variables)
             (args.out / "results.json").write_text(json.dumps(records, indent=1), "utf-8")
     print(render(records, time.monotonic() - started))
+    if args.rehearse:
+        print("a rehearsal: none of these figures means anything")
     return 0
 
 
@@ -142,6 +156,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--stretch", type=float, default=1, help="factor of the budgets of jobs")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU")
     return parser.parse_args(argv)
 
 
@@ -154,18 +169,24 @@ def groups(jobs: Sequence[Job]) -> list[list[Job]]:
     return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
 
 
-def run_group(jobs: Sequence[Job], folder: Path, left: float, log) -> list[Record]:
-    """Run jobs at the same time, within what is left of the whole time."""
+def run_group(
+    jobs: Sequence[Job], folder: Path, left: float, log: TextIO, variables: Mapping[str, str]
+) -> list[Record]:
+    """Run jobs at the same time, within what is left of the whole time.
+
+    Args:
+        variables: of the environment, for them.
+    """
     files = [folder / f"{job.name.replace(' ', '-').replace(',', '')}.jsonl" for job in jobs]
     if left < LEAST:
         for job, file in zip(jobs, files, strict=True):
             Notes(file, job.name, 0).missed(job.name, "no time left")
     else:
-        children = [_start(*pair, left) for pair in zip(jobs, files, strict=True)]
+        children = [_start(*pair, left, variables) for pair in zip(jobs, files, strict=True)]
         for job, file, child in zip(jobs, files, children, strict=True):
-            _finish(job, file, child, log)
+            _finish(job, file, child, log, variables)
     sections = {job.name: job.section for job in jobs}
-    records = [record for file in files for record in read_notes(file)]
+    records = [r for file in files for r in read_notes(file) if r["kind"] != "begun"]
     return [{**record, "section": sections[str(record["job"])]} for record in records]
 
 
@@ -176,14 +197,16 @@ class _Child:
     ends: float
 
 
-def _start(job: Job, file: Path, left: float) -> _Child:
+def _start(job: Job, file: Path, left: float, variables: Mapping[str, str]) -> _Child:
     seconds = min(job.seconds, left - GRACE)
     output = file.with_suffix(".txt")
-    paths = (str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    paths = [str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", "")]
+    paths += [str(TESTS)] if variables else []  # for helpers of a rehearsal
+    search = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **search, **variables}
     command = [sys.executable, str(HERE / "job.py"), job.name, job.module, job.function]
     command += [str(file), str(seconds), *job.arguments]
-    with output.open("wb") as stream:
+    with output.open("ab") as stream:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -195,23 +218,44 @@ def _start(job: Job, file: Path, left: float) -> _Child:
     return _Child(process, output, time.monotonic() + seconds + GRACE)
 
 
-def _finish(job: Job, file: Path, child: _Child, log) -> None:
-    """Wait for a job, or stop it; an end that it could not note itself is noted here."""
-    why = ""
+def _finish(job: Job, file: Path, child: _Child, log: TextIO, variables: Mapping[str, str]) -> None:
+    """Wait for a job, or stop it; an end that it could not note itself is noted here. One that lost
+    the device or its process begins anew, as long as it gets further each time."""
+    known = 0
+    while True:
+        code = _wait(child)
+        if code is None:
+            _note_end(job, file, child, "stopped: it took longer than its budget")
+        elif code not in (0, 1, LOST):
+            _note_end(job, file, child, f"ended with {code}")
+        parts, left = len(begun(file)), child.ends - GRACE - time.monotonic()
+        if code in (None, 0, 1) or parts == known or left < LEAST:
+            break
+        known = parts
+        child = _start(job, file, left + GRACE, variables)
+    log.write(f"== {job.name}\n{child.output.read_text('utf-8', errors='replace')}\n")
+    log.flush()
+
+
+def _wait(child: _Child) -> int | None:
+    """For its exit status; None: it was stopped."""
     try:
-        code = child.process.wait(max(0.0, child.ends - time.monotonic()))
-        if code not in (0, 1):
-            why = f"ended with {code}"
+        return child.process.wait(max(0.0, child.ends - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(child.process.pid, signal.SIGKILL)
         child.process.wait()
-        why = "stopped: it took longer than its budget"
+        return None
+
+
+def _note_end(job: Job, file: Path, child: _Child, why: str) -> None:
+    """Where it was, as far as is known, and what it said last."""
     text = child.output.read_text("utf-8", errors="replace")
-    log.write(f"== {job.name}\n{text}\n")
-    log.flush()
-    if why:
-        last = " / ".join(text.strip().splitlines()[-LAST_LINES:])
-        Notes(file, job.name, 0).failed(job.name, RuntimeError(f"{why} {last[-400:]}"))
+    last = " / ".join(text.strip().splitlines()[-LAST_LINES:])
+    parts = begun(file)
+    where = f" in or behind {parts[-1]!r}:" if parts else ""
+    error = RuntimeError(f"{why}{where} {last[-400:]}")
+    with contextlib.redirect_stdout(io.StringIO()):  # the job has printed what it knew
+        Notes(file, job.name, 0).failed(job.name, error)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from place import sized
+
 # Requests that come at once, tokens of each prompt and of each answer: for kvik and its peers.
-LOAD = (256, 256, 128)
+LOAD = sized((256, 256, 128), (2, 3, 2))
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -21,7 +23,7 @@ _LLAMA = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-SHAPES: Mapping[str, Mapping[str, object]] = {
+_REAL: Mapping[str, Mapping[str, object]] = {
     "8b": {  # Llama-3-8B
         **_LLAMA,
         "hidden_size": 4096,
@@ -53,6 +55,12 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "hidden_act": "silu",
         "tie_word_embeddings": True,
     },
+}
+_SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 160}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPES = {
+    name: sized(shape, {**shape, **_SMALL, **({"head_dim": 32} if "head_dim" in shape else {})})
+    for name, shape in _REAL.items()
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from place import DEVICE
 from torch import Tensor
 
 from kvik.attention.base import LayerKV, StepLayout
@@ -37,10 +38,10 @@ def layout(sequences: Sequence[tuple[int, int]]) -> tuple[StepLayout, int]:
         first += lengths[i]
     starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0)
     made = StepLayout(
-        query_start_loc=starts.int().cuda(),
-        seq_lens=torch.tensor(contexts, dtype=torch.int32).cuda(),
-        block_table=table.cuda(),
-        slot_mapping=torch.cat(slots).cuda(),
+        query_start_loc=starts.int().to(DEVICE),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32).to(DEVICE),
+        block_table=table.to(DEVICE),
+        slot_mapping=torch.cat(slots).to(DEVICE),
         num_scheduled=tuple(new for _, new in sequences),
         contexts=tuple(contexts),
         block_size=BLOCK_SIZE,
@@ -56,14 +57,14 @@ def cache(blocks: int, heads: Heads, dtype: torch.dtype) -> LayerKV:
     every: list[Tensor] = []
     scales: list[Tensor] = []
     for _ in range(2):
-        whole = torch.empty(*places, width, dtype=dtype, device="cuda")
+        whole = torch.empty(*places, width, dtype=dtype, device=DEVICE)
         if dtype not in SCALES:
             every.append(whole.normal_())
             continue
-        scale = torch.empty(places, dtype=SCALES[dtype], device="cuda")
+        scale = torch.empty(places, dtype=SCALES[dtype], device=DEVICE)
         for first in range(0, blocks, 1024):
             part = slice(first, min(blocks, first + 1024))
-            drawn = torch.randn(part.stop - first, *places[1:], heads.dim, device="cuda")
+            drawn = torch.randn(part.stop - first, *places[1:], heads.dim, device=DEVICE)
             numbers, found = round_vectors(drawn, dtype)
             whole.view(torch.uint8)[part] = numbers.view(torch.uint8)
             scale[part] = found

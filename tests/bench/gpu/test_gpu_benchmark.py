@@ -34,6 +34,11 @@ def lost(notes):
     notes.fact("kept", 1)
     os._exit(139)
 
+def deadly(notes):
+    notes.attempt("first part", lambda: notes.fact("before", 1))
+    notes.attempt("deadly part", lambda: os._exit(139))
+    notes.attempt("last part", lambda: notes.fact("behind", 1))
+
 def endless(notes):
     time.sleep(600)
 """
@@ -68,7 +73,11 @@ def test_sections_are_chosen(script: ModuleType) -> None:
 def test_only_what_is_not_timed_runs_at_the_same_time(script: ModuleType) -> None:
     """What is timed has the device to itself."""
     together = [group for group in script.groups(script.JOBS) if len(group) > 1]
-    assert {job.module for group in together for job in group} == {"correctness", "warm"}
+    assert {job.module for group in together for job in group} == {
+        "correctness",
+        "library",
+        "warm",
+    }
     assert len({job.name for job in script.JOBS}) == len(script.JOBS)
 
 
@@ -92,6 +101,7 @@ def test_a_job_that_fails_stops_no_other(
         script.Job("broken", "engine", "some_jobs", "broken", 30),
         script.Job("lost", "engine", "some_jobs", "lost", 30, together="all"),
         script.Job("endless", "engine", "some_jobs", "endless", 1, together="all"),
+        script.Job("deadly", "engine", "some_jobs", "deadly", 30, together="all"),
         script.Job("no such", "engine", "no_such_module", "run", 30, together="all"),
         script.Job("good", "facts", "some_jobs", "good", 30, ("4e12",)),
     ]
@@ -101,6 +111,7 @@ def test_a_job_that_fails_stops_no_other(
         "FAILED broken: broken: ValueError: this one is broken",
         "FAILED broken: logged: half of it: IndexError",
         "FAILED lost: lost: RuntimeError: ended with 139 a word before the end",
+        "FAILED deadly: deadly: RuntimeError: ended with 139 in or behind 'deadly part'",
         "FAILED endless: endless: RuntimeError: stopped",
         "FAILED no such: no such: ModuleNotFoundError",
         "FAILED good: part: ZeroDivisionError",
@@ -110,8 +121,24 @@ def test_a_job_that_fails_stops_no_other(
     ):
         assert expected in printed
     records = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
-    assert {"kept", "right"} <= {record["name"] for record in records}
-    assert "a word before the end" in (tmp_path / "out" / "log.txt").read_text("utf-8")
+    names = [record["name"] for record in records]
+    assert {"kept", "right"} <= set(names)
+    # It began anew behind the part that was its end, and did nothing twice.
+    assert names.count("before") == names.count("behind") == 1
+    log = (tmp_path / "out" / "log.txt").read_text("utf-8")
+    assert "a word before the end" in log
+    # Errors in full, and how to have them again.
+    assert 'notes.attempt("part", lambda: 1 / 0)' in log
+    assert "job.py good some_jobs good /dev/stdout 30 4e12 --part part\n" in log
+
+
+def test_one_part_alone(script: ModuleType, tmp_path: Path) -> None:
+    notes = importlib.import_module("notes")
+    done: list[str] = []
+    chosen = notes.Notes(tmp_path / "notes", "job", 9.0, only="b")
+    for name in "abc":
+        chosen.attempt(name, lambda name=name: done.append(name))
+    assert done == ["b"]
 
 
 def test_what_there_is_no_time_for_is_named(

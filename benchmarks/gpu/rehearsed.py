@@ -1,0 +1,62 @@
+"""A GPU's worker without a GPU: Triton's platform on CPU tensors, with steps that are "captured"
+and results that come late, as on a device that computes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvik.attention.triton import TritonAttention
+from kvik.config.config import ResolvedConfig
+from kvik.config.graph_sizes import decoding_sizes, drafting_sizes
+from kvik.worker import platforms
+from kvik.worker.worker import Worker
+
+
+class CalledAgain:
+    """In place of `CudaCapturer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        call()
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    copies: list[Tensor]
+
+    def wait(self) -> list[NDArray[Any]]:
+        return [copy.numpy() for copy in self.copies]
+
+
+class LateCopies:
+    """In place of `PinnedCopies`."""
+
+    depth = 2
+
+    def start(self, tensors: Sequence[Tensor]) -> _Arrival:
+        return _Arrival([tensor.clone() for tensor in tensors])
+
+
+def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
+    """resolved: for a CPU; with torch's kernels, as no wish of a user leads to what follows."""
+    everywhere = frozenset({"cpu", "cuda"})
+    TritonAttention.caps = replace(TritonAttention.caps, devices=everywhere)
+    platforms.CudaCapturer = CalledAgain  # type: ignore[assignment, misc]
+    seqs, speculation = resolved.scheduler.max_num_seqs, resolved.speculation
+    sizes = decoding_sizes(seqs)
+    if speculation is not None:
+        drafts = speculation.num_draft_tokens, speculation.max_draft_rows
+        sizes += drafting_sizes(seqs, *drafts, tree=speculation.trees)
+    runner = replace(
+        resolved.runner, kernels="triton", attention_backend="triton", graph_sizes=sizes
+    )
+    return Worker(replace(resolved, runner=runner), copies=LateCopies())

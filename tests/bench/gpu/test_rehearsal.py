@@ -1,0 +1,71 @@
+"""Every job of the benchmark for GPUs, once, without one: in Triton's interpreter, at tiny sizes.
+
+What it finds out means nothing; that it fails nowhere does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+from kvik.attention.triton import TritonAttention
+from kvik.worker import platforms
+
+pytestmark = [INTERPRETED_ONLY, pytest.mark.filterwarnings("ignore")]
+
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
+# A job for each function, and its kinds of arguments that make a difference.
+CHOSEN = (
+    *("ceilings", "library", "cases 0", "attention 0", "tokens", "tests", "warm fp8, tokens too"),
+    *("warm attention", "warm others", "attention kernels", "products", "other kernels"),
+    *("8b bf16", "soak", "transformers compiled"),
+)
+# Does nothing on a CPU, and takes minutes there: `run.py --rehearse --only engine`.
+LEFT_OUT = {("peers", "batches"), ("drafts", "measure")}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script, whose modules are imported anew, for a rehearsal."""
+    monkeypatch.setenv("KVIK_GPU_REHEARSAL", "1")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    # What the rehearsal puts in their place is taken away again.
+    monkeypatch.setattr(TritonAttention, "caps", TritonAttention.caps)
+    monkeypatch.setattr(platforms, "CudaCapturer", platforms.CudaCapturer)
+    own = {path.stem for path in FOLDER.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in own if name in sys.modules}
+    yield importlib.import_module("run")
+    for name in own:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def test_every_function_is_rehearsed(run: ModuleType) -> None:
+    every = {(job.module, job.function) for job in run.JOBS}
+    assert {(j.module, j.function) for j in run.JOBS if j.name in CHOSEN} == every - LEFT_OUT
+    assert {job.name for job in run.JOBS} >= set(CHOSEN)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_job(name: str, run: ModuleType, tmp_path: Path) -> None:
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    (job,) = (job for job in run.JOBS if job.name == name)
+    notes = importlib.import_module("notes")
+    file = tmp_path / "notes.jsonl"
+    function = getattr(importlib.import_module(job.module), job.function)
+    function(notes.Notes(file, name, 250.0), *job.arguments)
+    records = notes.read_notes(file)
+    assert records
+    assert not [r for r in records if r["kind"] == "failure"]
+    assert not [r for r in records if r["kind"] == "check" and not r["passed"]]
+    if job.module != "ceilings":  # which says what is not installed
+        assert not [r for r in records if r["kind"] == "missed"]
