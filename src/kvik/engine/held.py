@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.plan import SchedulerOutput
+from kvik.core.types import RequestDelta
+from kvik.engine.observer import LoopObserver
 
 PIECES_PER_SECOND = 640  # of all streams together: from 32 on each has 20, as `MAX_HOLD` has it
 MAX_HOLD = 0.05  # seconds
 LONGER = 2  # times the tokens of the step before: nothing is held through such a step
 
 
-class Held:
-    """Deltas by completion. A `LoopObserver`: a step that will take long has to be known before.
+class Held(LoopObserver):
+    """Deltas by completion. It looks on because a step that will take long must be known before.
 
     Args:
         send: takes deltas that were merged, one for each completion.
@@ -60,27 +61,6 @@ class Held:
         if self._deltas and tokens > LONGER * self._step_tokens:
             self._send(self.release(now))
         self._step_tokens = tokens
-
-    def finished(self, output: ModelRunnerOutput, now: float) -> None: ...
-
-    def failed(self, error: str, now: float) -> None: ...
-
-    def added(self, request: EngineRequest, seed: int, now: float) -> None: ...
-
-    def ended(
-        self,
-        request_id: str,
-        index: int | None,
-        reason: FinishReason,
-        error: str | None,
-        now: float,
-    ) -> None: ...
-
-    def cache_reset(self, now: float) -> None: ...
-
-    def idle(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _join(held: RequestDelta, later: RequestDelta) -> None:

@@ -19,6 +19,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.observer import LoopObserver
 from kvik.engine.record_file import (
     MAGIC,
     Added,
@@ -76,9 +77,9 @@ class ClockTape:
         return readings
 
 
-class Recorder:
-    """A `LoopObserver` that writes what it is told. When that is not possible any more, as the disk
-    is full or the file has reached its limit, it says so once and the engine goes on without it.
+class Recorder(LoopObserver):
+    """Writes what it is told. When that is not possible any more, as the disk is full or the file
+    has reached its limit, it says so once and the engine goes on without it.
 
     A plan is written before it is computed, so that a step which kills the process is the last one
     in the file. A file that is there already is kept beside the new one, and none before that.

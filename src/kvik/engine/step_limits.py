@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.observer import LoopObserver
 
 LEAST = 30.0  # seconds: what else runs on a machine may hold up any step
 TIMES = 20.0  # what the slowest step of about its size took
@@ -43,8 +43,8 @@ class StepLimits:
         return limit
 
 
-class StepWatch:
-    """A `LoopObserver` that says how long what is in flight may take, whenever that changes.
+class StepWatch(LoopObserver):
+    """Says how long what is in flight may take, whenever that changes.
 
     Args:
         announce: takes seconds.
@@ -74,20 +74,3 @@ class StepWatch:
     def failed(self, error: str, now: float) -> None:
         self._in_flight.popleft()
         self._since = now
-
-    def added(self, request: EngineRequest, seed: int, now: float) -> None: ...
-
-    def ended(
-        self,
-        request_id: str,
-        index: int | None,
-        reason: FinishReason,
-        error: str | None,
-        now: float,
-    ) -> None: ...
-
-    def cache_reset(self, now: float) -> None: ...
-
-    def idle(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -142,19 +142,22 @@ class StepResults:
         checked = self.checker.check(batch, step.output, batch.num_drafts)
         rows, found = batch.sampling_rows, checked.found
         slots, tokens = batch.slots[rows], found.token_ids[checked.rows]
-        owners = np.repeat(rows, checked.lengths)
-        appended = self.sampling.append(np.repeat(slots, checked.lengths), tokens)
+        appended = self.sampling.append(slots.repeat(checked.lengths), tokens)
+        owners = rows.repeat(checked.lengths) if appended or found.logprobs else rows
         for i, failure in appended.items():
             step.errors[int(owners[i])] = describe(failure)
-        for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
-            if first in found.bad_rows:
-                step.errors[row] = found.bad_rows[first]
-        for row, token, i in zip(
-            owners.tolist(), tokens.tolist(), checked.rows.tolist(), strict=True
-        ):
-            token_ids[row].append(token)
-            if i in found.logprobs:
-                logprobs.setdefault(row, []).append(found.logprobs[i])
+        if found.bad_rows:
+            for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
+                if first in found.bad_rows:
+                    step.errors[row] = found.bad_rows[first]
+        told, begin = tokens.tolist(), 0
+        for row, count in zip(rows.tolist(), checked.lengths.tolist(), strict=True):
+            token_ids[row] = told[begin : begin + count]
+            begin += count
+        if found.logprobs:
+            for row, i in zip(owners.tolist(), checked.rows.tolist(), strict=True):
+                if i in found.logprobs:
+                    logprobs.setdefault(row, []).append(found.logprobs[i])
         return checked
 
     @staticmethod

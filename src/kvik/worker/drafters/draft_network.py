@@ -115,14 +115,16 @@ class Forwards:
         most = int(drafts[0])
         if drafts[-1] == most:  # as nearly always
             self._rows = [count] * most
-            later = (ends + np.arange(most - 1)[:, None]).reshape(-1)
+            following = np.arange(most - 1)[:, None]
+            later, whose = (ends + following).reshape(-1), (slots + 0 * following).reshape(-1)
         else:
             self._rows = np.searchsorted(-drafts, -np.arange(most)).tolist()
             later = np.concatenate(
-                [ends[:0], *[ends[:n] + i for i, n in enumerate(self._rows[1:])]]
+                [ends[:n] + i for i, n in enumerate(self._rows[1:])] or [ends[:0]]
             )
+            whose = np.concatenate([slots[:n] for n in self._rows[1:]] or [slots[:0]])
         places = np.concatenate((places, later))
-        owners = np.concatenate([owners, *[slots[:rows] for rows in self._rows[1:]]])
+        owners = np.concatenate((owners, whose))
         index, offsets = np.divmod(places, size)
         block_table = table.block_tables[0]  # of every group
         self.blocks: np.ndarray = block_table[owners, index]
