@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
@@ -35,13 +34,13 @@ class ScoredChunk:
     Attributes:
         row: of the step.
         wanted: what they are added to.
-        arrivals: of `Scores.tensors`, one after the other.
+        arrival: of `Scores.tensors`.
         ends: the prompt is through.
     """
 
     row: int
     wanted: _Wanted
-    arrivals: list[Arrival]
+    arrival: Arrival
     ends: bool
 
 
@@ -59,8 +58,7 @@ def read_prompt_logprobs(
     done: dict[int, list[TokenLogprobs]] = {}
     for chunk in chunks:
         try:
-            for arrival in chunk.arrivals:
-                chunk.wanted.found += told(arrival.wait())
+            chunk.wanted.found += told(chunk.arrival.wait())
         except Exception as error:
             errors[chunk.row] = describe(error)
             continue
@@ -108,30 +106,30 @@ class PromptLogprobs:
             try:
                 targets = table.token_ids[slot, first + 1 : last + 1].astype(np.int64)
                 ids = upload(targets, hidden.device)
-                arrivals = []
-                for i in range(0, last - first, PROMPT_ROWS):
-                    rows = hidden[start + i : start + last - first][:PROMPT_ROWS]
-                    scores = self._score(rows, ids[i : i + PROMPT_ROWS], wanted.top)
-                    arrivals.append(self._copies.start(scores))
+                rows = hidden[start : start + last - first]
+                arrival = self._copies.start(self._scores(rows, ids, wanted.top).tensors)
             except Exception as error:
                 errors[row] = describe(error)
                 continue
             ends = first + end - start >= num_prompt
             if ends:
                 del self._wanted[slot]
-            chunks.append(ScoredChunk(row, wanted, arrivals, ends))
+            chunks.append(ScoredChunk(row, wanted, arrival, ends))
         return chunks
 
-    def _score(self, hidden: Tensor, ids: Tensor, top: int) -> list[Tensor]:
-        """Logprobs of given tokens. Their logits are gone when it returns.
+    def _scores(self, hidden: Tensor, ids: Tensor, top: int) -> Scores:
+        """Of given tokens. The logits of a piece are gone when the next one is begun.
 
         Args:
             hidden: [rows, hidden]. ids: [rows] int64.
-
-        Returns:
-            As `Scores.tensors`.
         """
-        logits = self._network.model.logits(hidden)  # [rows, vocab]
-        parts = zip(logits.split(PROMPT_COPIED_ROWS), ids.split(PROMPT_COPIED_ROWS), strict=True)
-        scores: list[Scores] = [score(*part, top) for part in parts]
-        return [torch.cat(same) for same in zip(*(part.tensors for part in scores), strict=True)]
+        found = None
+        for first in range(0, len(ids), PROMPT_ROWS):
+            logits = self._network.model.logits(hidden[first : first + PROMPT_ROWS])
+            if found is None:
+                found = Scores.room(len(ids), min(top, logits.shape[-1]), hidden.device)
+            for i in range(0, len(logits), PROMPT_COPIED_ROWS):
+                some = ids[first + i : first + i + PROMPT_COPIED_ROWS][: len(logits) - i]
+                found.put(first + i, score(logits[i : i + len(some)], some, top))
+            del logits  # [rows, vocab]
+        return found or Scores.room(0, 0, hidden.device)

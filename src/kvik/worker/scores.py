@@ -31,6 +31,24 @@ class Scores:
     top_ids: Tensor
     top: Tensor
 
+    @staticmethod
+    def room(rows: int, top: int, device: torch.device) -> Scores:
+        """For some that come in pieces: what is made between large tensors and kept would leave
+        holes where they were, too small for the next ones."""
+        number, words = torch.float32, torch.int64
+        return Scores(
+            torch.empty(rows, dtype=words, device=device),
+            torch.empty(rows, dtype=number, device=device),
+            torch.empty(rows, dtype=words, device=device),
+            torch.empty(rows, top, dtype=words, device=device),
+            torch.empty(rows, top, dtype=number, device=device),
+        )
+
+    def put(self, first: int, piece: Scores) -> None:
+        """A piece, from this row on."""
+        for whole, part in zip(self.tensors, piece.tensors, strict=True):
+            whole[first : first + len(part)] = part
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.token_ids, self.own, self.ranks, self.top_ids, self.top)
