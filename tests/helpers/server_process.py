@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvik.server.texts import THREADS
+
+# Threads of the server's pools, which begin when there is something for them to do.
+POOLED = THREADS + min(32, (os.cpu_count() or 1) + 4)
+
 
 @dataclass(frozen=True)
 class Held:

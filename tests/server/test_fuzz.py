@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers.schema_values import SchemaValues
-from helpers.server_process import ServerProcess, server_process
+from helpers.server_process import POOLED, ServerProcess, server_process
 
 MIB = 1 << 20
 ANTHROPIC = "/v1/messages"
@@ -111,6 +111,6 @@ def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) ->
         assert found["num_requests_running"] == found["num_requests_waiting"] == 0
         assert found["kv_cache_usage_perc"] == 0.0
         for then, now in zip(base, server.held(), strict=True):
-            assert now.threads <= then.threads + 8  # of bounded pools
+            assert now.threads <= then.threads + POOLED
             assert now.files <= then.files + 4
             assert now.memory <= then.memory + 32 * MIB

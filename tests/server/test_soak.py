@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
@@ -13,16 +12,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from helpers.server_process import ServerProcess, server_process
-
-from kvik.server.texts import THREADS
+from helpers.server_process import POOLED, ServerProcess, server_process
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WARM_UP, REQUESTS, AT_ONCE = 400, 2000, 40
 MIB = 1 << 20
-# Threads of the server's pools, which begin when there is something for them to do.
-POOLED = THREADS + min(32, (os.cpu_count() or 1) + 4)
 # Answers to what was well asked, to what was not, and to what came too late.
 FINE, WRONG, LATE = {200}, {400, 404, 405, 413, 415, 422}, {200, 429, 503, 504}
 

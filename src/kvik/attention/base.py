@@ -81,9 +81,17 @@ class HeadNorms:
     k: Tensor
     eps: float
 
-    def apply(self, ops: Ops, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """For backends that have no kernel which does it on the way."""
-        return ops.rms_norm(q, self.q, self.eps), ops.rms_norm(k, self.k, self.eps)
+
+def turned(
+    ops: Ops, q: Tensor, k: Tensor, rotation: Tensor | None, norms: HeadNorms | None
+) -> tuple[Tensor, Tensor]:
+    """q and k normalised and turned, as `AttentionBackend.run` says, where no kernel does it on the
+    way into the cache."""
+    if norms is not None:
+        q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
+    if rotation is not None:
+        q, k = ops.rotary(q, k, rotation)
+    return q, k
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttentionMetadata,
+    BackendCaps,
+    HeadNorms,
+    LayerKV,
+    StepLayout,
+    turned,
+)
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.ops import Ops
 
@@ -38,10 +45,7 @@ class CpuAttention:
         rotation: Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        if norms is not None:
-            q, k = norms.apply(self._ops, q, k)
-        if rotation is not None:
-            q, k = self._ops.rotary(q, k, rotation)
+        q, k = turned(self._ops, q, k, rotation, norms)
         layout = metadata.layout
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         self.native.launch(

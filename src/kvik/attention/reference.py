@@ -11,7 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttentionMetadata,
+    BackendCaps,
+    HeadNorms,
+    LayerKV,
+    StepLayout,
+    turned,
+)
 from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 
@@ -40,10 +47,7 @@ class ReferenceAttention:
         rotation: Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        if norms is not None:
-            q, k = norms.apply(self._ops, q, k)
-        if rotation is not None:
-            q, k = self._ops.rotary(q, k, rotation)
+        q, k = turned(self._ops, q, k, rotation, norms)
         layout = metadata.layout
         store(self._ops, k, v, kv, layout.slot_mapping)
         out = torch.empty_like(q)

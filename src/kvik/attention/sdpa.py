@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttentionMetadata,
+    BackendCaps,
+    HeadNorms,
+    LayerKV,
+    StepLayout,
+    turned,
+)
 from kvik.attention.decode_batches import DecodeRow, split
 from kvik.attention.stored import move, store
 from kvik.attention.workspace import Workspace
@@ -105,10 +112,7 @@ class SdpaAttention:
         rotation: Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        if norms is not None:
-            q, k = norms.apply(self._ops, q, k)
-        if rotation is not None:
-            q, k = self._ops.rotary(q, k, rotation)
+        q, k = turned(self._ops, q, k, rotation, norms)
         assert isinstance(metadata, SdpaMetadata)
         k, v = store(self._ops, k, v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:

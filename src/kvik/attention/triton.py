@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionMetadata, BackendCaps, HeadNorms, LayerKV, StepLayout
+from kvik.attention.base import (
+    AttentionMetadata,
+    BackendCaps,
+    HeadNorms,
+    LayerKV,
+    StepLayout,
+    turned,
+)
 from kvik.attention.stored import move, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
@@ -63,10 +70,7 @@ class TritonAttention:
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
-            if norms is not None:
-                q, k = norms.apply(self._ops, q, k)
-            if rotation is not None:
-                q, k = self._ops.rotary(q, k, rotation)
+            q, k = turned(self._ops, q, k, rotation, norms)
             store(self._ops, k, v, kv, slots)
         else:
             scales = None

@@ -125,11 +125,12 @@ class PromptLogprobs:
         """
         found = None
         for first in range(0, len(ids), PROMPT_ROWS):
+            # [rows, vocab]
             logits = self._network.model.logits(hidden[first : first + PROMPT_ROWS])
             if found is None:
                 found = Scores.room(len(ids), min(top, logits.shape[-1]), hidden.device)
             for i in range(0, len(logits), PROMPT_COPIED_ROWS):
                 some = ids[first + i : first + i + PROMPT_COPIED_ROWS][: len(logits) - i]
                 found.put(first + i, score(logits[i : i + len(some)], some, top))
-            del logits  # [rows, vocab]
+            del logits
         return found or Scores.room(0, 0, hidden.device)
