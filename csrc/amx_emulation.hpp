@@ -29,12 +29,17 @@ KVIK_INLINE void fault_unless(bool fine) {
     if (!fine) __builtin_trap();
 }
 
-KVIK_INLINE int emulated_rows(int tile) { return emulated_tiles.config.rows[tile]; }
-KVIK_INLINE int emulated_row_bytes(int tile) { return emulated_tiles.config.row_bytes[tile]; }
+// A register and its shape. Found once for an instruction: a thread's own variable is a call to find, and a
+// dear one where a sanitizer watches.
+struct EmulatedRegister {
+    EmulatedTile& tile;
+    int rows, row_bytes;
+};
 
-KVIK_INLINE EmulatedTile& emulated_tile(int tile) {
-    fault_unless(emulated_tiles.config.palette == 1 && emulated_rows(tile) > 0);
-    return emulated_tiles.registers[tile];
+EmulatedRegister emulated_register(int tile) {
+    EmulatedTiles& tiles = emulated_tiles;
+    fault_unless(tiles.config.palette == 1 && tiles.config.rows[tile] > 0);
+    return {tiles.registers[tile], tiles.config.rows[tile], tiles.config.row_bytes[tile]};
 }
 
 void tile_config(const TileConfig& config) {
@@ -53,29 +58,38 @@ void tile_release() { emulated_tiles = {}; }
 
 template <int kRegister>
 void tile_zero() {
-    emulated_tile(kRegister) = {};
+    emulated_register(kRegister).tile = {};
 }
 
 template <int kRegister>
 void tile_load(const void* p, int64_t stride) {
-    EmulatedTile& tile = emulated_tile(kRegister) = {};
-    for (int row = 0; row < emulated_rows(kRegister); row++)
-        std::memcpy(tile.bytes[row], (const char*)p + row * stride, size_t(emulated_row_bytes(kRegister)));
+    const EmulatedRegister to = emulated_register(kRegister);
+    to.tile = {};
+    for (int row = 0; row < to.rows; row++)
+        std::memcpy(to.tile.bytes[row], (const char*)p + row * stride, size_t(to.row_bytes));
 }
 
 template <int kRegister>
 void tile_store(void* p, int64_t stride) {
-    const EmulatedTile& tile = emulated_tile(kRegister);
-    for (int row = 0; row < emulated_rows(kRegister); row++)
-        std::memcpy((char*)p + row * stride, tile.bytes[row], size_t(emulated_row_bytes(kRegister)));
+    const EmulatedRegister from = emulated_register(kRegister);
+    for (int row = 0; row < from.rows; row++)
+        std::memcpy((char*)p + row * stride, from.tile.bytes[row], size_t(from.row_bytes));
 }
 
-KVIK_INLINE void fault_unless_shapes_fit(int sums, int x, int w) {
-    fault_unless(sums != x && sums != w && x != w);
-    fault_unless(emulated_row_bytes(sums) % 4 == 0 && emulated_row_bytes(x) % 4 == 0);
-    fault_unless(emulated_rows(sums) == emulated_rows(x));
-    fault_unless(emulated_row_bytes(sums) == emulated_row_bytes(w));
-    fault_unless(emulated_row_bytes(x) == 4 * emulated_rows(w));
+// sums [rows][columns] += x [rows][steps] * w [steps][columns]
+struct EmulatedProduct {
+    EmulatedTile& sums;
+    const EmulatedTile &x, &w;
+    int rows, steps, columns;
+};
+
+EmulatedProduct emulated_product(int sums_tile, int x_tile, int w_tile) {
+    fault_unless(sums_tile != x_tile && sums_tile != w_tile && x_tile != w_tile);
+    const EmulatedRegister sums = emulated_register(sums_tile);
+    const EmulatedRegister x = emulated_register(x_tile), w = emulated_register(w_tile);
+    fault_unless(sums.row_bytes % 4 == 0 && x.row_bytes % 4 == 0);
+    fault_unless(sums.rows == x.rows && sums.row_bytes == w.row_bytes && x.row_bytes == 4 * w.rows);
+    return {sums.tile, x.tile, w.tile, sums.rows, w.rows, sums.row_bytes / 4};
 }
 
 // Denormal numbers are zero, before an operation and after it.
@@ -89,32 +103,28 @@ KVIK_INLINE float flushed_add(float a, float b) { return flushed(flushed(a) + fl
 
 template <int kSums, int kX, int kW>
 void tile_dot_bf16() {
-    EmulatedTile& sums = emulated_tile(kSums);
-    const EmulatedTile &x = emulated_tile(kX), &w = emulated_tile(kW);
-    fault_unless_shapes_fit(kSums, kX, kW);
-    for (int m = 0; m < emulated_rows(kSums); m++) {
+    const EmulatedProduct p = emulated_product(kSums, kX, kW);
+    for (int m = 0; m < p.rows; m++) {
         float even[16] = {}, odd[16] = {};
-        for (int k = 0; k < emulated_rows(kW); k++) {
-            for (int n = 0; n < emulated_row_bytes(kSums) / 4; n++) {
-                even[n] = flushed_fma(x.halves[m][2 * k], w.halves[k][2 * n], even[n]);
-                odd[n] = flushed_fma(x.halves[m][2 * k + 1], w.halves[k][2 * n + 1], odd[n]);
+        for (int k = 0; k < p.steps; k++) {
+            for (int n = 0; n < p.columns; n++) {
+                even[n] = flushed_fma(p.x.halves[m][2 * k], p.w.halves[k][2 * n], even[n]);
+                odd[n] = flushed_fma(p.x.halves[m][2 * k + 1], p.w.halves[k][2 * n + 1], odd[n]);
             }
         }
-        for (int n = 0; n < emulated_row_bytes(kSums) / 4; n++)
-            sums.floats[m][n] = flushed_add(sums.floats[m][n], flushed_add(even[n], odd[n]));
+        for (int n = 0; n < p.columns; n++)
+            p.sums.floats[m][n] = flushed_add(p.sums.floats[m][n], flushed_add(even[n], odd[n]));
     }
 }
 
 template <int kSums, int kX, int kW>
 void tile_dot_i8() {
-    EmulatedTile& sums = emulated_tile(kSums);
-    const EmulatedTile &x = emulated_tile(kX), &w = emulated_tile(kW);
-    fault_unless_shapes_fit(kSums, kX, kW);
-    for (int m = 0; m < emulated_rows(kSums); m++)
-        for (int k = 0; k < emulated_rows(kW); k++)
-            for (int n = 0; n < emulated_row_bytes(kSums) / 4; n++)
+    const EmulatedProduct p = emulated_product(kSums, kX, kW);
+    for (int m = 0; m < p.rows; m++)
+        for (int k = 0; k < p.steps; k++)
+            for (int n = 0; n < p.columns; n++)
                 for (int i = 0; i < 4; i++)
-                    sums.words[m][n] += int32_t(x.signs[m][4 * k + i]) * int32_t(w.bytes[k][4 * n + i]);
+                    p.sums.words[m][n] += int32_t(p.x.signs[m][4 * k + i]) * int32_t(p.w.bytes[k][4 * n + i]);
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 #include "runtime.hpp"
 #include "self_check.hpp"
 
-#if defined(KVIK_AMX)
+#if defined(KVIK_HAS_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -11,20 +11,14 @@ namespace kvik {
 
 #define KVIK_DECLARE(name) extern const Table table_##name;
 KVIK_DECLARE(portable)
-#if defined(KVIK_X86)
 KVIK_DECLARE(avx2)
 KVIK_DECLARE(avx2_vnni)
 KVIK_DECLARE(avx512)
 KVIK_DECLARE(avx512_bf16)
-#endif
-#if defined(KVIK_AMX)
 KVIK_DECLARE(amx)
-#endif
-#if defined(KVIK_EMULATE_AMX)
 KVIK_DECLARE(amx_emulated)
 KVIK_DECLARE(wrong_bf16)
 KVIK_DECLARE(wrong_i8)
-#endif
 #undef KVIK_DECLARE
 
 namespace {
@@ -40,9 +34,9 @@ Cpuid cpuid_7(unsigned subleaf) {
     return r;
 }
 
-bool has_avx_vnni() { return cpuid_7(1).a >> 4 & 1; }
+[[maybe_unused]] bool has_avx_vnni() { return cpuid_7(1).a >> 4 & 1; }
 
-#if defined(KVIK_AMX)
+#if defined(KVIK_HAS_AMX)
 // Linux keeps tile registers for the processes that ask for them, from version 5.16 on.
 bool may_use_amx() {
     constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
@@ -65,19 +59,27 @@ Tables find_tables() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool avx512_bf16 =
+    [[maybe_unused]] const bool avx512_bf16 =
         avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("avx512vbmi");
-#if defined(KVIK_AMX)
+#if defined(KVIK_HAS_AMX)
     if (avx512_bf16 && may_use_amx()) add_if_right(table_amx, found);
 #endif
+#if defined(KVIK_HAS_AVX512_BF16)
     if (avx512_bf16) found.available.push_back(&table_avx512_bf16);
+#endif
+#if defined(KVIK_HAS_AVX512)
     if (avx512) found.available.push_back(&table_avx512);
+#endif
+#if defined(KVIK_HAS_AVX2_VNNI)
     if (avx2 && has_avx_vnni()) found.available.push_back(&table_avx2_vnni);
+#endif
+#if defined(KVIK_HAS_AVX2)
     if (avx2) found.available.push_back(&table_avx2);
 #endif
+#endif
     found.available.push_back(&table_portable);
-#if defined(KVIK_EMULATE_AMX)
+#if defined(KVIK_HAS_AMX_EMULATED)
     if (avx512_bf16) {
         add_if_right(table_amx_emulated, found);
         add_if_right(table_wrong_bf16, found);

@@ -93,7 +93,8 @@ def test_self_check_rejects_what_is_wrong() -> None:
     "avx512_bf16" not in _native.instruction_sets(), reason="the emulation needs AVX-512 with bf16"
 )
 def test_emulated_kernels_pass_the_tests() -> None:
-    extension = build_extension("emulate-amx", "-DKVIK_EMULATE_AMX=ON")
+    isas = f"-DKVIK_ISAS={VECTORS.isa}"  # and portable, and the emulation
+    extension = build_extension("emulate-amx", "-DKVIK_EMULATE_AMX=ON", isas)
     files = ("test_amx.py", "test_linear.py", "test_pack.py")
     paths = [str(Path(__file__).with_name(name)) for name in files]
     chosen = f"{EMULATED} or self_check or threads"

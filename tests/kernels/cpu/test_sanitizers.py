@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.building import build_extension, compiler, has_cmake, run_tests, runtime_library
 
+_native = pytest.importorskip("kvik.kernels.cpu._native")
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
@@ -28,9 +30,17 @@ def test_kernels_stay_within_their_buffers() -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    extension = build_extension("sanitize", "-DKVIK_SANITIZE=ON", "-DKVIK_EMULATE_AMX=ON")
+    # What this machine cannot run is not compiled, nor `amx`: no sanitizer sees what its
+    # instructions read and write, and the emulation runs the same code with copies in their place.
+    isas = [name for name in _native.instruction_sets() if name != "amx"]
+    emulate = "ON" if "avx512_bf16" in isas else "OFF"  # which it is made of
+    options = (f"-DKVIK_ISAS={';'.join(isas)}", f"-DKVIK_EMULATE_AMX={emulate}")
+    extension = build_extension("sanitize", "-DKVIK_SANITIZE=ON", *options)
+    # Only products know of AMX: all else of the emulation is what avx512_bf16 runs.
+    once = "not amx_emulated or test_amx or test_linear or test_pack"
     # A sanitizer ends the process: what pytest had captured until then would be lost.
-    arguments = ["-v", "-x", "--capture=no", "-m", "not slow", str(Path(__file__).parent)]
+    arguments = ["-v", "-x", "--capture=no", "-m", "not slow", "-k", once]
+    arguments.append(str(Path(__file__).parent))
     done = run_tests(extension, arguments, variables)
     report = f"{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
     assert done.returncode == 0, report
