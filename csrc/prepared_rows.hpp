@@ -164,11 +164,14 @@ template <class X>
 void round_row(const linear_args& a, const X* x, int64_t row, const PreparedRows& to) {
     bf16* out = (bf16*)(to.data + row * to.stride);
     float* scales = to.scales + row * to.scales_stride;
-    const int64_t group = a.fp8_x == kGroupX ? a.group : a.inputs;
+    const bool each = a.fp8_x == kGroupX;
+    const int64_t group = each ? a.group : a.inputs;
     clear_end((char*)out, to.stride);
+    // not in the loop: it is read without inputs too
+    if (!each) scales[0] = a.fp8_x == kStaticX ? *(const float*)a.x_scale : scale_of(x, a.inputs, kFp8Most);
     for (int64_t k = 0, g = 0; k < a.inputs; k += group, g++) {
         const int64_t count = a.inputs - k < group ? a.inputs - k : group;
-        scales[g] = a.fp8_x == kStaticX ? *(const float*)a.x_scale : scale_of(x + k, count, kFp8Most);
+        if (each) scales[g] = scale_of(x + k, count, kFp8Most);
         round_fp8(x + k, count, scales[g], out + k);
     }
 }
