@@ -15,7 +15,7 @@ from kvik.config.quantization import SCHEMES
 from kvik.config.resolve import resolve
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
-from kvik.planner.memory import Memory, StoredModel, memory_of
+from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 
@@ -66,6 +66,7 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     assert planned.activations == decided.activations
     assert planned.runtime == decided.overhead
     assert planned.total == decided.total
+    assert bytes_of(model, at) == (decided.total, decided.limit)
     assert planned.fits
 
 

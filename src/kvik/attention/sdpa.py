@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import (
     AttentionMetadata,
@@ -135,12 +136,12 @@ class SdpaAttention:
         rows, heads, dim = q.shape
         kv_heads = kv.k.shape[2]
         k, v = self._workspace.gather(kv, batch.keys, q.dtype)
-        out = F.scaled_dot_product_attention(
+        out = _attended(
             q.view(rows, kv_heads, heads // kv_heads, dim),
             k.view(rows, batch.width, kv_heads, dim).transpose(1, 2),
             v.view(rows, batch.width, kv_heads, dim).transpose(1, 2),
-            attn_mask=batch.mask,
-            scale=scale,
+            batch.mask,
+            scale,
         )  # [rows, kv_heads, group, head_dim]
         return out.reshape(rows, heads, dim)
 
@@ -153,16 +154,39 @@ class SdpaAttention:
             k, v = self._workspace.gather(kv, row.keys, q.dtype)
         kv_heads = k.shape[1]
         group = heads // kv_heads
-        # KV heads are the batch dimension; expanding K and V over the group copies nothing.
-        out = F.scaled_dot_product_attention(
+        # KV heads are the batch dimension.
+        out = _attended(
             q.view(length, kv_heads, group, dim).permute(1, 2, 0, 3),
-            k.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
-            v.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
-            attn_mask=row.mask,
-            is_causal=row.mask is None,
-            scale=scale,
+            _for_each_head(k, group),
+            _for_each_head(v, group),
+            row.mask,
+            scale,
+            causal=row.mask is None,
         )  # [kv_heads, group, length, head_dim]
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
+
+
+# On a GPU. Not cuDNN's kernels, which torch would prefer on Hopper: they are planned anew for each
+# shape, and here nearly every step has its own.
+ON_GPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False
+) -> Tensor:
+    """q: [batch, heads, queries, head_dim] -> the same shape; k, v with keys for queries."""
+    if q.device.type == "cpu":
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+    with sdpa_kernel(ON_GPU):
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+
+
+def _for_each_head(x: Tensor, group: int) -> Tensor:
+    """[keys, kv_heads, head_dim] -> [kv_heads, group, keys, head_dim], the same for each of a
+    group. A view, but not on a GPU: there the kernel that takes masks, up to torch 2.12, reads some
+    lengths wrongly where heads share memory."""
+    shared = x.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    return shared if group == 1 or x.device.type == "cpu" else shared.contiguous()
 
 
 def _tree_rows(

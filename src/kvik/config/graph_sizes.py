@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # What a driver keeps of a kernel in a captured graph: its arguments, its launch, and its place
@@ -42,9 +44,19 @@ class GraphSize:
 def decoding_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
     """Of one token a request: powers of two up to 8, then multiples of it. Above, padding adds an
     eighth at most on average, and weights are read once whatever the size."""
-    sizes = {size for size in (1, 2, 4) if size < max_num_seqs}
-    counts = (*sorted(sizes), *range(8, max_num_seqs, 8), max_num_seqs)
+    counts = itertools.chain(*_decoding_counts(max_num_seqs))
     return tuple(GraphSize(n, n, 1, n) for n in counts)
+
+
+def num_decoding_sizes(max_num_seqs: int) -> int:
+    """How many there are, of which the last is the largest. A planner asks for thousands of
+    requests, thousands of times, so none is made."""
+    return sum(map(len, _decoding_counts(max_num_seqs)))
+
+
+def _decoding_counts(max_num_seqs: int) -> tuple[Sequence[int], ...]:
+    small = [size for size in (1, 2, 4) if size < max_num_seqs]
+    return small, range(8, max_num_seqs, 8), (max_num_seqs,)
 
 
 def drafting_sizes(

@@ -24,6 +24,7 @@ from kvik.config.graph_sizes import (
     drafting_sizes,
     graph_bytes,
     heads_sizes,
+    num_decoding_sizes,
 )
 from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kv_formats import AUTO
@@ -250,11 +251,13 @@ class Footprint:
         """Of the forwards that may be captured."""
         if self.kernels != "triton":
             return ()
-        sizes = decoding_sizes(size.max_num_seqs)
+        return decoding_sizes(size.max_num_seqs) + self._judging_sizes(size)
+
+    def _judging_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         if not size.max_draft_rows:
-            return sizes
+            return ()
         drafts, tree = (size.draft_tokens, size.max_draft_rows), self.heads is not None
-        return sizes + drafting_sizes(size.max_num_seqs, *drafts, tree=tree)
+        return drafting_sizes(size.max_num_seqs, *drafts, tree=tree)
 
     def draft_graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """The same of the draft model, or of the heads."""
@@ -266,18 +269,26 @@ class Footprint:
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens) if self.draft else ()
 
     def graphs(self, size: StepSize) -> int:
-        total, drafting = self._captured(self.graph_sizes(size), size), self.draft_graph_sizes(size)
+        if self.kernels != "triton":
+            return 0
+        judging, drafting = self._judging_sizes(size), self.draft_graph_sizes(size)
+        rows = size.max_num_seqs
+        decoding = GraphSize(rows, rows, 1, rows)  # the largest of them
+        count = num_decoding_sizes(rows) + len(judging)
+        total = self._captured((decoding, *judging), count, size)
         if self.heads is not None and drafting:
             total += self.heads.step(drafting[-1].rows) + len(drafting) * self.heads.graph
-        elif self.draft is not None:
-            total += self.draft._captured(drafting, size)
+        elif self.draft is not None and drafting:
+            total += self.draft._captured(drafting, len(drafting), size)
         return total
 
-    def _captured(self, sizes: tuple[GraphSize, ...], size: StepSize) -> int:
+    def _captured(self, sizes: tuple[GraphSize, ...], count: int, size: StepSize) -> int:
         """Captured forwards: each by itself, the tensors of the largest, whose memory all share,
-        and the output that they write to."""
-        if not sizes:
-            return 0
+        and the output that they write to.
+
+        Args:
+            sizes: the largest are among them. count: of all of them.
+        """
         spec, tokens = self.spec, max(each.tokens for each in sizes)
         largest = replace(size, max_num_batched_tokens=tokens, max_draft_rows=0)
         logits = max(each.samples for each in sizes) * spec.vocab_size * LOGIT_BYTES
@@ -285,7 +296,7 @@ class Footprint:
         output = logits + tokens * spec.hidden_size * self._item
         output += max(each.samples for each in sizes) * (4 + 8)
         each = graph_bytes(sum(len(group.layers) for group in self.groups))
-        return len(sizes) * each + shared + output
+        return count * each + shared + output
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """A draft model's step, its rotary positions, and what drafts were drawn from: until they
@@ -388,7 +399,8 @@ class Footprint:
             splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
             return splits * spec.num_heads * (spec.head_dim + 32) * 5
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
-        return 2 * keys * spec.num_kv_heads * spec.head_dim * item + self._converted_kv(size)
+        heads = spec.num_kv_heads + (spec.num_heads if self.device == "cuda" else 0)
+        return 2 * keys * heads * spec.head_dim * item + self._converted_kv(size)
 
     def _converted_kv(self, size: StepSize) -> int:
         """Where torch stores keys and values in another format than the model's: copies in fp32 of

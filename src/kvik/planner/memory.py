@@ -14,7 +14,7 @@ from kvik.config.capacity import Limit
 from kvik.config.config import EngineConfig, MemoryPlan
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind
-from kvik.config.memory import StepSize
+from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.config.resolve import Notes, choose_footprint, memory_plan, step_size
 from kvik.planner.devices import Device
@@ -128,52 +128,83 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
     Raises:
         ConfigError: the model cannot be shared by so many devices, or an unknown format.
     """
-    part = share(shape, at.tp, at.pp)
-    facts = weight_facts(at.weight_format)
-    config = EngineConfig(
-        dtype=working_dtype(shape, at.weight_format),
-        quantization=facts.quantization or "none",
-    )
-    notes = Notes()
-    _, footprint = choose_footprint(
-        config,
-        StoredModel.of(part, at.weight_format, at.kv_format),
-        at.hardware or hardware_of(at.device),
-        "cpu" if at.device.kind == "cpu" else "cuda:0",
-        config.dtype,
-        notes,
-    )
-    limit = Limit(int(at.device.memory * at.utilization), "")
-
-    def blocks_each(size: StepSize) -> int:
-        return footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
-
-    def sized(context: int, batch: int) -> StepSize:
-        wishes = replace(config, max_model_len=context, max_num_seqs=batch)
-        return step_size(wishes, footprint, limit, notes)
-
-    def planned(size: StepSize) -> MemoryPlan:
-        blocks = 1 + size.max_num_seqs * blocks_each(size)  # the first is never handed out
-        return memory_plan(footprint, size, blocks, limit)
+    planner = _Planner.of(shape, at)
+    part, footprint, limit = planner.part, planner.footprint, planner.limit.size
+    size = planner.sized(at.context, at.batch)
+    parts = planner.planned(size)
 
     def fits(context: int, batch: int) -> bool:
-        return planned(sized(context, batch)).total <= limit.size
+        return planner.planned(planner.sized(context, batch)).total <= limit
 
-    size = sized(at.context, at.batch)
-    parts = planned(size)
     return Memory(
-        limit=limit.size,
+        limit=limit,
         weights=parts.weights,
         kv_cache=parts.kv_cache,
         activations=parts.activations,
         runtime=parts.overhead,
         kv_per_token=part.kv_bytes_per_token(at.kv_format),
-        kv_per_request=blocks_each(size) * footprint.block_bytes,
+        kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
         kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
         step_tokens=size.max_num_batched_tokens,
         largest_batch=_largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
         longest_context=_largest(lambda context: fits(context, at.batch), shape.max_context),
     )
+
+
+def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
+    """`total` and `limit` of `memory_of`, without the search for what would fit.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    planner = _Planner.of(shape, at)
+    return planner.planned(planner.sized(at.context, at.batch)).total, planner.limit.size
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Plans of a setting's fullest device, for any number of requests of any length.
+
+    Attributes:
+        part: of the model, on that device.
+    """
+
+    part: ModelShape
+    config: EngineConfig
+    footprint: Footprint
+    limit: Limit
+    notes: Notes
+
+    @classmethod
+    def of(cls, shape: ModelShape, at: Setting) -> _Planner:
+        part = share(shape, at.tp, at.pp)
+        facts = weight_facts(at.weight_format)
+        config = EngineConfig(
+            dtype=working_dtype(shape, at.weight_format),
+            quantization=facts.quantization or "none",
+        )
+        notes = Notes()
+        _, footprint = choose_footprint(
+            config,
+            StoredModel.of(part, at.weight_format, at.kv_format),
+            at.hardware or hardware_of(at.device),
+            "cpu" if at.device.kind == "cpu" else "cuda:0",
+            config.dtype,
+            notes,
+        )
+        limit = Limit(int(at.device.memory * at.utilization), "")
+        return cls(part, config, footprint, limit, notes)
+
+    def blocks_each(self, size: StepSize) -> int:
+        return self.footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+
+    def sized(self, context: int, batch: int) -> StepSize:
+        wishes = replace(self.config, max_model_len=context, max_num_seqs=batch)
+        return step_size(wishes, self.footprint, self.limit, self.notes)
+
+    def planned(self, size: StepSize) -> MemoryPlan:
+        blocks = 1 + size.max_num_seqs * self.blocks_each(size)  # the first is never handed out
+        return memory_plan(self.footprint, size, blocks, self.limit)
 
 
 def working_dtype(shape: ModelShape, weight_format: str) -> str:

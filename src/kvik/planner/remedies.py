@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.kv_formats import KV_FORMATS
 from kvik.planner.formats import WEIGHT_FORMATS
-from kvik.planner.memory import Memory, memory_of
+from kvik.planner.memory import Memory, bytes_of
 from kvik.planner.parallel import MAX_DEVICES, can_share
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
@@ -91,7 +91,8 @@ def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
     """The first that fits, if one does."""
     for setting in settings:
-        if memory_of(shape, setting).fits:
+        needed, limit = bytes_of(shape, setting)
+        if needed <= limit:
             yield setting
             return
 
@@ -106,4 +107,5 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
         "pp": (asked.pp, changed.pp),
     }
     flags = " ".join(f"--{name} {new}" for name, (old, new) in named.items() if new != old)
-    return Remedy(flags, memory_of(shape, changed).total)
+    needed, _ = bytes_of(shape, changed)
+    return Remedy(flags, needed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvik.planner.advice.wish import USUAL_CONCURRENCY, Wish
-from kvik.planner.memory import memory_of
+from kvik.planner.memory import bytes_of
 from kvik.planner.serving import (
     Prediction,
     Serving,
@@ -69,8 +69,8 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
     else:
         load = largest or single
     batch = max(1, min(load.concurrency if load else serving.most, serving.most))
-    memory = memory_of(serving.shape, replace(serving.at, batch=batch))
-    return Figures(load, single, full, largest, memory.total, memory.limit)
+    memory, limit = bytes_of(serving.shape, replace(serving.at, batch=batch))
+    return Figures(load, single, full, largest, memory, limit)
 
 
 def improvement(before: Figures, after: Figures, wish: Wish) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvik.config.capacity import show_bytes
 from kvik.planner.advice.figures import Figures
 from kvik.planner.formats import weight_facts
-from kvik.planner.memory import memory_of
+from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import StepTime, decode, step_time, verify
 from kvik.planner.rounded import seconds, three
 from kvik.planner.serving import Prediction, Serving, Traffic, predict
@@ -21,21 +21,21 @@ _BOUNDS: Mapping[str, str] = {"bandwidth": "reading", "compute": "arithmetic", "
 def too_large(usual: Serving, now: Serving) -> str:
     """The usual format does not fit, another does."""
     at = usual.at
-    memory = memory_of(usual.shape, at)
-    smaller = memory_of(now.shape, now.at)
+    needed, limit = bytes_of(usual.shape, at)
+    smaller, _ = bytes_of(now.shape, now.at)
     return (
-        f"{at.weight_format} needs {show_bytes(memory.total)} of {show_bytes(memory.limit)}, "
-        f"{now.at.weight_format} {show_bytes(smaller.total)}"
+        f"{at.weight_format} needs {show_bytes(needed)} of {show_bytes(limit)}, "
+        f"{now.at.weight_format} {show_bytes(smaller)}"
     )
 
 
 def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
     """Nothing fits one device; what the figures are for in its place."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
-    memory = memory_of(usual.shape, usual.at)
+    _, limit = bytes_of(usual.shape, usual.at)
     return (
         f"does not fit one {usual.at.device.name}: at least {show_bytes(needed)} of weights, "
-        f"{show_bytes(memory.limit)} may be used. This version cannot share a model; the figures "
+        f"{show_bytes(limit)} may be used. This version cannot share a model; the figures "
         f"are for {now.at.tp} devices that do, in {now.at.weight_format}"
     )
 
@@ -110,10 +110,10 @@ def nothing(topic: str, serving: Serving) -> str:
 def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
     """Nothing fits, however many devices."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
-    memory = memory_of(usual.shape, usual.at)
+    _, limit = bytes_of(usual.shape, usual.at)
     return (
         f"does not fit {usual.at.device.name}: at least {show_bytes(needed)} of weights and a "
-        f"request of {usual.at.context} tokens, {show_bytes(memory.limit)} may be used"
+        f"request of {usual.at.context} tokens, {show_bytes(limit)} may be used"
     )
 
 

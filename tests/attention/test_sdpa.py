@@ -1,0 +1,55 @@
+"""What torch is asked for on a device other than the CPU, told by tensors without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.sdpa import SdpaAttention
+from kvik.kernels.torch_ops import TORCH
+
+META = torch.device("meta")
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts"), [((5,), (5,)), ((5,), (12,)), ((1, 1), (7, 12)), ((1, 3), (9, 8))]
+)
+def test_heads_share_no_memory_and_nothing_is_planned_anew(queries, contexts, monkeypatch) -> None:
+    """Strides of 0 are read wrongly by a kernel for GPUs; cuDNN plans each shape anew."""
+    attend, calls = F.scaled_dot_product_attention, 0
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *rest: object, **how: object) -> Tensor:
+        nonlocal calls
+        calls += 1
+        for x in (k, v):
+            assert all(
+                size == 1 or stride for size, stride in zip(x.shape, x.stride(), strict=True)
+            )
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        return attend(q, k, v, *rest, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    tokens, count = sum(queries), len(queries)
+    layout = StepLayout(
+        empty(count + 1, dtype=torch.int32),
+        empty(count, dtype=torch.int32),
+        empty(count, 3, dtype=torch.int32),
+        empty(tokens, dtype=torch.int64),
+        queries,
+        contexts,
+        BLOCK,
+    )
+    backend, cache = SdpaAttention(TORCH), empty(8, BLOCK, KV_HEADS, DIM)
+    q, k, v = (empty(tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    kv = LayerKV(cache, empty(*cache.shape))
+    out = backend.run(q, k, v, kv, backend.plan(layout, None), DIM**-0.5)
+    assert out.shape == q.shape and calls == (2 if queries == (1, 3) else 1)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
