@@ -177,11 +177,11 @@ def _caches() -> list[Case]:
         return arguments
 
     def copy(blocks: int, n: int) -> Callable[[Maker], tuple[Tensor, ...]]:
-        # sources and targets overlap: a block is read before it is overwritten
+        # Sources and targets overlap: a block is read before it is overwritten. They are columns of
+        # pairs, as a plan has them.
         return lambda m: (
             m.normal(blocks, 4, 2, 3),
-            m.permutation(blocks)[:n],
-            m.permutation(blocks)[:n],
+            *torch.stack([m.permutation(blocks)[:n] for _ in range(2)], dim=1).unbind(1),
         )
 
     shapes = ((1, 3, 16, 4, 32), (9, 5, 8, 1, 7), (6, 20, 1, 2, 16), (64, 1, 64, 3, 5))

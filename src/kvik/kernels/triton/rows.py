@@ -91,7 +91,9 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     source, to = _as_integers(table, out)
     dim = source.shape[1]
     block = min(PIECE, power_of_two(dim))
-    gather_kernel[len(ids), ceil_div(dim, block)](source, ids, to, dim, source.stride(0), block)
+    gather_kernel[len(ids), ceil_div(dim, block)](
+        source, ids.contiguous(), to, dim, source.stride(0), block
+    )
     return out
 
 
@@ -103,7 +105,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     dim = k.shape[1]
     block = min(PIECE, power_of_two(dim))
     store_rows_kernel[len(k), ceil_div(dim, block)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), dim, block
+        k, v, k_cache, v_cache, slot_mapping.contiguous(), k.stride(0), v.stride(0), dim, block
     )
 
 
@@ -113,7 +115,7 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     rows, kept = _as_integers(blocks, gather_rows(blocks, source))
     dim = rows.shape[1]
     block = min(PIECE, power_of_two(dim))
-    scatter_kernel[len(source), ceil_div(dim, block)](kept, target, rows, dim, block)
+    scatter_kernel[len(source), ceil_div(dim, block)](kept, target.contiguous(), rows, dim, block)
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
