@@ -163,7 +163,7 @@ def described(folder: Path, **changes: Any) -> Path:
 
 
 def refused(draft: Path, option: str, message: str, model: Path | str = "", **more: Any) -> None:
-    """In one line, before anything is loaded."""
+    """In one line, which does not speak of the target."""
     options = {**ENGINE, **drafting(draft), **more}
     with pytest.raises(KvikError, match=message) as caught:
         LLM(str(model), **options).close()
@@ -181,6 +181,10 @@ def test_what_cannot_draft_is_refused(tmp_path) -> None:
     refused(larger, "spec_model", "must have 96 tokens as the model has, not 97", **random)
     odd = described(tmp_path / "odd", head_dim=20)
     refused(odd, "spec_model", "heads of 20 need attention_backend sdpa", **random)
+    without_weights = described(tmp_path / "bare", vocab_size=2048)
+    refused(without_weights, "spec_model", "must hold model.safetensors")
+    (without_weights / "model.safetensors").write_bytes(bytes(100))
+    refused(without_weights, "spec_model", "model.safetensors: ")
     windows = described(tmp_path / "windows", **WINDOWS)
     random["model"] = windows
     refused(tiny, "spec_method", "needs a model with layers that see every key", **random)

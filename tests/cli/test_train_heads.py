@@ -30,7 +30,8 @@ def words(text: str, tmp_path: Path, *more: str) -> list[str]:
 def test_heads_are_saved_and_reported(
     kind: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ("--depth", "2", "--tokens", "64", "--rows", "32", "--inner", "64")
+    sizes = ["--depth", "2", "--tokens", "64", "--rows", "32"]
+    sizes += ["--inner", "64"] if kind == "eagle" else ["--layers", "2"]
     assert main([*words(text, tmp_path, "--kind", kind, *sizes), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     spec = read_heads_spec(tmp_path / "heads", kind)
@@ -50,6 +51,8 @@ def test_heads_are_saved_and_reported(
     [
         (("--kind", "hydra"), "kind: must be one of medusa, eagle, not 'hydra'"),
         (("--depth", "0"), "depth: must be in [1, 16], not 0"),
+        (("--kind", "eagle", "--layers", "1"), "layers: must be left out: it is for medusa heads"),
+        (("--inner", "64"), "inner: must be left out: it is for eagle heads"),
         (("--rate", "0"), "rate: must be between 0 and 1, not 0.0"),
         (("--window", "1"), "window: must be in [2, 65536], not 1"),
         (("--window", "500"), "data: must fill 16 windows or more, not 1: more text is needed"),

@@ -72,6 +72,10 @@ def test_heads_of_another_model(tmp_path):
     assert heads_for(folder, MEDUSA, 64, 100) == SPECS[0]
     with pytest.raises(ModelError, match="hidden states of 64 and 100 tokens, the model has 32"):
         heads_for(folder, MEDUSA, 32, 100)
+    with pytest.raises(ModelError, match=r"^spec_model: holds no eagle heads: config.json model_t"):
+        heads_for(folder, EAGLE, 64, 100)
+    with pytest.raises(ModelError, match=r"^spec_model: holds no medusa heads: config.json: is mi"):
+        heads_for(tmp_path / "elsewhere", MEDUSA, 64, 100)
 
 
 def test_heads_that_come_with_a_model(tmp_path):

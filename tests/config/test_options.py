@@ -8,7 +8,14 @@ from dataclasses import dataclass, fields
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.config.options import options_of, parse_biases, parse_bool, parse_ids, parse_int
+from kvik.config.options import (
+    options_of,
+    parse_biases,
+    parse_bool,
+    parse_ids,
+    parse_int,
+    parse_object,
+)
 from kvik.core.sampling_params import SamplingParams
 
 
@@ -69,3 +76,10 @@ def test_readers() -> None:
 def test_what_is_no_integer(text: str) -> None:
     with pytest.raises(ValueError, match=text[:5] or "^$"):
         parse_int(text)
+
+
+def test_an_object_is_one_however_deep() -> None:
+    assert parse_object('{"a": [1]}') == {"a": [1]}
+    for text in ("[1]", "{", '{"a": ' + "[" * 100_000):
+        with pytest.raises(ValueError):
+            parse_object(text)

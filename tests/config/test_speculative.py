@@ -32,15 +32,21 @@ def test_flags_win_over_the_object() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, "ngram_max": 2, "adaptive": False}
     expected = SpeculativeConfig("ngram", "", 3, adaptive=False, ngram_max=2)
     assert wish(speculative_config=config) == expected
+    assert wish(speculative_config=config, spec_method="off") is None
+    del config["ngram_max"]
     changed = wish(speculative_config=config, spec_method="suffix", spec_tokens=7)
-    assert changed == replace(expected, method="suffix", num_speculative_tokens=7)
+    assert changed == SpeculativeConfig("suffix", "", 7, adaptive=False)
 
 
 @pytest.mark.parametrize(
     ("options", "field", "part"),
     [
-        ({"spec_tokens": 4}, "spec_method", "must be given beside num_speculative_tokens"),
-        ({"speculative_config": {"ngram_max": 3}}, "spec_method", "must be given beside ngram_max"),
+        ({"spec_tokens": 4}, "spec_method", "suffix, off beside spec_tokens; it is not given"),
+        (
+            {"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"},
+            "spec_method",
+            "beside ngram_max of speculative_config, spec_model;",
+        ),
         ({"spec_method": "draft_model"}, "spec_model", "must name a draft model"),
         ({"spec_method": "ngram", "spec_model": "x"}, "spec_model", "must be left out"),
     ],
@@ -50,6 +56,43 @@ def test_what_contradicts_the_method_is_named(options, field, part) -> None:
         wish(**options)
     assert error.value.field == field
     assert part in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "methods"),
+    [
+        ("quantization", "int8", {"draft_model"}),
+        ("ngram_min", 2, {"ngram"}),
+        ("ngram_max", 3, {"ngram"}),
+        ("shared", True, {"suffix"}),
+        ("adaptive", False, set(METHODS[:-1])),
+        ("typical_acceptance", True, set(METHODS[:-1])),
+    ],
+)
+def test_what_would_change_nothing_is_refused(key, value, methods) -> None:
+    for method in METHODS[:-1]:
+        model = {"model": "x"} if method == "draft_model" else {}
+        config = {"method": method, key: value, **model}
+        if method in methods:
+            found = wish(speculative_config=config)
+            assert found is not None and getattr(found, key) == value
+        else:
+            names = f"{key} is for the method {', '.join(methods)}, not {method}"
+            with pytest.raises(ConfigError, match=f"^speculative_config: {names}$"):
+                wish(speculative_config=config)
+            default = getattr(SpeculativeConfig(), key)  # may be said
+            assert wish(speculative_config={**config, key: default}) is not None
+        assert wish(speculative_config={**config, "method": "off"}) is None
+
+
+@pytest.mark.parametrize("key", ["typical_epsilon", "typical_delta"])
+def test_a_bound_of_typical_acceptance_does_not_turn_it_on(key) -> None:
+    config = {"method": "ngram", key: 0.2}
+    with pytest.raises(ConfigError, match=f"{key} needs typical_acceptance beside it"):
+        wish(speculative_config=config)
+    for on in (True, False):
+        found = wish(speculative_config={**config, "typical_acceptance": on})
+        assert found is not None and found.typical_acceptance is on
 
 
 @given(

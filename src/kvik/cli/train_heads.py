@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
 from kvik.cli.share_bar import share_bar
 from kvik.config.config import EngineConfig
-from kvik.config.draft_heads import KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
+from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"tokens guessed ahead ({DEFAULT_DEPTH})",
     )
-    group.add_argument(
-        "--layers", type=integer, default=1, metavar="N", help="medusa: blocks of a head (1)"
-    )
+    group.add_argument("--layers", type=integer, metavar="N", help="medusa: blocks of a head (1)")
     group.add_argument(
         "--inner",
         type=integer,
@@ -155,6 +153,9 @@ def _check(arguments: argparse.Namespace) -> None:
         value, least = getattr(arguments, name), {"seed": 0, "window": 2}.get(name, 1)
         if value is not None and not least <= value <= most:
             raise ConfigError(name, f"must be in [{least}, {most}], not {value}")
+    for name, kind in (("layers", MEDUSA), ("inner", EAGLE)):
+        if getattr(arguments, name) is not None and arguments.kind != kind:
+            raise ConfigError(name, f"must be left out: it is for {kind} heads alone")
     if not 0 < arguments.rate < 1:
         raise ConfigError("rate", f"must be between 0 and 1, not {arguments.rate}")
 
@@ -166,7 +167,7 @@ def _recipe(arguments: argparse.Namespace, hidden: int) -> HeadsRecipe:
     return HeadsRecipe(
         kind=arguments.kind,
         depth=arguments.depth,
-        layers=arguments.layers,
+        layers=arguments.layers or 1,
         inner=arguments.inner or 2 * hidden,
         schedule=Schedule(arguments.tokens, arguments.rows, arguments.rate, arguments.seed),
     )

@@ -115,10 +115,13 @@ def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> Hea
     """The facts of heads of a kind for a model of these sizes.
 
     Raises:
-        ModelError: config.json cannot be read, is not of such heads, or they belong to a model of
-            other sizes.
+        ModelError: of `spec_model`: config.json cannot be read, is not of such heads, or they
+            belong to a model of other sizes.
     """
-    found = read_heads_spec(folder, kind)
+    try:
+        found = read_heads_spec(folder, kind)
+    except ModelError as error:
+        raise ModelError("spec_model", f"holds no {kind} heads: {error}") from None
     spec = replace(
         found,
         hidden_size=found.hidden_size or hidden_size,

@@ -95,7 +95,10 @@ def parse_biases(text: str) -> dict[int, float]:
 
 def parse_object(text: str) -> dict[str, object]:
     """A JSON object."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(text) from None
     if not isinstance(value, dict):
         raise ValueError(text)
     return value

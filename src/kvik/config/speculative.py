@@ -22,6 +22,13 @@ OFF = "off"
 MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix")
 TREE_METHODS = ("medusa", "eagle")
 METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
+# Fields of `SpeculativeConfig` that mean something to some methods alone.
+OF_METHODS: Mapping[str, tuple[str, ...]] = {
+    "quantization": ("draft_model",),
+    "ngram_min": ("ngram",),
+    "ngram_max": ("ngram",),
+    "shared": ("suffix",),
+}
 MAX_DRAFT_TOKENS = 64  # of a request in a step
 MAX_NGRAM = 32
 DEFAULT_TOKENS: Mapping[str, int] = {
@@ -146,6 +153,7 @@ def speculative_wish(
     given: dict[str, object] = {}
     if config is not None:
         given = _object(config)
+    idle = {key: f"{key} of speculative_config" for key in given}  # without a method
     for name, (key, value) in {
         "spec_method": ("method", method),
         "spec_model": ("model", model),
@@ -154,12 +162,15 @@ def speculative_wish(
         if value is not None:
             _CHECKS[key](name, value)
             given[key] = value
+            idle.pop(key, None)
+            idle[key] = name
     wish = SpeculativeConfig(**given)  # type: ignore[arg-type]
+    if "method" not in given and idle:
+        text = f"must be one of {', '.join(METHODS)} beside {', '.join(idle.values())}"
+        raise ConfigError("spec_method", f"{text}; it is not given")
     if wish.method == OFF:
-        idle = next((name for name in given if name != "method"), None)
-        if idle is not None and "method" not in given:
-            raise ConfigError("spec_method", f"must be given beside {idle}")
         return None
+    _of_its_method(wish, given)
     if wish.ngram_min > wish.ngram_max:
         raise ConfigError(
             "speculative_config",
@@ -170,6 +181,20 @@ def speculative_wish(
     if wish.method in LOOKUP_METHODS and wish.model:
         raise ConfigError("spec_model", f"must be left out: {wish.method} needs no model")
     return wish
+
+
+def _of_its_method(wish: SpeculativeConfig, given: Mapping[str, object]) -> None:
+    """Refuse what would change nothing. What stands at its default may be said."""
+    for field in fields(SpeculativeConfig):
+        methods = OF_METHODS.get(field.name, METHODS)
+        if wish.method not in methods and getattr(wish, field.name) != field.default:
+            raise ConfigError(
+                "speculative_config",
+                f"{field.name} is for the method {', '.join(methods)}, not {wish.method}",
+            )
+    for name in ("typical_epsilon", "typical_delta"):
+        if name in given and "typical_acceptance" not in given:
+            raise ConfigError("speculative_config", f"{name} needs typical_acceptance beside it")
 
 
 def _object(config: object) -> dict[str, object]:

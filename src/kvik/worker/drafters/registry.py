@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
+from kvik.config.errors import ModelError
 from kvik.config.kv_spec import group_layers
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.model_spec import DTYPE_BYTES
@@ -150,4 +151,12 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
 
 
 def build_drafter(parts: DrafterParts) -> Drafter:
-    return DRAFTERS[parts.speculation.method](parts)
+    """
+    Raises:
+        ModelError: of `spec_model`: its files are missing or broken, or do not fit their config.
+    """
+    try:
+        return DRAFTERS[parts.speculation.method](parts)
+    except ModelError as error:
+        whole = error.message if error.field in ("spec_model", "model") else str(error)
+        raise ModelError("spec_model", whole) from None
