@@ -57,7 +57,7 @@ def test_counts_by_place(name):
     assert without == (name == "wrong")
     assert found.seconds == expected.rows * (MAKING + CHECK) + without * PLAIN
     assert found.plain_seconds == 15 * PLAIN
-    assert found.speedup == found.plain_seconds / found.seconds
+    assert found.speedup == found.plain_seconds / found.seconds == core.stats().speculation.speedup
 
 
 def test_nodes_of_a_tree_count_by_depth():

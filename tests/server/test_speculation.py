@@ -98,9 +98,11 @@ def test_choices_count_together(guessing):
     assert found["mean_accepted_length"] == 3.0
 
 
-def test_a_request_may_do_without(guessing):
-    found = usage("/v1/completions", post(guessing, "/v1/completions", speculation=False).json())
+@pytest.mark.parametrize("path", KINDS)
+def test_a_request_may_do_without(guessing, path):
+    found = usage(path, post(guessing, path, speculation=False).json())
     assert not {"speculation", "completion_tokens_details"} & found.keys()
+    assert usage(path, post(guessing, path, speculation=True).json())["speculation"] == ONE
 
 
 @pytest.mark.parametrize("path", KINDS)

@@ -66,13 +66,6 @@ class DraftTimes:
     checking: float = 0.0
     plain: float = 0.0
 
-    def __add__(self, other: DraftTimes) -> DraftTimes:
-        return DraftTimes(
-            self.proposing + other.proposing,
-            self.checking + other.checking,
-            self.plain + other.plain,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:

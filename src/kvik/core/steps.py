@@ -156,7 +156,7 @@ class StepsInFlight:
             self.drafts.add(drafts, len(tokens) - 1, places)
             if speculation is not None:
                 speculation.drafts.add(drafts, len(tokens) - 1, places)
-        if speculation is not None:
+        if speculation is not None and times[0]:
             speculation.seconds += times[0]
             speculation.plain_seconds += times[1] * len(tokens)
         reason = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ParamError
 from kvik.core.counters import RequestSpeculation
-from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.seeds import derive_seed
 from kvik.core.types import EngineRequest, FinishReason, Request, RequestDelta
@@ -27,7 +27,9 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._num_unseeded = 0
-        self._draft_times = DraftTimes(0.0)
+        self._proposing = 0.0
+        # Of requests that ended; see `RequestSpeculation`.
+        self._seconds = self._plain_seconds = 0.0
 
     def add(self, request: EngineRequest, now: float) -> int:
         """Queue a request.
@@ -106,7 +108,7 @@ class EngineCore:
     def finish_step(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
         """Take in the result of the oldest plan in flight."""
         if output.draft_times is not None:
-            self._draft_times += output.draft_times
+            self._proposing += output.draft_times.proposing
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
@@ -160,14 +162,26 @@ class EngineCore:
     def _speculation(self) -> SpeculationStats | None:
         if self.config.speculation is None:
             return None
-        times = self._draft_times
-        drafts = self.scheduler.drafts.copy()
-        return SpeculationStats(drafts, times.proposing, times.checking, times.plain)
+        live = [
+            request.speculation
+            for siblings in self._requests.values()
+            for request in siblings
+            if request.speculation is not None
+        ]
+        return SpeculationStats(
+            self.scheduler.drafts.copy(),
+            self._proposing,
+            self._seconds + sum(one.seconds for one in live),
+            self._plain_seconds + sum(one.plain_seconds for one in live),
+        )
 
     def _note_finished(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
         for delta in deltas:
             if delta.finish_reason is not None:
                 siblings = self._requests[delta.request_id]
+                if delta.report is not None and delta.report.speculation is not None:
+                    self._seconds += delta.report.speculation.seconds
+                    self._plain_seconds += delta.report.speculation.plain_seconds
                 siblings[:] = [r for r in siblings if r.index != delta.index]
                 if not siblings:
                     del self._requests[delta.request_id]

@@ -40,19 +40,20 @@ class SpeculationStats:
 
     Attributes:
         drafts: how many were computed, how many were right, and where.
-        proposing, checking, plain: seconds; see `DraftTimes`.
+        proposing: seconds of making drafts; see `DraftTimes`.
+        seconds, plain_seconds: of all requests that were guessed for; see `RequestSpeculation`.
     """
 
     drafts: DraftCounts
     proposing: float = 0.0
-    checking: float = 0.0
-    plain: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     @property
     def speedup(self) -> float | None:
         """How much faster tokens came than they would have without drafts, as estimated from the
         steps that had none; None before there is anything to tell."""
-        return self.plain / self.checking if self.checking else None
+        return self.plain_seconds / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True, slots=True)

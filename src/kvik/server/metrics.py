@@ -234,7 +234,7 @@ def _speculation(families: Families, stats: EngineStats) -> None:
         note = "Tokens that a row with drafts yields, the model's own included."
         families.gauge("speculation_accepted_length", note, drafts.mean_length, ours=True)
     if stats.speculation.speedup is not None:
-        note = "How much faster tokens come than without drafts, as estimated."
+        note = "How much faster tokens came than without drafts, as estimated over all steps."
         families.gauge("speculation_speedup", note, stats.speculation.speedup, ours=True)
 
 

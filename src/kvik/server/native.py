@@ -45,6 +45,9 @@ class GenerateRequest(Struct, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LIST_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    speculation: (
+        Annotated[bool, Meta(description="guess tokens ahead, if the engine does")] | None
+    ) = None
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: Annotated[int, Meta(ge=1)] | None = None
@@ -90,6 +93,7 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "seed",
+    "speculation",
 )
 
 

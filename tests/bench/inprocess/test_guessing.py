@@ -44,8 +44,8 @@ def counts(*rows: tuple[int, int]) -> DraftCounts:
 def pair(earlier: DraftCounts, later: DraftCounts, *, trees: bool = False) -> Pair:
     """30 steps of 0.1 s; with drafts 12 in 2 s, of which 0.3 s went into drafts."""
     stats = (
-        SpeculationStats(earlier, proposing=5.0, checking=7.0, plain=8.0),
-        SpeculationStats(later, proposing=5.3, checking=8.5, plain=11.0),
+        SpeculationStats(earlier, proposing=5.0, seconds=7.0, plain_seconds=8.0),
+        SpeculationStats(later, proposing=5.3, seconds=8.5, plain_seconds=11.0),
     )
     return Pair(run(3.0, 31, None), run(2.0, 13, stats), trees)
 

@@ -102,10 +102,10 @@ class Pair:
 
     @property
     def own_estimate(self) -> float | None:
-        """By the engine, which takes steps without drafts now and then."""
+        """By the engine, which knows what its steps without drafts take."""
         before, after = self._stats
-        seconds = after.checking - before.checking
-        return (after.plain - before.plain) / seconds if seconds else None
+        seconds = after.seconds - before.seconds
+        return (after.plain_seconds - before.plain_seconds) / seconds if seconds else None
 
     @property
     def equal(self) -> float:

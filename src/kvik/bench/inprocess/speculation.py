@@ -70,7 +70,8 @@ GAUGES = (
         "engine's estimate",
         "x",
         "more",
-        "by the engine itself, from the steps without drafts that it takes now and then",
+        "by the engine itself: what its steps without drafts take, for as many tokens / the time "
+        "of its steps, those without drafts included",
         lambda pair: pair.own_estimate,
     ),
     Gauge("drafts", "", "more", "that were checked", lambda pair: pair.drafts.drafts),
