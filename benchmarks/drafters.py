@@ -62,9 +62,7 @@ def proposals(make: Callable[[RequestTable], Drafter], context: int, rows: int, 
     slots = np.arange(rows)
     for slot in slots.tolist():
         drafter.enter(slot)
-    wanted = DraftRows(
-        slots, np.full(rows, k), lambda: torch.zeros(rows, 1), np.ones(rows, np.bool_)
-    )
+    wanted = DraftRows(slots, np.full(rows, k), lambda: torch.zeros(rows, 1))
     for _ in range(context // 1000 + 2):  # what reads a text bit by bit has read it then
         drafter.propose(wanted)
     times = []

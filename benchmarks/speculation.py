@@ -82,10 +82,10 @@ class Scripted:
         self.drafter.leave(slot)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        drafts = self.drafter.propose(rows).token_ids
+        drafts = self.drafter.propose(rows).by_row()
         texts = self.table.token_ids[rows.slots, :KEY].tolist()
         known = self.table.num_tokens[rows.slots].tolist()
-        return Drafts(
+        return Drafts.of(
             [
                 [self.answers.draft(text, first + i) for i in range(len(tokens))]
                 for text, first, tokens in zip(texts, known, drafts, strict=True)

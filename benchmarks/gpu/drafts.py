@@ -31,7 +31,7 @@ class MadeUp:
     def leave(self, slot: int) -> None: ...
 
     def propose(self, rows: DraftRows) -> Drafts:
-        return Drafts([[5] * limit for limit in rows.limits.tolist()])
+        return Drafts.of([[5] * limit for limit in rows.limits.tolist()])
 
 
 class Judging(Measured):

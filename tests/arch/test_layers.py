@@ -14,16 +14,16 @@ BRIDGE = {"core.plan", "core.types", "core.sampling_params"}
 ALLOWED: dict[str, set[str]] = {
     # control: decides, never imports torch
     "config": set(),
-    "core": {"config"},
+    "core": {"config", "frozen"},
     "text": {"config", "core"},
     "engine": {"config", "core", "text"},
     "gguf": {"config"},
     # compute
     "kernels": set(),
-    "attention": {"config.errors", "kernels"},
+    "attention": {"config.errors", "frozen", "kernels"},
     "nn": {"config", "gguf", "kernels", "attention"},
     "models": {"config.model_spec", "nn"},
-    "worker": {"config", "kernels", "attention", "nn", "models", *BRIDGE},
+    "worker": {"config", "frozen", "kernels", "attention", "nn", "models", *BRIDGE},
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
     "executors": {"config", "worker", "engine.executor", *BRIDGE},
     "planner": {"config", "core", "engine", "gguf", ""},
@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "build": {"config", "model_files", "launch", ""},
     "progress": {"engine.output"},
     "interrupts": set(),
+    "frozen": set(),
     "bench": {
         "config",
         "core",

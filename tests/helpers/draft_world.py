@@ -147,14 +147,13 @@ class World:
         self.graph.computed.clear()
         self.graph.sizes.clear()
         most = np.array(list(limits.values()), np.int64)
-        certain = self.sampling.certain(slots)
-        rows = DraftRows(slots, most, lambda: torch.empty(len(slots), 0), certain)
+        rows = DraftRows(slots, most, lambda: torch.empty(len(slots), 0))
         found = self.drafter.propose(rows)
         assert len(set(self.graph.computed)) == len(self.graph.computed), "computed twice"
         return found
 
     def drafts(self, limits: dict[int, int]) -> list[list[int]]:
-        return self.propose(limits).token_ids
+        return self.propose(limits).by_row()
 
     def positions(self, slot: int) -> list[int]:
         """That the last proposal computed."""

@@ -49,7 +49,7 @@ class Scripted:
         self.slots.remove(slot)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        assert rows.hidden().shape[0] == len(rows.slots) == len(rows.certain)
+        assert rows.hidden().shape[0] == len(rows.slots)
         assert self.slots.issuperset(rows.slots.tolist())
         found = []
         for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):
@@ -59,7 +59,7 @@ class Scripted:
             right = self.right(len(truth))
             lies = [(token + 1) % self.vocab_size for token in truth[right:]]
             found.append(truth[:right] + lies)
-        return Drafts(found)
+        return Drafts.of(found)
 
 
 class ScriptedTree:
@@ -79,7 +79,7 @@ class ScriptedTree:
     def leave(self, slot: int) -> None: ...
 
     def propose(self, rows: DraftRows) -> Drafts:
-        return Drafts(
+        return Drafts.of(
             [
                 self._drafts(self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist())[
                     :limit
@@ -125,7 +125,7 @@ class Garbage:
             11: drafts[:-1],
             13: [*drafts[:-1], [-1]],
         }
-        return Drafts(broken.get(self.calls % 17, drafts))
+        return Drafts.of(broken.get(self.calls % 17, drafts))
 
 
 class Broken:
@@ -143,7 +143,7 @@ class Broken:
 
     def propose(self, rows: DraftRows) -> Drafts:
         self._count()
-        return Drafts([[5] * limit for limit in rows.limits])
+        return Drafts.of([[5] * limit for limit in rows.limits])
 
     def _count(self) -> None:
         self.calls += 1

@@ -93,3 +93,25 @@ def test_what_is_known_of_a_request_fades() -> None:
         acceptance.observe(np.array([0, 1]), np.array([0, 0]), paths([[], []], 3))
     after = acceptance.gains(np.array([1]))[0, 0]
     assert before < 0.2 and after == pytest.approx(acceptance.gains(np.array([0]))[0, 0], abs=0.05)
+
+
+@pytest.mark.parametrize("parents", [CHAIN, TREE])
+def test_steps_that_are_counted_together_count_as_one_by_one(parents, monkeypatch) -> None:
+    drafts = len(parents) - 1
+    together, single = Acceptance(4, parents), Acceptance(4, parents)
+    monkeypatch.setattr("kvik.worker.acceptance._HEAVIEST", 2.0)
+    rng = np.random.default_rng(1)
+    for step in range(60):
+        slots = rng.permutation(4)[: rng.integers(1, 5)]
+        judged = rng.integers(0, drafts + 1, len(slots))
+        right = np.logical_and.accumulate(rng.random((len(slots), drafts)) < 0.7, axis=1)
+        right &= np.arange(drafts) < judged[:, None]
+        for each in (together, single):
+            each.observe(slots, judged, right)
+            if step % 7 == 3:
+                each.passed()
+            if step % 20 == 19:
+                each.forget(2)
+        single.gains(slots)
+    everyone = np.arange(4)
+    assert together.gains(everyone) == pytest.approx(single.gains(everyone), rel=1e-9)

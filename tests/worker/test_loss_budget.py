@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvik.worker.adaptive import FIRST, DraftControl, StepFigures
-from kvik.worker.loss_budget import SHARE, LossBudget
+from kvik.worker.loss_budget import LEAST, SHARE, LossBudget
 
 DRAFTS, SLOTS, STEPS = 5, 6, 400
 
@@ -18,15 +18,33 @@ def test_what_was_lost_is_earned_before_the_next_trial() -> None:
     budget.settle(1.0, 3.0, room=2.0)
     lost = 2.0 - SHARE
     assert budget.left == pytest.approx(-lost)
+    assert SHARE * LEAST < budget.share < SHARE  # trials have brought less than they cost
     steps = 0
     while not budget.passed(1.0):
         steps += 1
-    assert steps == pytest.approx(lost / SHARE, abs=2)
+    assert steps == pytest.approx(lost / budget.share, abs=2)
     budget.needed = 1.0  # what the next trial may lose
     steps = 0
     while not budget.passed(1.0):
         steps += 1
-    assert steps == pytest.approx(1.0 / SHARE, abs=3)
+    assert steps == pytest.approx(1.0 / budget.share, abs=3)
+
+
+def test_where_trials_never_gain_few_are_made_until_one_does() -> None:
+    budget = LossBudget()
+    for _ in range(100):
+        budget.settle(1.0, 1.2, room=2.0)
+    assert budget.share == pytest.approx(SHARE * LEAST)
+    for _ in range(10):
+        budget.settle(1.0, 0.5, room=2.0)
+    assert budget.share == SHARE
+    for _ in range(20_000):  # until nothing is left of what was lost
+        budget.settle(1.0, 0.5, room=2.0)
+    assert budget.share == SHARE
+    for _ in range(200):  # half of what they cost comes back
+        budget.settle(1.0, 1.2, room=2.0)
+        budget.settle(1.0, 0.9, room=2.0)
+    assert budget.share == pytest.approx(SHARE / 2, rel=0.1)
 
 
 def test_gains_fill_the_room_and_no_more() -> None:

@@ -31,7 +31,9 @@ class Told:
     """Proposes what it is told to."""
 
     def __init__(self) -> None:
-        self.answer: Callable[[DraftRows], Drafts] = lambda rows: Drafts([[] for _ in rows.slots])
+        self.answer: Callable[[DraftRows], Drafts] = lambda rows: Drafts.of(
+            [[] for _ in rows.slots]
+        )
         self.asked: list[DraftRows] = []
         self.events: list[tuple[str, int]] = []
 
@@ -47,7 +49,7 @@ class Told:
 
 
 def as_many_as_allowed(rows: DraftRows) -> Drafts:
-    return Drafts([[5] * limit for limit in rows.limits])
+    return Drafts.of([[5] * limit for limit in rows.limits])
 
 
 class World:
@@ -117,7 +119,7 @@ def test_drafts_stand_behind_the_tokens() -> None:
     world = World()
     world.enter(0)
     world.enter(2, known=7)
-    world.drafter.answer = lambda rows: Drafts([[3, 4], [6]])
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4], [6]])
     assert world.propose(2, 0) == [2, 1]
     assert world.table.token_ids[2, 7:9].tolist() == [3, 4]
     assert world.table.token_ids[0, 5] == 6
@@ -157,7 +159,7 @@ def test_drafts_that_had_their_step_are_forgotten() -> None:
     world.enter(0)
     assert world.propose(0) == [3]
     world.step(0)
-    world.drafter.answer = lambda rows: Drafts([[]])
+    world.drafter.answer = lambda rows: Drafts.of([[]])
     assert world.propose(0) == [0]
 
 
@@ -186,7 +188,7 @@ def test_what_cannot_be_is_refused(drafts: list[list[int]], caplog) -> None:
     world = World()
     world.enter(0)
     world.enter(1)
-    world.drafter.answer = lambda rows: Drafts(drafts)
+    world.drafter.answer = lambda rows: Drafts.of(drafts)
     with caplog.at_level(logging.WARNING):
         assert world.propose(0, 1) == [0, 0]
         assert world.propose(0, 1) == [0, 0]
@@ -199,16 +201,16 @@ def test_the_tree_stays_and_the_control_knows_it(monkeypatch: pytest.MonkeyPatch
     followed: list[tuple[int, ...]] = []
     monkeypatch.setattr(world.speculator.control, "follow", followed.append)
     tree = DraftTree((-1, 0, 0), (0, 0, 1))
-    world.drafter.answer = lambda rows: Drafts([[3, 4]], tree)
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4]], tree)
     assert world.propose(0) == [2]
     assert world.speculator.tree is tree
     world.step(0)
     assert world.propose(0) == [2]
     assert followed == [tree.parents]
     world.step(0)
-    world.drafter.answer = lambda rows: Drafts([[3, 4]], DraftTree.chain(2))
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4]], DraftTree.chain(2))
     assert world.propose(0) == [0]
-    world.drafter.answer = lambda rows: Drafts([[3, 4, 5]], tree)  # of which it has two
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4, 5]], tree)  # of which it has two
     assert world.propose(0) == [0]
 
 
@@ -216,7 +218,7 @@ def test_a_broad_tree_is_asked_for_as_long_as_any_of_its_nodes_is_right() -> Non
     world = World(replace(EAGER, adaptive=True))
     world.enter(0, max_tokens=None)
     tree = DraftTree((-1, 0, 0, 0), (0, 0, 1, 2))
-    world.drafter.answer = lambda rows: Drafts([[3, 4, 5][: rows.limits[0]]], tree)
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4, 5][: rows.limits[0]]], tree)
     asked = []
     slots, count = np.array([0]), 0
     for step in range(120):
@@ -237,9 +239,8 @@ def test_probabilities_go_with_drafts_that_were_drawn() -> None:
     world.enter(1, temperature=1.0)
     world.enter(2, temperature=1.0, seed=3)
     probs = torch.arange(5 * VOCAB, dtype=torch.float32).view(5, VOCAB)
-    world.drafter.answer = lambda rows: Drafts([[1], [2, 3], [4, 5]], probs=probs)
+    world.drafter.answer = lambda rows: Drafts.of([[1], [2, 3], [4, 5]], probs=probs)
     assert world.propose(0, 1, 2) == [1, 2, 2]
-    assert world.drafter.asked[0].certain.tolist() == [True, False, True]
     slots, counts = np.array([2, 1, 0]), np.array([2, 1, 1])  # one of slot 1 is checked
     chains = Chains.of(counts, with_newest([2, 1, 1], [4, 5, 2, 1]))
     guesses = world.speculator.guesses(slots, chains)

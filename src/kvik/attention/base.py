@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable
 from kvik.kernels.ops import Ops
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepLayout:
     """Where the tokens of one step belong. Integer tensors; sizes as plain ints.
 

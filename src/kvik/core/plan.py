@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
+from kvik.frozen import frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class NewRequest:
     pooling: str | None = None  # see `EngineRequest`
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SchedulerOutput:
     """One step. Row i of the step is the request in `slots[i]`.
 
@@ -51,7 +52,7 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DraftTimes:
     """What guessing ahead took in a step, in seconds.
 
@@ -67,7 +68,7 @@ class DraftTimes:
     plain: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order.
 

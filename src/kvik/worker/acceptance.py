@@ -17,6 +17,8 @@ _FADE = 0.9  # of a request's counts in each step: some ten steps count
 _FADE_ALL = 0.95  # of the common counts in each step with drafts
 _HIGHEST = 0.99
 _LONG_AGO = 1000  # steps after which nothing is left of a count
+_UNREAD = 8  # steps with drafts that are not counted yet, at most
+_FADED = _FADE_ALL ** np.arange(_UNREAD - 1, -1, -1.0)
 _HEAVIEST = 1e100  # weight of a count: far from what a float cannot hold
 
 
@@ -46,9 +48,16 @@ class Acceptance:
         self._all = np.zeros((2, drafts))  # of all requests, likewise
         self._common = np.zeros(drafts)
         self._numbers = np.arange(drafts)
+        # Steps that were observed and are not counted yet: whose, and of each the weight, the
+        # drafts that were judged and which ones were right.
+        self._slots, self._whose = np.zeros(0, np.int64), b""
+        self._weights: list[float] = []
+        self._judged: list[_Ids] = []
+        self._right: list[NDArray[np.bool_]] = []
         self._find_common()
 
     def forget(self, slot: int) -> None:
+        self._read()
         self._counts[slot] = 0.0
 
     def observe(self, slots: _Ids, drafts: _Ids, accepted: NDArray[np.bool_]) -> None:
@@ -60,27 +69,46 @@ class Acceptance:
         """
         self.passed()
         self._fade()
-        found = np.empty((len(slots), 2, len(self._numbers)))
-        known = np.ones((len(slots), 1 + len(self._numbers)), np.bool_)
-        known[:, 1:] = found[:, 1] = accepted
+        if slots.tobytes() != self._whose or len(self._weights) == _UNREAD:
+            self._read()
+            self._slots, self._whose = slots, slots.tobytes()
+        self._weights.append(self._weight)
+        self._judged.append(drafts)
+        self._right.append(accepted)
+
+    def _read(self) -> None:
+        """Count what was observed: steps of the same requests together take little longer than one
+        of them."""
+        steps = len(self._weights)
+        if not steps:
+            return
+        right, judged = np.concatenate(self._right), np.concatenate(self._judged)
+        found = np.empty((len(right), 2, len(self._numbers)))
+        found[:, 1] = right
+        known = np.empty((len(right), 1 + len(self._numbers)), np.bool_)
+        known[:, 0], known[:, 1:] = True, right
         np.logical_and(
-            known.take(self._parents, axis=1), self._numbers < drafts[:, None], out=found[:, 0]
+            known.take(self._parents, axis=1), self._numbers < judged[:, None], out=found[:, 0]
         )
-        self._all *= _FADE_ALL
-        self._all += found.sum(axis=0)
-        found *= self._weight
-        self._counts[slots] += found
+        of_step = found.reshape(steps, -1)
+        shape = -1, 2, len(self._numbers)  # of the requests of a step
+        self._counts[self._slots] += (np.array(self._weights) @ of_step).reshape(shape)
+        self._all *= _FADE_ALL**steps
+        self._all += (_FADED[-steps:] @ of_step).reshape(shape).sum(axis=0)
+        for unread in (self._weights, self._judged, self._right):
+            unread.clear()
         self._find_common()
 
-    def passed(self) -> None:
-        """A step without drafts."""
-        self._passed += 1
+    def passed(self, steps: int = 1) -> None:
+        """Steps without drafts."""
+        self._passed += steps
 
     def _fade(self) -> None:
         """What the steps since the last one that was looked at did to older counts."""
         self._weight /= _FADE ** min(self._passed, _LONG_AGO)
         self._passed = 0
         if self._weight > _HEAVIEST:
+            self._read()
             self._counts /= self._weight
             self._weight = 1.0
 
@@ -88,6 +116,7 @@ class Acceptance:
         """[rows, drafts], how likely each draft is accepted, with all before it. Never rising, so
         that the best drafts are always the first ones."""
         self._fade()
+        self._read()
         counts = self._counts[slots] / self._weight
         tried, right = counts[:, 0], counts[:, 1]
         # How much better than others it fares, with all its drafts together.

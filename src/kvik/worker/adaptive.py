@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvik.frozen import frozen
 from kvik.worker.acceptance import Acceptance
 from kvik.worker.loss_budget import LossBudget
 from kvik.worker.step_costs import StepCosts
@@ -27,6 +27,8 @@ FIRST, ROOM = 3.0, 12.0
 _WORTH, _KEEP = 1.04, 1.02  # speed-up for which drafts begin, and go on
 _LEARN = 6  # steps without drafts at first
 _OFTEN, _LONGEST = 3, 32  # steps with drafts until one without is measured again, least and most
+_STANDS = 4  # steps that a choice holds for, while drafts gain and the requests are the same
+_REST = 8  # steps until it is looked again whether anything may be tried
 _PROBE = 2  # drafts for one request, to see how they fare
 _SAME = 8  # times in a row that it is the same request: a drafter may have to read its text first
 _SURPRISE = 2.0  # a step so many times longer than expected, or shorter, is looked into
@@ -35,7 +37,7 @@ _HELD_UP = 0.25  # of a step, that making drafts is always granted
 _FOLLOW = 0.2  # how far what deciding takes follows a measurement
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepFigures:
     """A step, and the making of the drafts that it judged.
 
@@ -81,6 +83,11 @@ class DraftControl:
         self._gained = False  # the last one with drafts did so, and nothing speaks against more
         self._hoped = False  # once, since the budget was spent, though it did not
         self._weighed = False  # `limits` has compared what there is to choose
+        self._rested, self._time = (
+            0,
+            0.0,
+        )  # steps without drafts that were not looked at, and theirs
+        self._rest = 0  # so many need not be looked at
         self._without = 0  # steps with drafts since the last one without
         self._longest = _OFTEN  # of those until the next one without
         self._deciding = 0.0  # seconds that it takes
@@ -88,6 +95,8 @@ class DraftControl:
         self._known = np.zeros(max_num_seqs, np.bool_)  # slots for which drafts were asked for
         self._reading = False  # last time, not so for all of them
         self._turn = 0  # whose turn it is to try
+        # The last choice that was weighed, for whom, and for how many more steps it stands.
+        self._choice, self._chosen_for, self._stands = np.zeros(0, np.int64), b"", 0
 
     def follow(self, parents: Sequence[int]) -> None:
         """Drafts form a tree, of which requests get the first nodes.
@@ -103,6 +112,7 @@ class DraftControl:
         decided anew as soon as anything may be spent."""
         self._acceptance.forget(slot)
         self._known[slot] = False
+        self._stands = self._rest = 0
         self.budget.needed = 0.0
 
     def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
@@ -115,12 +125,18 @@ class DraftControl:
         Returns:
             Whether to ask for `limits`; else nobody gets any.
         """
+        self._rested += 1
+        self._time += min(seconds, self._ceiling)
+        if self._rested < self._rest:
+            return False
         self._drafting = False
-        self._acceptance.passed()
+        self._acceptance.passed(self._rested)
         if pure:
-            self._costs.observe_plain(requests, seconds)
+            self._costs.observe_plain(requests, seconds, self._rested)
             self._without = 0
-        may = self.budget.passed(min(seconds, self._ceiling)) or self._gained
+        may = self.budget.passed(self._time) or self._gained
+        self._rest = 0 if may else _REST
+        self._rested, self._time = 0, 0.0
         return may and self._costs.num_plain(requests) >= _LEARN
 
     def decided(self, seconds: float) -> None:
@@ -134,7 +150,7 @@ class DraftControl:
 
     def observe(self, step: StepFigures) -> None:
         """A step that had drafts, or for which none were found."""
-        drafts = int(step.drafts.sum())
+        drafts = sum(step.drafts.tolist())
         if not drafts and not step.asked:
             self.passed(len(step.slots), step.seconds, pure=step.pure)
             return
@@ -169,7 +185,7 @@ class DraftControl:
             self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
             return
         expected = self._costs.judging_at(requests, drafts)
-        tokens = 1.0 + int(step.accepted.sum()) / requests
+        tokens = 1.0 + sum(step.accepted.tolist()) / requests
         known = self._costs.num_plain(requests) > 0
         if step.pure and known:
             ratio = step.seconds / plain
@@ -216,6 +232,10 @@ class DraftControl:
         if self.budget.left <= 0 and not self._gained:
             self.budget.needed = self._deciding
             return none
+        if self._stands and self._gained and slots.tobytes() == self._chosen_for:
+            self._stands -= 1
+            self._reading = False
+            return np.minimum(self._choice, room)
         self._weighed = True
         self.budget.needed = 0.0
         room = np.minimum(room, len(self._numbers))
@@ -223,6 +243,7 @@ class DraftControl:
         # What hardly pays might not pay at all.
         self._longest = min(_OFTEN + int(_LONGEST * max(0.0, speed_up - 1.0)), _LONGEST)
         if speed_up > (_KEEP if self._drafting else _WORTH):
+            self._choice, self._chosen_for, self._stands = limits, slots.tobytes(), _STANDS - 1
             return self._noted(slots, limits)
         self._gained = False
         return self._noted(slots, self._probe(room, plain))

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.frozen import frozen
+
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """The array on the device, without waiting for it. On a CPU it is the same memory."""
@@ -56,7 +58,7 @@ class AtOnce:
         return _There(tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _There:
     tensors: Sequence[Tensor]
 

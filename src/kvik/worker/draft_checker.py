@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
+from kvik.frozen import frozen
 from kvik.worker.copies import upload
 from kvik.worker.graphs import Network, StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -18,7 +17,7 @@ from kvik.worker.step_sampler import StepSampler, StepTokens
 from kvik.worker.tree_rejection import Trees
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckedDrafts:
     """Attributes:
     found: tokens of the rows of logits.
@@ -97,7 +96,7 @@ class DraftChecker:
         kept, lengths = rows.output(found.token_ids, bad)
         if tree is not None:
             self._gather(slots, rows.starts[:-1], kept, lengths)
-        table.num_computed[slots] -= counts + 1 - lengths
+        table.num_computed[slots] -= (counts + 1 - lengths).astype(np.int32)
         table.append_runs(slots, lengths, found.token_ids[kept])
         return CheckedDrafts(found, rows.starts[:-1], kept, lengths)
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
 from kvik.config.kv_spec import KVGroup
+from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.models.registry import Model
 from kvik.nn.context import ForwardContext
 from kvik.worker.input_batch import InputBatch
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepOutput:
     """Attributes:
     hidden: [tokens, hidden], normalised.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.core.plan import SchedulerOutput
+from kvik.frozen import frozen
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import StepInputs
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InputBatch:
     """Attributes:
     input_ids, positions: [tokens] int64, the rows' tokens one after another.

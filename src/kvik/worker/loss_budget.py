@@ -14,6 +14,8 @@ budget is spent on. A trial is what is left of the budget and one step with draf
 if one between them gained, or if the first one was dear because a text was read. What it lost is
 paid for before the next one, so how long guessing rests follows from that.
 
+Where trials bring back little of what they cost, less than SHARE is added: down to LEAST of it.
+
 The bound is on what is charged. `DraftControl` charges less than was measured for single steps that
 something else seems to have held up, and at most four steps for making drafts.
 """
@@ -21,23 +23,30 @@ something else seems to have held up, and at most four steps for making drafts.
 from __future__ import annotations
 
 SHARE = 0.01  # of the time
+LEAST = 0.25  # of that, where trials have brought nothing back for long
+_FADE = 0.95  # of what trials brought and cost, from one to the next
+_PRIOR = 1.0  # of both, before the first
 
 
 class LossBudget:
     """Attributes:
     left: seconds; below 0, too much was lost and has to be made up for.
     needed: how much must be left before anything is tried again.
+    share: of the time, that is added now.
     """
 
-    __slots__ = ("left", "needed")
+    __slots__ = ("_lost", "_won", "left", "needed", "share")
 
     def __init__(self) -> None:
         self.left = 0.0
         self.needed = 0.0
+        self.share = SHARE
+        # By steps for which something was tried, over what they would have taken without.
+        self._won = self._lost = _PRIOR
 
     def passed(self, seconds: float) -> bool:
-        """A step for which nothing was tried. Returns whether something may be, after it."""
-        self.left += SHARE * seconds
+        """Steps for which nothing was tried. Returns whether something may be, after them."""
+        self.left += self.share * seconds
         return self.left > 0 and self.left >= self.needed
 
     def spend(self, seconds: float) -> None:
@@ -51,5 +60,11 @@ class LossBudget:
             without: seconds that its tokens would have taken without drafts. taken: that it did.
             room: most that gains add up to, in seconds.
         """
-        left = self.left + without * (1 + SHARE) - taken
+        left = self.left + without * (1 + self.share) - taken
         self.left = min(left, max(room, self.left))
+        gain = 1.0 - taken / without
+        self._won = _FADE * self._won + max(0.0, gain)
+        self._lost = _FADE * self._lost + max(0.0, -gain)
+        self.share = SHARE
+        if self._won < self._lost:
+            self.share *= max(LEAST, self._won / self._lost)

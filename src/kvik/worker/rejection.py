@@ -14,20 +14,19 @@ And there is a way to give the distribution up, which must be asked for: `typica
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.config.speculative import Typical
+from kvik.frozen import frozen
 from kvik.worker.sampling_batch import Supposed
 
 _Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chains:
     """The rows of logits of some requests with chains of drafts, one request after another. A
     request with d drafts has d + 1 rows; row i of them follows i drafts.
@@ -48,7 +47,7 @@ class Chains:
             tokens: [rows], that each row follows: of each request the newest one, and its drafts.
         """
         starts = np.zeros(len(counts) + 1, np.int64)
-        (counts + 1).cumsum(out=starts[1:])
+        np.add.accumulate(counts + 1, out=starts[1:])
         judged = np.empty(len(tokens), np.int64)
         judged[:-1] = tokens[1:]
         judged[starts[1:] - 1] = -1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvik.core.plan import NewRequest
+from kvik.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Expected:
     """Tokens that the table counts and does not know yet, one for each of some slots.
 
@@ -110,14 +110,12 @@ class RequestTable:
             slots, counts: [rows]. tokens: [sum of counts], row after row.
         """
         self.put_drafts(slots, counts, tokens)
-        self.num_tokens[slots] += counts
+        self.num_tokens[slots] += counts.astype(np.int32)
 
     def put_drafts(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
         """The same, but they stand behind the known tokens and are not known themselves."""
-        self.token_ids[self._behind(slots, counts)] = tokens
-
-    def _behind(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and places of so many tokens behind the known ones."""
         ends = counts.cumsum()
-        first = self.num_tokens[slots] - (ends - counts)
-        return slots.repeat(counts), first.repeat(counts) + np.arange(ends[-1])
+        # In the flattened table: where each row's begin, less what is put before them.
+        first = slots * self.token_ids.shape[1] + self.num_tokens[slots] - (ends - counts)
+        places = first.repeat(counts) + np.arange(ends[-1])
+        self.token_ids.reshape(-1)[places] = tokens.astype(np.int32)

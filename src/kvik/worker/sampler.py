@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.core.types import TokenLogprobs
+from kvik.frozen import frozen
 from kvik.kernels.draws import Draws
 from kvik.kernels.ops import Ops
 from kvik.worker.copies import upload
@@ -39,7 +40,7 @@ class SampleResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampled:
     """What was sampled, on the device.
 
@@ -89,7 +90,7 @@ NOT_FINITE = "the model's logits are not finite"
 NOTHING_ALLOWED = "the request's rules allow no token"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Guess:
     """Attributes:
     token_ids: [rows] int64.

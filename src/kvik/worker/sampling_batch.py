@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.config.speculative import Typical
+from kvik.frozen import frozen
 from kvik.kernels.draws import Draws
 from kvik.kernels.penalties import Penalties
 from kvik.worker.logits_rules import Edits
@@ -66,7 +67,7 @@ class TypicalRows:
     rule: Typical
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SamplingBatch:
     """A greedy batch without rules is `SamplingBatch()`.
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import chain
-from operator import gt
 
 import numpy as np
 import torch
@@ -158,12 +156,12 @@ class Speculator:
         self._making, self._asked = self.clock() - started, 0
         if not pure or not asked:
             return DraftTimes(making)
-        if not drafts.any():
+        if not np.count_nonzero(drafts):
             return DraftTimes(making, making + seconds, seconds)
         plain = self.control.plain_seconds(len(slots))
         if plain is None:
             return DraftTimes(making)
-        right = int(accepted.sum()) / len(slots)
+        right = sum(accepted.tolist()) / len(slots)
         return DraftTimes(making, making + seconds, plain * (1.0 + right))
 
     def propose(self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor]) -> None:
@@ -181,12 +179,12 @@ class Speculator:
             self._making = 0.0
             return
         some = slots[chosen]
-        rows = DraftRows(some, limits[chosen], lambda: hidden(chosen), self.sampling.certain(some))
+        rows = DraftRows(some, limits[chosen], lambda: hidden(chosen))
         try:
             self._keep(rows, self.drafter.propose(rows))
         except Exception:
             self._complain()
-        self._asked = int(limits.max())
+        self._asked = max(limits.tolist())
         self._waiting = bool(np.count_nonzero(self.num_drafts))
         self._making += self.clock() - started
 
@@ -197,7 +195,7 @@ class Speculator:
         limits = np.minimum(self._most[slots], self._last[slots] - known)
         if self.speculation.num_lookahead_tokens:
             # The newest token and all drafts but the last are written where the drafter computes.
-            places = self.table.num_blocks[0, slots] * self.table.block_size
+            places = self.table.num_blocks[0][slots] * self.table.block_size
             limits = np.minimum(limits, places - known + 1)
         np.maximum(limits, 0, out=limits)
         if self.speculation.adaptive:
@@ -213,30 +211,29 @@ class Speculator:
         Raises:
             ValueError: they are not what a drafter may propose.
         """
-        lengths, limits = list(map(len, drafts.token_ids)), rows.limits.tolist()
-        if len(lengths) != len(limits) or any(map(gt, lengths, limits)):
+        counts, tokens = drafts.counts, drafts.token_ids
+        if len(counts) != len(rows.limits) or np.count_nonzero(counts > rows.limits):
             raise ValueError("more drafts than were asked for")
-        tokens = list(chain.from_iterable(drafts.token_ids))
-        if not tokens:
+        if not len(tokens):
             return
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+        # What is negative is large without a sign.
+        if np.count_nonzero(tokens.view(np.uint64) >= self._vocab_size):
             raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
         if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
             raise ValueError("drafts come without their probabilities")
         if self.tree is not None and drafts.tree is not self.tree:
             raise ValueError("the tree of drafts changed")
-        if drafts.tree is not None and max(lengths) > drafts.tree.drafts:
+        if drafts.tree is not None and counts.max() > drafts.tree.drafts:
             raise ValueError("more drafts than the tree has nodes for")
         if self.tree is None and drafts.tree is not None:
             self.tree = drafts.tree
             self.control.follow(self.tree.parents)
-        counts = np.array(lengths)
-        self.table.put_drafts(rows.slots, counts, np.array(tokens))
+        self.table.put_drafts(rows.slots, counts, tokens)
         self.num_drafts[rows.slots] = counts
         if drafts.probs is not None:
-            split = drafts.probs.split(lengths)
+            split = drafts.probs.split(counts.tolist())
             for slot, certain, probs in zip(
-                rows.slots.tolist(), rows.certain.tolist(), split, strict=True
+                rows.slots.tolist(), self.sampling.certain(rows.slots).tolist(), split, strict=True
             ):
                 if not certain and len(probs):
                     self._probs[slot] = probs
@@ -258,7 +255,7 @@ def shared_out(limits: np.ndarray, room: int) -> np.ndarray:
     Args:
         limits: [rows].
     """
-    if limits.sum() <= room:
+    if sum(limits.tolist()) <= room:
         return limits
     given = np.zeros_like(limits)
     while room > 0:

@@ -39,15 +39,17 @@ class StepCosts:
         self._making: dict[int, _Curve] = {}  # likewise, by most drafts of a request
         self._excused: list[float] = []  # of the last steps with drafts, what did not count
 
-    def observe_plain(self, requests: int, seconds: float) -> None:
-        """A step without drafts. Nearly all are, where drafts do not pay: it is only noted."""
+    def observe_plain(self, requests: int, seconds: float, steps: int = 1) -> None:
+        """A step without drafts, the last of so many. Nearly all are, where drafts do not pay: it
+        is only noted."""
         found = self._plain.get(requests)
         if found is None:
             found = _Plain(self._judging_of(requests), self._making_of(requests))
             self._plain[requests] = found
         found.seconds.append(seconds)
-        found.judging.forgotten += 1
-        found.making.forgotten += 1
+        found.ordered = None
+        found.judging.forgotten += steps
+        found.making.forgotten += steps
 
     def observe_drafts(
         self, requests: int, drafts: int, judging: float, asked: int, making: float
@@ -130,24 +132,27 @@ class StepCosts:
         return self._making[size]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plain:
     """Steps without drafts of one number of requests.
 
     Attributes:
         judging, making: the curves of such batches.
         seconds: of the last few steps.
+        ordered: the same in order, where anybody asked for it since.
     """
 
     judging: _Curve
     making: _Curve
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ordered: list[float] | None = None
 
     def middle(self) -> float:
         """About their median: a little below, as that of a few may be too long, and drafts would
         seem to gain what they do not."""
-        ordered = sorted(self.seconds)
-        return max(ordered[2 * len(ordered) // 5], _SHORTEST)
+        if self.ordered is None:
+            self.ordered = sorted(self.seconds)
+        return max(self.ordered[2 * len(self.ordered) // 5], _SHORTEST)
 
 
 class _Curve:

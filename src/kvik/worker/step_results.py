@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import TokenLogprobs
+from kvik.worker.copies import upload
 from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -88,9 +89,9 @@ class StepResults:
                 turn, tree = self.clock() - step.started, guessing.tree
                 # Fewer steps also save what the engine does between them, unless it was idle.
                 turn += min(step.started - self._ended, turn)
-                rows, num_tokens = len(batch.sampling_rows), len(batch.input_ids)
+                rows = len(batch.sampling_rows)
                 if checked is None and guessing.idle:
-                    due = guessing.passed(rows, turn, pure=num_tokens == rows)
+                    due = guessing.passed(rows, turn, pure=bool(batch.starts[-1] == rows))
                 else:
                     due, times = True, self._observe(guessing, batch, checked, turn)
                 if due:
@@ -195,7 +196,7 @@ class StepResults:
             rows, newest = rows[going_on], newest[going_on]
 
         def hidden(chosen: np.ndarray) -> Tensor:
-            wanted = torch.from_numpy(newest[chosen]).to(self.device)
+            wanted = upload(newest[chosen], self.device)
             places = batch.logits_indices.index_select(0, wanted)
             return output.hidden.index_select(0, places)
 

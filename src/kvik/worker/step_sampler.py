@@ -5,14 +5,13 @@ A step is sampled when its forward was begun, and read later: by then the next o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.core.types import TokenLogprobs
+from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.worker.copies import Arrival, Copies
 from kvik.worker.graphs import StepOutput
@@ -21,7 +20,7 @@ from kvik.worker.sampling_batch import NOTHING, Guesses, Offers, Supposed
 from kvik.worker.sampling_table import SamplingTable
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepTokens:
     """Attributes:
     token_ids: [rows] int64 on the host; meaningless in bad rows.
@@ -34,7 +33,7 @@ class StepTokens:
     logprobs: dict[int, TokenLogprobs]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LaunchedTokens:
     """Tokens that the device has or will have.
 

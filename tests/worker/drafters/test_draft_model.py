@@ -290,7 +290,7 @@ def test_what_drafts_were_drawn_from_comes_with_them(room: int) -> None:
     found = world.propose(limits)
     assert found.probs is not None and found.probs.shape == (10, VOCAB)
     rows = iter(found.probs)
-    for slot, drafts in zip(limits, found.token_ids, strict=True):
+    for slot, drafts in zip(limits, found.by_row(), strict=True):
         assert len(drafts) == limits[slot]
         model = plain_model()
         logits = model.step({0: prompts[slot]})[0][-1]

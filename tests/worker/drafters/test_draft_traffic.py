@@ -36,10 +36,9 @@ def test_draws_do_not_depend_on_how_they_are_planned() -> None:
             if (
                 probs is not None
             ):  # of rows that brought a seed, or take what is likely, none is read
-                counts = [len(drafts) for drafts in proposed.token_ids]
-                free = np.isin(list(limits), (0, 3)).repeat(counts)
+                free = np.isin(list(limits), (0, 3)).repeat(proposed.counts)
                 probs = probs[torch.from_numpy(free)]
-            found.append((proposed.token_ids, probs))
+            found.append((proposed.by_row(), probs))
             for slot in limits:
                 world.deliver(slot, TEXT[slot])
     runs = [found[i : i + 3] for i in range(0, 9, 3)]

@@ -62,8 +62,8 @@ def test_no_position_lies_behind_the_longest_text():
     table.num_tokens[0] = 7
     drafter = EagleDrafter(Noting(), table, DraftTree.chain(4))
     hidden = torch.zeros(1, 1, dtype=torch.float64)
-    rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden, np.ones(1, np.bool_))
-    assert len(drafter.propose(rows).token_ids[0]) == 1
+    rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden)
+    assert len(drafter.propose(rows).token_ids) == 1
     assert places == [6, 7, 7, 7]
 
 
@@ -85,7 +85,7 @@ def test_each_node_follows_its_path(tree, rows):
     drafter._rows = rows(drafter._grow)
     hidden = torch.tensor([[4.0], [21.0]], dtype=torch.float64)
     limits = np.array([tree.drafts, 3])
-    some = DraftRows(np.array([2, 0]), limits, lambda: hidden, np.ones(2, np.bool_))
+    some = DraftRows(np.array([2, 0]), limits, lambda: hidden)
     found = drafter.propose(some)
     assert found.tree is tree
-    assert found.token_ids == [expected(tree, 17, 4, 4.0), expected(tree, 11, 2, 21.0)[:3]]
+    assert found.by_row() == [expected(tree, 17, 4, 4.0), expected(tree, 11, 2, 21.0)[:3]]

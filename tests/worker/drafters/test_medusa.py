@@ -15,7 +15,7 @@ TREE = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))
 
 def rows(hidden: torch.Tensor, *limits: int) -> DraftRows:
     count = len(limits)
-    return DraftRows(np.arange(count), np.array(limits), lambda: hidden, np.ones(count, np.bool_))
+    return DraftRows(np.arange(count), np.array(limits), lambda: hidden)
 
 
 def heads(hidden: torch.Tensor) -> torch.Tensor:
@@ -31,9 +31,9 @@ def test_each_node_has_the_candidate_of_its_depth_and_rank():
     found = drafter.propose(rows(torch.tensor([[3.0, 0.0], [7.0, 0.0]]), 6, 6))
     assert found.tree is TREE and found.probs is None
     # rank 0: h, rank 1: h + 1, rank 2: h - 1
-    assert found.token_ids == [[3, 4, 13, 13, 2, 14], [7, 8, 17, 17, 6, 18]]
+    assert found.by_row() == [[3, 4, 13, 13, 2, 14], [7, 8, 17, 17, 6, 18]]
 
 
 def test_a_row_gets_the_first_nodes():
     found = MedusaDrafter(heads, TREE).propose(rows(torch.tensor([[3.0], [7.0]]), 2, 4))
-    assert found.token_ids == [[3, 4], [7, 8, 17, 17]]
+    assert found.by_row() == [[3, 4], [7, 8, 17, 17]]

@@ -56,7 +56,7 @@ def test_each_row_is_looked_up_in_its_own_text() -> None:
     for slot in (0, 1, 3):
         drafter.enter(slot)
     slots = np.array([3, 0, 1])
-    rows = DraftRows(slots, np.array([4, 2, 5]), lambda: torch.zeros(3, 1), np.ones(3, np.bool_))
+    rows = DraftRows(slots, np.array([4, 2, 5]), lambda: torch.zeros(3, 1))
     drafts = drafter.propose(rows)
-    assert drafts.token_ids == [[2, 2, 2, 2], [3, 1], []]
+    assert drafts.by_row() == [[2, 2, 2, 2], [3, 1], []]
     assert drafts.tree is None and drafts.probs is None

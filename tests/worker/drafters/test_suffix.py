@@ -27,8 +27,8 @@ def write(table: RequestTable, slot: int, text: list[int]) -> None:
 def proposed(drafter: SuffixDrafter, slots: list[int], limit: int = 8) -> list[list[int]]:
     n = len(slots)
     limits = np.full(n, limit)
-    rows = DraftRows(np.array(slots), limits, lambda: torch.zeros(n, 1), np.ones(n, np.bool_))
-    return drafter.propose(rows).token_ids
+    rows = DraftRows(np.array(slots), limits, lambda: torch.zeros(n, 1))
+    return drafter.propose(rows).by_row()
 
 
 def test_rows_go_on_as_their_own_text_did() -> None:

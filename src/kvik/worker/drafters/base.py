@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from kvik.frozen import frozen
+
 if TYPE_CHECKING:
     from kvik.worker.draft_tree import DraftTree
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DraftRows:
     """Requests that sampled in this step, go on, and may get drafts for the next one. All that was
     sampled stands in the tables already.
@@ -24,29 +26,53 @@ class DraftRows:
         hidden: gives [rows, hidden], the model's last hidden state, normalised, at the token before
             the newest one, which was sampled from it. Valid until the next step. To be called by
             drafters that read it alone: a lookup takes no longer than this does.
-        certain: [rows] bool on the host: drafts of these rows must not be sampled, as the request
-            is greedy or brought a seed.
     """
 
     slots: np.ndarray
     limits: np.ndarray
     hidden: Callable[[], Tensor]
-    certain: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drafts:
     """Attributes:
-    token_ids: of each row, in the order of the rows; shorter than its limit, or empty.
+    counts: [rows] int64, how many each row gets, in the order of the rows; at most its limit.
+    token_ids: [sum of counts] int64, row after row.
     tree: None: each draft follows the one before it. Else row i's drafts are the first nodes of
         the tree, in their order.
-    probs: [sum of drafts, vocab] fp32, what each draft was sampled from, row after row; None if no
-        row's drafts were sampled. What stands there for rows that are `certain` is not read.
+    probs: [sum of counts, vocab] fp32, what each draft was sampled from; None if no row's drafts
+        were sampled. What stands there for rows that are `SamplingTable.certain` is not read.
     """
 
-    token_ids: list[list[int]]
+    counts: np.ndarray
+    token_ids: np.ndarray
     tree: DraftTree | None = None
     probs: Tensor | None = None
+
+    @staticmethod
+    def of(
+        rows: Sequence[Sequence[int]], tree: DraftTree | None = None, probs: Tensor | None = None
+    ) -> Drafts:
+        """
+        Args:
+            rows: the drafts of each.
+        """
+        counts = np.array(list(map(len, rows)), np.int64)
+        return Drafts(counts, np.array(list(chain.from_iterable(rows)), np.int64), tree, probs)
+
+    @staticmethod
+    def first(limits: np.ndarray, table: np.ndarray, tree: DraftTree) -> Drafts:
+        """
+        Args:
+            limits: [rows] int64. table: [rows, drafts], of which each row gets at most so many.
+        """
+        most = table.shape[1]
+        return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)
+
+    def by_row(self) -> list[list[int]]:
+        """The drafts of each."""
+        tokens, ends = self.token_ids.tolist(), self.counts.cumsum().tolist()
+        return [tokens[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 class Drafter(Protocol):

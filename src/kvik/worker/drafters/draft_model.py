@@ -69,30 +69,29 @@ class DraftModel:
         missing, chunks = self._missing(slots, known, computed, limits > 0)
         counts = limits * ((chunks == missing) & (chunks > 0))
         going = (-counts).argsort(kind="stable")  # those with most drafts first
-        if not chunks.all():
+        if np.count_nonzero(chunks) < len(slots):
             going = going[chunks[going] > 0]
-        drafts: list[list[int]] = [[] for _ in range(len(slots))]
         if not len(going):
-            return Drafts(drafts)
-        some, drafted = slots[going], counts[going]
-        forwards = network.forwards(some, computed[going], chunks[going], drafted)
+            return _none(len(slots))
+        drafted = counts[going]
+        forwards = network.forwards(slots[going], computed[going], chunks[going], drafted)
         self._filled.overwrite(forwards.blocks)
         output = forwards.first()
         most = int(drafted[0])
         if not most:
-            return Drafts(drafts)
+            return _none(len(slots))
         chosen = going[: np.count_nonzero(drafted)]
         guessing = Guessing(self.sampler, self._sampling, rows, chosen, known, counts, self._room)
         tokens = guessing.draft(0, *network.logits(output))
         for depth in range(1, most):
             output = forwards.follow(tokens)
             tokens = guessing.draft(depth, *network.logits(output))
-        found, some, drafted = guessing.found, some[: len(chosen)], drafted[: len(chosen)]
-        for i, of_row, count in zip(chosen.tolist(), found.tolist(), drafted.tolist(), strict=True):
-            drafts[i] = of_row[:count]
-        found[np.arange(len(chosen)), drafted - 1] = NONE
-        self._ahead[some, :most] = found
-        return Drafts(drafts, probs=guessing.probs)
+        found = np.empty((len(slots), most), np.int64)
+        found.fill(NONE)
+        found[chosen] = guessing.found
+        self._ahead[slots, :most] = found
+        self._ahead[slots, counts - 1] = NONE  # of the last one there is no K and V
+        return Drafts(counts, found[found != NONE], probs=guessing.probs)
 
     def _settle(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Drafts that turned out right need not be computed again.
@@ -103,14 +102,14 @@ class DraftModel:
         Returns:
             [rows] int64, how many of them are computed.
         """
-        table, ahead = self._table, self._ahead[slots]
+        table, ahead = self._table, self._ahead.take(slots, axis=0)
         first = table.num_computed[slots].astype(np.int64)
         # In the flattened table, where what lies beyond the end of a row is not counted below.
         places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
         right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
         # The newest token is computed anyway: its logits are wanted.
         computed = np.minimum(first + right, known - 1)
-        table.num_computed[slots] = computed
+        table.num_computed[slots] = computed.astype(np.int32)
         self._ahead[slots] = NONE
         return computed
 
@@ -129,7 +128,7 @@ class DraftModel:
         """
         table, budget = self._table, self.network.max_tokens
         missing = (known - computed) * wanted
-        if missing.max() <= table.block_size:  # as nearly always
+        if max(missing.tolist()) <= table.block_size:  # as nearly always
             return missing, _within(missing, budget)
         behind = np.flatnonzero(missing > table.block_size)
         self._filled.find(slots[behind])
@@ -150,9 +149,13 @@ class DraftModel:
         return np.delete(behind, furthest[first])
 
 
+def _none(rows: int) -> Drafts:
+    return Drafts(np.zeros(rows, np.int64), np.zeros(0, np.int64))
+
+
 def _within(chunks: np.ndarray, budget: int) -> np.ndarray:
     """Cut so that their sum is within the budget; short ones first, as they are nearly done."""
-    if chunks.sum() <= budget:
+    if sum(chunks.tolist()) <= budget:
         return chunks
     order = np.argsort(chunks, kind="stable")
     sums = np.minimum(np.cumsum(chunks[order]), budget)

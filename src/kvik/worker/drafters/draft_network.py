@@ -102,29 +102,33 @@ class Forwards:
         self._slots = slots
         table, count, size = network.table, len(slots), network.table.block_size
         starts = np.zeros(count + 1, np.int64)
-        starts[1:] = chunks.cumsum()
+        np.add.accumulate(chunks, out=starts[1:])
         total, ends = int(starts[-1]), computed + chunks
-        owners, places = slots, computed
-        if total > count:
-            owners = slots.repeat(chunks)
-            places = (computed - starts[:-1]).repeat(chunks) + np.arange(total)
-        self._starts, self._chunks, self._ends = starts, chunks, ends
-        self._tokens = table.token_ids[owners, places].astype(np.int64)
+        self._starts, self._chunks, self._ends = starts, chunks, ends.astype(np.int32)
 
         # How many rows get more than so many drafts, which is how many the forward before has.
-        most = int(drafts[0])
-        if drafts[-1] == most:  # as nearly always
-            self._rows = [count] * most
-            following = np.arange(most - 1)[:, None]
-            later, whose = (ends + following).reshape(-1), (slots + 0 * following).reshape(-1)
+        wanted = drafts.tolist()
+        most = wanted[0]
+        alike = wanted[-1] == most  # as nearly always
+        self._rows = (
+            [count] * most if alike else np.searchsorted(-drafts, -np.arange(most)).tolist()
+        )
+        tokens = total + sum(self._rows[1:])
+        places, owners = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+        if total == count:
+            places[:total], owners[:total] = computed, slots
         else:
-            self._rows = np.searchsorted(-drafts, -np.arange(most)).tolist()
-            later = np.concatenate(
-                [ends[:n] + i for i, n in enumerate(self._rows[1:])] or [ends[:0]]
-            )
-            whose = np.concatenate([slots[:n] for n in self._rows[1:]] or [slots[:0]])
-        places = np.concatenate((places, later))
-        owners = np.concatenate((owners, whose))
+            owners[:total] = slots.repeat(chunks)
+            np.add((computed - starts[:-1]).repeat(chunks), np.arange(total), out=places[:total])
+        self._tokens = table.token_ids[owners[:total], places[:total]].astype(np.int64)
+        if alike and most:
+            np.add(ends, np.arange(most - 1)[:, None], out=places[total:].reshape(-1, count))
+            owners[total:].reshape(-1, count)[...] = slots
+        else:
+            end = total
+            for i, rows in enumerate(self._rows[1:]):
+                begin, end = end, end + rows
+                places[begin:end], owners[begin:end] = ends[:rows] + i, slots[:rows]
         index, offsets = np.divmod(places, size)
         block_table = table.block_tables[0]  # of every group
         self.blocks: np.ndarray = block_table[owners, index]
@@ -145,7 +149,7 @@ class Forwards:
             Valid until the next forward, with a row of logits for each row that gets drafts.
         """
         self._share_out(self._chunks, self._starts, self._rows[0] if self._rows else 0)
-        output = self._run(self._tokens, self._ends.astype(np.int32))
+        output = self._run(self._tokens, self._ends)
         self._network.table.num_computed[self._slots] = self._ends
         return output
 

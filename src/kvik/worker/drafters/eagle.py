@@ -93,9 +93,8 @@ class EagleDrafter:
         tokens = self.table.token_ids[slots, newest].astype(np.int64)
         hidden = rows.hidden()
         inputs = (upload(array, hidden.device) for array in (tokens, newest))
-        drafts = self._rows.run(hidden, *inputs).cpu().tolist()
-        limits = rows.limits.tolist()
-        return Drafts([row[:limit] for row, limit in zip(drafts, limits, strict=True)], self.tree)
+        drafts = self._rows.run(hidden, *inputs).cpu()  # [rows, drafts]
+        return Drafts.first(rows.limits, drafts.numpy(), self.tree)
 
     def _grow(self, hidden: Tensor, newest: Tensor, places: Tensor) -> Tensor:
         """Trees, level by level.

@@ -48,14 +48,16 @@ class Guessing:
         self._sampler = sampler
         self._sampling = sampling
         self._slots = slots = rows.slots[chosen]
-        self.found = np.full((len(slots), int(counts[chosen[0]])), -1)
+        self._counts = counts[chosen]
+        self.found = np.empty((len(slots), int(self._counts[0])), np.int64)
+        self.found.fill(-1)
         self.probs: Tensor | None = None
         self._plain = sampling.plain(slots)
         if self._plain:
             return
-        self._positions, self._counts = known[chosen], counts[chosen]
+        self._positions = known[chosen]
         self._first = (counts.cumsum() - counts)[chosen]  # row of `probs`
-        certain = rows.certain[chosen]
+        certain = sampling.certain(slots)
         self._keeps = not certain.all()
         self._streams = np.where(certain, SAMPLE, DRAFT)
         self._at_once = sampling.rows_at_once(slots, room, shares=True)

@@ -41,10 +41,7 @@ class MedusaDrafter:
 
     def propose(self, rows: DraftRows) -> Drafts:
         tokens = self._rows.run(rows.hidden()).cpu()  # [rows, drafts]
-        limits = rows.limits.tolist()
-        return Drafts(
-            [row[:limit] for row, limit in zip(tokens.tolist(), limits, strict=True)], self.tree
-        )
+        return Drafts.first(rows.limits, tokens.numpy(), self.tree)
 
     def _guess(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> the tokens of the tree [rows, drafts]."""

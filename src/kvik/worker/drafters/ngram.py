@@ -39,7 +39,7 @@ class NgramDrafter:
             text = texts[slot, :count]
             end = latest_match(text, self._min, self._max)
             found.append(continued(text, end, limit) if end else [])
-        return Drafts(found)
+        return Drafts.of(found)
 
 
 def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:

@@ -66,7 +66,7 @@ class SuffixDrafter:
                 others = self._outputs.continuation(self._table.tenants[slot], before, limit)
                 best = max(best, others, key=lambda continuation: continuation.score)
             found.append(best.tokens)
-        return Drafts(found)
+        return Drafts.of(found)
 
 
 class _OwnText:

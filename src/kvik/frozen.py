@@ -1,0 +1,16 @@
+"""Values that are made in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def frozen(cls: type[T]) -> type[T]:
+    """A dataclass with slots whose fields nobody sets: the type checker sees to it. A frozen
+    dataclass sees to it itself, which costs a quarter of a microsecond for each field when it is
+    made, and a step with drafts makes more than a hundred."""
+    return dataclass(slots=True)(cls)
