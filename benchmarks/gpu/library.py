@@ -87,25 +87,28 @@ def e4m3_with_scales_of_blocks() -> None:
 
 
 def a_captured_step() -> None:
-    """Two graphs that share a pool, captured aside and replayed on the usual stream."""
+    """Two graphs that share a pool, warmed up and replayed on the usual stream, captured aside. The
+    second one takes no more memory: it finds its own in the pool."""
     import torch
 
     side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     weight = torch.randn(256, 256, device="cuda").bfloat16()
     x, y = (torch.zeros(8, 256, device="cuda").bfloat16() for _ in range(2))
-    replays = []
+    replays, reserved = [], []
     with torch.inference_mode():
         for rows in (8, 4):
+            y[:rows].copy_(x[:rows] @ weight)
             before = torch.cuda.current_stream()
             side.wait_stream(before)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(side):
-                y[:rows].copy_(x[:rows] @ weight)
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 y[:rows].copy_(x[:rows] @ weight)
                 graph.capture_end()
             before.wait_stream(side)
             replays.append((rows, graph))
+            reserved.append(torch.cuda.memory_reserved())
+        assert reserved[1] == reserved[0], reserved
         for rows, graph in replays:
             x.normal_()
             y.zero_()

@@ -47,7 +47,7 @@ def backend() -> AttentionBackend:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which one takes sequences of several queries, whatever their size would say."""
     if request.param == "prefill":
-        monkeypatch.setattr(attention_paged, "most_queries", lambda group, kv_heads: 1)
+        monkeypatch.setattr(attention_paged, "query_classes", lambda group, kv_heads: (1,))
     return request.param
 
 

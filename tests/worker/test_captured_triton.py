@@ -4,7 +4,8 @@ interpreter, so few and small."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ from kvik import LLM, SamplingParams
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker import platforms
-from kvik.worker.graphs import Eager
+from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.input_batch import InputBatch
+from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
 
@@ -55,6 +57,8 @@ SAMPLING = [
 ]
 
 
+COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+COMMON |= {"load_format": "random", "kernels": "torch"}
 ROOM = 6  # drafts of all requests in a step
 DECODING = GraphSize(4, 4, 1, 4)
 
@@ -62,8 +66,7 @@ DECODING = GraphSize(4, 4, 1, 4)
 def tokens(model: Path, **options: Any) -> list[list[int]]:
     """With all that may be captured before the first request."""
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
-    common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random"}
-    with LLM(str(model), kernels="torch", **common, **limits) as llm:
+    with LLM(str(model), **COMMON, **limits) as llm:
         loop = llm._client._loop
         while loop.rest():
             pass
@@ -73,9 +76,9 @@ def tokens(model: Path, **options: Any) -> list[list[int]]:
 
 
 @contextmanager
-def captured(*sizes: GraphSize) -> Iterator[Again]:
+def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again]:
     """Engines that are made within replay steps of these sizes."""
-    again = Again()
+    again = capturer or Again()
 
     def platform(config: ResolvedConfig) -> platforms.Platform:
         choice = {"kernels": "triton", "attention_backend": "triton", "graph_sizes": sizes}
@@ -85,6 +88,8 @@ def captured(*sizes: GraphSize) -> Iterator[Again]:
         interpret_engines(patch)
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: again)
+        patch.setattr(platforms, "forwards", lambda *args: WarmUp(()))  # tests of its own
+        patch.setattr(platforms, "draws", lambda *args: WarmUp(()))
         yield again
     assert len(again.captured) == len(sizes)
 
@@ -127,3 +132,38 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
         assert tokens(model, **options) == expected
     assert again.replayed >= 3
     assert all(batch.num_drafts is None for batch in eager)
+
+
+class Called(Again):
+    """As a GPU captures: what is replayed holds on to nothing of Python's."""
+
+    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        call()
+        self.captured.append(lambda: None)
+        return lambda: None
+
+
+def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
+    """Or the next engine of the process would find the memory of its GPU taken."""
+    kept: list[weakref.ref[Any]] = []
+    graph, emptied = platforms.TritonPlatform.graph, platforms.torch.cuda.empty_cache
+
+    def watch(self: platforms.TritonPlatform, network: Network, *sizes: Any, **how: Any) -> Any:
+        made: tuple[Graph, Any] = graph(self, network, *sizes, **how)
+        weights = network.model.layers[0].mlp.down.matrix.data.values
+        kept.extend(map(weakref.ref, (network.kv[0].k, weights, *made)))
+        return made
+
+    alive: list[list[bool]] = []
+    monkeypatch.setattr(platforms.TritonPlatform, "graph", watch)
+    monkeypatch.setattr(
+        platforms.torch.cuda,
+        "empty_cache",
+        lambda: alive.append([ref() is not None for ref in kept]) or emptied(),
+    )
+    limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    with captured(DECODING, capturer=Called()), LLM(str(model), **COMMON, **limits) as llm:
+        while llm._client._loop.rest():
+            pass
+        assert all(ref() is not None for ref in kept)
+    assert alive[0] == alive[1] == [] and alive[-1] == [False] * 4

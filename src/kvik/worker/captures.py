@@ -40,18 +40,26 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """By CUDA graphs, which share the memory between their kernels: they run one after another."""
+    """By CUDA graphs, which share the memory between their kernels: they run one after another.
+
+    What a graph writes between its kernels lies in a pool of its own, which the memory plan counts.
+    The first call, which only warms up, is made on the stream that steps run on: the allocator
+    keeps what is freed for the stream that it was allocated on, so that this call takes what eager
+    steps have left there, and leaves it to them. On the capturing stream, or any other, it would
+    leave behind as much again that nobody uses. A library's workspace is of a stream too: that of
+    the capturing one is allocated within the first capture, in the pool, and serves the others.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+        call()  # kernels are compiled and libraries set up here, which cannot be captured
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            call()  # kernels are compiled and libraries set up here, which cannot be captured
             # Not `torch.cuda.graph`, which waits for the device and gives its memory back first.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.kv_pool import KVPool
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
+from kvik.worker.warm_up import Resting, WarmUp, draws, forwards
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +74,18 @@ class Platform(Protocol):
         """
         ...
 
-    def release_freed(self) -> None:
+    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
+        """What an idle engine gets ready, before it rests for its graphs and after that.
+
+        Args:
+            sizes: of the largest step.
+        """
+        ...
+
+    @staticmethod
+    def release_freed() -> None:
         """Give the system back what was freed and is kept for the next allocation: after loading,
-        the next ones are of other sizes."""
+        the next ones are of other sizes. Keeps nothing of the platform alive."""
         ...
 
 
@@ -95,9 +106,12 @@ class TorchPlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
-    def release_freed(self) -> None:
-        if self.parts.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
+        return WarmUp(()), WarmUp(())
+
+    @staticmethod
+    def release_freed() -> None:
+        torch.cuda.empty_cache()  # does nothing where no GPU was used
 
 
 class NativePlatform:
@@ -140,7 +154,11 @@ class NativePlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
-    def release_freed(self) -> None:
+    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
+        return WarmUp(()), WarmUp(())
+
+    @staticmethod
+    def release_freed() -> None:
         from kvik.kernels.cpu._native import release_freed
 
         release_freed()
@@ -190,7 +208,22 @@ class TritonPlatform:
         capturer = CudaCapturer(self.parts.device)
         return CapturedRows(function, like, sizes, capturer, time.monotonic)
 
-    def release_freed(self) -> None:
+    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
+        from kvik.attention.triton import TritonAttention
+        from kvik.kernels.triton.shape_classes import lengths
+
+        config, scheduler = self._config, self._config.scheduler
+        model, most = config.model, min(sizes.tokens, scheduler.max_model_len)
+        classes = lengths(model.num_heads, model.num_kv_heads, most)
+        if isinstance(self.parts.backend, TritonAttention):
+            steps = forwards(network, classes, config.cache.block_size, scheduler.max_model_len)
+        else:  # which gathers on its own what the host says there is
+            steps = WarmUp(())
+        return steps, draws(network.ops, model.vocab_size, self.parts.device)
+
+    @staticmethod
+    def release_freed() -> None:
+        gc.collect()  # what is captured and what captures it know each other
         torch.cuda.empty_cache()
 
 

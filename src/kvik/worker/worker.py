@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,16 +16,15 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.nn.context import ForwardContext
 from kvik.worker.copies import AtOnce, Copies, PinnedCopies
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
-from kvik.worker.graphs import Graph
 from kvik.worker.loading import load_network
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
-from kvik.worker.row_graphs import RowGraph
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import StepSizes
 from kvik.worker.step_results import RunningStep
+from kvik.worker.warm_up import Resting
 
 
 class Worker:
@@ -46,6 +46,7 @@ class Worker:
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         self._set_threads()
         chosen = platform(config)
+        self._release_freed = chosen.release_freed
         network = load_network(
             config,
             chosen,
@@ -70,12 +71,14 @@ class Worker:
         )
         sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
         speculator: Speculator | None = None
-        self._graphs: tuple[Graph | RowGraph, ...] = (graph,)
+        before, after = chosen.warm_up(network, sizes)
+        self._resting: tuple[Resting, ...] = (before, graph)
         if speculation is not None:
             parts = DrafterParts(speculation, config, table, sampling, network, chosen)
             drafter = build_drafter(parts)
-            self._graphs += tuple(parts.graphs)
+            self._resting += tuple(parts.graphs)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
+        self._resting += (after,)
         if copies is None:
             copies = _best_copies(device)
         # See `Executor`.
@@ -108,7 +111,7 @@ class Worker:
         """See `Executor.rest`."""
         self._ready()
         with torch.inference_mode():
-            return any(graph.rest() for graph in self._graphs)
+            return any(each.rest() for each in self._resting)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
@@ -142,7 +145,9 @@ class Worker:
     def close(self) -> None:
         """Drop weights and cache; safe to call twice."""
         self._runner = None
-        self._graphs = ()
+        self._resting = ()
+        with suppress(RuntimeError):  # a GPU that failed has nothing to give back
+            self._release_freed()  # the next engine of this process plans with what is free
 
 
 def _best_copies(device: torch.device) -> Copies:

@@ -22,6 +22,7 @@ from kvik.kernels.triton.attention_shapes import (
     split,
     split_tiles,
 )
+from kvik.kernels.triton.shape_classes import lengths
 
 
 @triton.jit
@@ -86,3 +87,12 @@ def test_tiles_fit_shared_memory(head_dim, itemsize, roomy, bytes):
     tiles = prefill_tiles(head_dim, itemsize, rounded=False, roomy=roomy)
     kept = buffers(tiles, roomy and itemsize == 2)
     assert tiles.n >= 16 and (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= bytes
+
+
+def test_a_number_of_tokens_of_every_class() -> None:
+    """The first for the prefill kernel; the others are the most of a tile, of products or of the
+    split kernel."""
+    assert lengths(32, 8, 8192) == (129, 128, 64, 32, 16, 8, 4, 1)
+    assert lengths(14, 2, 8192) == (293, 292, 64, 32, 16, 8, 4, 2, 1)
+    assert lengths(128, 1, 8192)[:3] == (65, 64, 32)  # more heads than a tile has rows
+    assert lengths(32, 8, 20) == (20, 16, 8, 4, 1)

@@ -24,9 +24,9 @@ from kvik.kernels.triton.attention_shapes import (
     TALLEST,
     block_d,
     is_roomy,
-    most_queries,
     most_splits,
     prefill_tiles,
+    query_classes,
     split_tiles,
 )
 from kvik.kernels.triton.attention_tile import LOG2_E
@@ -112,9 +112,10 @@ def paged_attention(q: Tensor, cache: PagedCache, step: PagedStep, scale: float)
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = heads // kv_heads
-    long = most_queries(group, kv_heads)
+    classes = query_classes(group, kv_heads)
+    long = classes[-1]
     floor = 0
-    for most in (16 // group, 32 // group, long):
+    for most in classes:
         runs = [run for run in step.runs if floor < run.queries <= most]
         if runs:
             # Alone in the step, so that a graph serves sequences of fewer queries as well.

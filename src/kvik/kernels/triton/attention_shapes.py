@@ -106,6 +106,13 @@ def most_queries(group: int, kv_heads: int) -> int:
     return max(SHORT, TALLEST * (SPREAD.value // 2 // kv_heads) // group)
 
 
+def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
+    """Most queries of a sequence in a tile of 16, 32 and `TALLEST` rows of the split kernel, each
+    of which is compiled by itself; beyond the last is the prefill kernel."""
+    classes = (16 // group, 32 // group, most_queries(group, kv_heads))
+    return tuple(most for most in classes if most > 0)
+
+
 def most_splits(context: int, tiles: int) -> int:
     """What `split` never exceeds, of contexts up to this.
 

@@ -96,7 +96,7 @@ def found(lows, parts, targets, row, chunks, step, CHUNKS: tl.constexpr):
     return tl.load(lows + row) + chosen.to(tl.int64) * step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])  # or the last pass would compile anew
 def search_kernel(
     logits, highs, temperature, cut, equals, min_p, centre, targets, lows, parts, next_lows,
     next_parts, vocab, stride, chunks, step,
@@ -190,8 +190,6 @@ _SEARCH = {
 def _search(what: str, *, mass: bool) -> Resources:
     constants: dict[str, object] = {"FIRST": False, "MASS": mass, "CUT": mass, "MIN_P": False}
     constants |= {"NEAR": False, "CHUNK": CHUNK, "CHUNKS": 64}
-    if mass:
-        constants["step"] = 1  # the last pass: Triton compiles it apart
     aligned = frozenset({"vocab", "stride"})
     return Resources(search_kernel, what, _SEARCH, constants, num_warps=8, aligned=aligned)
 

@@ -36,7 +36,8 @@ def small_fp16(codes):
     return (((wide & 0x7F) << 7) | (wide & -0x8000)).to(tl.float16, bitcast=True)
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
 def bytes_kernel(
     x,
     x_scales,

@@ -42,7 +42,8 @@ def _dot(w, xs, sums):
     return tl.dot(w, xs, sums, input_precision="ieee")
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
 def words_kernel(
     x,
     words,

@@ -33,7 +33,8 @@ def _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS: tl.constexpr, D
     return start[:, None] + at[None, :], own, at, mask
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr,
@@ -46,7 +47,8 @@ def rms_norm_kernel(
     tl.store(out + own, (wide * scale[:, None] * by[None, :]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
     x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr,

@@ -44,7 +44,8 @@ def _scale(size, nothing, E4M3: tl.constexpr):
     return tl.where(scale == 0.0, 1.0, scale) + nothing
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
 def round_tokens_kernel(
     x,
     scale_of_all,
@@ -84,7 +85,8 @@ def round_tokens_kernel(
     tl.store(scales + token, scale, mask=here)
 
 
-@triton.jit
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
 def round_groups_kernel(
     x,
     out,
@@ -136,12 +138,12 @@ def round_tokens(
     stride = x.stride(0)
     if tokens and group:
         block = power_of_two(group)
-        count = min(max(1, MOST // block), power_of_two(scales.numel()))
+        count = max(1, MOST // block)  # however few there are, or each number would be compiled
         grouped: Any = round_groups_kernel[(ceil_div(scales.numel(), count),)]
         grouped(x, out, scales, tokens, inputs, filled, shape[0], stride, group, e4m3, count, block)
     elif tokens:
         block = min(MOST, power_of_two(filled))
-        count = min(max(1, MOST // block), power_of_two(tokens))
+        count = max(1, MOST // block)
         whole: Any = round_tokens_kernel[(ceil_div(tokens, count),)]
         whole(
             x, scale, out, scales, tokens, inputs, filled, stride, e4m3, count, block, num_warps=8

@@ -1,0 +1,30 @@
+"""What Triton would compile for a launch, told by its own binding of arguments: nothing is compiled
+or interpreted."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import KernelParam, create_function_from_signature
+
+from kvik.kernels.triton.resources import SM_90
+
+
+def compilation(kernel: Any, *args: Any, **options: Any) -> str:
+    """A kernel with all that it is compiled for.
+
+    Args:
+        kernel: as the interpreter has it.
+        args, options: of a launch, without its grid.
+    """
+    unknown = kernel.kwargs["do_not_specialize"] or ()
+    unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
+    parameters = [
+        KernelParam(i, each, each.name in unknown, each.name in unaligned)
+        for i, each in enumerate(signature(kernel.fn).parameters.values())
+    ]
+    bind = create_function_from_signature(signature(kernel.fn), parameters, CUDABackend(SM_90))
+    _, kinds, others = bind(*args, **options)
+    return f"{kernel.fn.__name__} {kinds} {others}"
