@@ -7,6 +7,7 @@ keys and values of every sequence once, and its queries, and writes its results;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,22 +25,35 @@ HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
+WHOLE = "prefill 8k"
 PREFILLS = {
-    "prefill 8k": sized((0, 8192), (0, 80)),
+    WHOLE: sized((0, 8192), (0, 80)),
     "chunk of 2k behind 6k": sized((6144, 2048), (10, 70)),
 }
 
 
 def measure(notes: Notes, time: Timer = timed) -> None:
+    """First what bars are of, and what to choose by (report.py)."""
+    parts: dict[str, Callable[[], None]] = {}
+
+    def decode(batch: int, context: int, format: str) -> None:
+        name = f"decode {batch} x {context // 1024}k {format}"
+        parts[name] = partial(_decode, notes, time, name, batch, context, format)
+
+    def prefill(name: str, format: str) -> None:
+        parts[f"{name} {format}"] = partial(_prefill, notes, time, name, format)
+
+    decode(*DECODES[0], "bf16")
+    prefill(WHOLE, "bf16")
+    parts[f"{WHOLE} sdpa"] = partial(_torch_prefill, notes, time)
     for format in FORMATS:
-        if format == "int8":  # what matters more comes first
+        for cell in DECODES:
+            decode(*cell, format)
+        if format != "int8":
             for name in PREFILLS:
-                for other in ("bf16", "fp8"):
-                    notes.attempt(f"{name} {other}", partial(_prefill, notes, time, name, other))
-            notes.attempt("prefill 8k, torch's SDPA", partial(_torch_prefill, notes, time))
-        for batch, context in DECODES:
-            name = f"decode {batch} x {context // 1024}k {format}"
-            notes.attempt(name, partial(_decode, notes, time, name, batch, context, format))
+                prefill(name, format)
+    for name, part in parts.items():  # each in its first place
+        notes.attempt(name, part)
 
 
 def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, format: str) -> None:
@@ -69,7 +83,7 @@ def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
 
 def _torch_prefill(notes: Notes, time: Timer) -> None:
     """The same by torch, over keys that lie in order."""
-    tokens = PREFILLS["prefill 8k"][1]
+    tokens = PREFILLS[WHOLE][1]
     sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
     q, k, v = (torch.randn(1, n, tokens, HEADS.dim, device=DEVICE).bfloat16() for n in sizes)
 
@@ -78,7 +92,7 @@ def _torch_prefill(notes: Notes, time: Timer) -> None:
 
     found = time([call])
     done = _operations(0, tokens)
-    notes.rate("prefill 8k, torch's SDPA", found.seconds, "bf16", operations=done)
+    notes.rate(f"{WHOLE} sdpa", found.seconds, "bf16", operations=done)
 
 
 def _call(q: torch.Tensor, kv: PagedCache, step: PagedStep) -> Call:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
 
 QUANTIZATION = {"bf16": "none", "int4": "int4", "fp8": "fp8"}
+LOADED = {"shape": "8b", "format": "bf16"}  # gets the load that peers get
 # What matters more comes first: batch, context.
 CELLS = sized(
     (
@@ -41,6 +42,7 @@ PREFILL, TIMES = sized((8192, 5), (8, 1))
 BUDGET = sized(8192, 16)  # tokens of a step
 # Fewest and most steps, and seconds, that a decode is timed for.
 STEPS, MEASURED = sized((24, 200), (1, 1)), 0.7
+IDLE = sized(10.0, 0.0)  # seconds at most, before anything is measured
 # Seconds at most, until the size of the batch is captured; between looks.
 WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
 BEFORE, BETWEEN = sized((12, 4), (1, 1))  # steps before any is timed
@@ -50,6 +52,22 @@ PROFILED = sized(24, 2)  # steps
 
 def measure(notes: Notes, shape: str, format: str) -> None:
     started = time.monotonic()
+    engine = loaded(shape, format, LONGEST, SEQS, **sized({}, {"kv_cache_memory": 4 << 20}))
+    model = Measured(notes, engine, shape, format)
+    runner = engine.resolved.runner
+    notes.fact("ready", time.monotonic() - started, **model.about)
+    kernels = f"{runner.kernels}, attention {runner.attention_backend}"
+    notes.fact("kernels", kernels, **model.about)
+    ends = time.monotonic() + IDLE
+    while engine.loop.rest() and time.monotonic() < ends:
+        pass  # as a server does before somebody comes: nearly all sizes are captured
+    # Each needs few seconds; the last ones are left out when time is short.
+    for name, call, needs in model.parts():
+        notes.attempt(name, call, needs)
+
+
+def loaded(shape: str, format: str, longest: int, seqs: int, **options) -> Engine:
+    """An engine that has answered once. options: more of them."""
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.load(
             str(write_config(shape, Path(folder))),
@@ -57,34 +75,18 @@ def measure(notes: Notes, shape: str, format: str) -> None:
             quantization=QUANTIZATION[format],
             device=DEVICE.type,
             load_format="random",
-            max_model_len=LONGEST,
-            max_num_seqs=SEQS,
+            max_model_len=longest,
+            max_num_seqs=seqs,
             max_num_batched_tokens=BUDGET,
             enable_prefix_caching=False,
-            **sized({}, {"kv_cache_memory": 4 << 20}),
+            **options,
         )
     answers(engine, [[1, 2, 3]], 2)
-    runner = engine.resolved.runner
-    about = {"shape": shape, "format": format}
-    notes.fact("ready", time.monotonic() - started, **about)
-    notes.fact("kernels", f"{runner.kernels}, attention {runner.attention_backend}", **about)
     with torch.inference_mode():
         for kv in engine.runner.network.kv:
             kv.k.normal_()
             kv.v.normal_()
-    model = Measured(notes, engine, shape, format)
-    # Each needs few seconds; the last ones are left out when time is short.
-    for i, (batch, context) in enumerate(CELLS):
-        notes.attempt(f"decode {batch} x {context}", partial(model.decode, batch, context), 3)
-        if i == 0:
-            notes.attempt("prefill", model.prefill, 3)
-        if i == 1:
-            notes.attempt("busy", model.busy, 3)
-        if i == 2 and (shape, format) == ("8b", "bf16"):
-            notes.attempt("load", model.load, 6)
-        if i == 4:
-            notes.attempt("without graphs", partial(model.decode, *USUAL, eager=True), 3)
-            notes.attempt("without overlap", partial(model.decode, *USUAL, depth=1), 3)
+    return engine
 
 
 class Measured:
@@ -99,6 +101,23 @@ class Measured:
         spec, seqs = engine.resolved.model, engine.resolved.scheduler.max_num_seqs
         device = engine.runner.device
         self.skipped = Skipped(seqs, spec.hidden_size, spec.vocab_size, device)
+
+    def parts(self) -> list[tuple[str, Callable[[], None], float]]:
+        """What is measured: a name, how, and seconds that it needs. First what bars are of."""
+        (first, *others) = (
+            (f"decode {batch} x {context}", partial(self.decode, batch, context), 3)
+            for batch, context in CELLS
+        )
+        parts = [first, ("prefill", self.prefill, 3), ("busy", self.busy, 6)]
+        if self.about == LOADED:
+            parts.append(("load", self.load, 8))
+        return [
+            *parts,
+            *others[:2],
+            ("without graphs", partial(self.decode, *USUAL, eager=True), 3),
+            ("without overlap", partial(self.decode, *USUAL, depth=1), 3),
+            *others[2:],
+        ]
 
     def decode(self, batch: int, context: int, *, eager: bool = False, depth: int = 2) -> None:
         """Seconds of a step of so many requests behind so many tokens each."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from found import Found, number
 from notes import Record
 
 NAMED = 3  # parts of one job that were left out
@@ -14,6 +15,7 @@ LISTED, SHOWN = 5, 2  # failures, and wrong results; lines of a traceback before
 CEILINGS = {"copy": (1e12, "TB/s"), "bf16": (1e12, "TFLOP/s")}
 CEILINGS |= {"fp8": (1e12, "TFLOP/s"), "int8": (1e12, "TOP/s")}
 UNMEASURED = "not measured"
+LAYERS, WORTH = 32, 0.03  # of the 8B shape; share of a prefill for which a second way is taken
 
 
 def render(records: Sequence[Record], seconds: float) -> str:
@@ -23,56 +25,15 @@ def render(records: Sequence[Record], seconds: float) -> str:
         *_machine(found),
         *_checks(found),
         *_kernels(found),
+        *_advice(found),
         *_models(found),
         *_peers(found),
+        *_start(found),
         *_trouble(found),
         *_bars(found),
         f"{seconds:.0f} s; * not captured; shares are of the ceilings above",
     ]
     return "\n".join(line[:WIDTH] for line in lines)
-
-
-class Found:
-    """Records by kind and name."""
-
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = records
-
-    def of(self, kind: str, section: str | None = None) -> list[Record]:
-        return [
-            r for r in self.records if r["kind"] == kind and section in (None, r.get("section"))
-        ]
-
-    def fact(self, name: str, **about: object) -> Record | None:
-        return self._named("fact", name, about)
-
-    def value(self, name: str, **about: object) -> float | None:
-        record = self.fact(name, **about)
-        return None if record is None else float(str(record["value"]))
-
-    def rate(self, name: str, **about: object) -> Record | None:
-        return self._named("rate", name, about)
-
-    def share(self, rate: Record | None) -> float | None:
-        """Of the ceiling that was measured in the same call."""
-        ceiling = self.value(str(rate["ceiling"])) if rate else None
-        return done(rate) / ceiling if rate and ceiling else None
-
-    def _named(self, kind: str, name: str, about: dict[str, object]) -> Record | None:
-        for record in reversed(self.records):
-            alike = all(record.get(key) == value for key, value in about.items())
-            if record["kind"] == kind and record["name"] == name and alike:
-                return record
-        return None
-
-
-def done(rate: Record) -> float:
-    """Bytes or operations per second."""
-    return number(rate, "moved", "operations") / number(rate, "seconds")
-
-
-def number(record: Record, *names: str) -> float:
-    return sum(float(str(record[name])) for name in names)
 
 
 def _machine(found: Found) -> list[str]:
@@ -141,6 +102,32 @@ def _time(rate: Record) -> str:
 def _share(found: Found, rate: Record) -> str:
     share = found.share(rate)
     return "" if share is None else f" {share:.0%}"
+
+
+def _advice(found: Found) -> list[str]:
+    """Whether a prompt's attention had better be torch's, whose kernels want keys in order: what
+    the whole of a prefill would gain, which must pay for bringing them there. Nothing is switched
+    by a measurement, so that answers do not depend on when it was made."""
+    ours, theirs = found.rate("prefill 8k bf16"), found.rate("prefill 8k sdpa")
+    whole = found.rate("prefill 8k", shape="8b", format="bf16")
+    if ours is None or theirs is None:
+        return []
+    saved = number(ours, "seconds") - number(theirs, "seconds")
+    ratio = number(ours, "seconds") / number(theirs, "seconds")
+    line = f"attention of an 8k prompt: torch's SDPA is {ratio:.2f} x as fast as Triton's"
+    if saved > 0 and whole is not None:
+        gain = LAYERS * saved / number(whole, "seconds")
+        line += f"; prefills of 8B would gain {gain:.1%} at most"
+        line += ", worth it" if gain > WORTH else ", not worth it"
+    return [line]
+
+
+def _start(found: Found) -> list[str]:
+    seconds, reading = found.fact("first answer"), found.value("first answer: reading")
+    if seconds is None or reading is None:
+        return []
+    text = f"first answer of 8B {number(seconds, 'value'):.1f} s after its process began, "
+    return [text + f"{reading:.0%} of it reading {number(seconds, 'bytes') / 1e9:.1f} GB"]
 
 
 def _models(found: Found) -> list[str]:
@@ -259,6 +246,11 @@ BARS = (
         0.97,
         lambda f: f.value("busy", shape="8b", format="bf16"),
         "{:.1%}",
+    ),
+    Bar(
+        "first answer of 8B: time reading weights",
+        0.5,
+        lambda f: f.value("first answer: reading"),
     ),
     Bar("kernels within tolerance", 1.0, _passed(), "{:.1%}"),
     Bar("greedy tokens equal the CPU's", 1.0, _passed("greedy tokens")),

@@ -3,14 +3,15 @@
     python benchmarks/gpu/run.py [--only SECTION ...] [--seconds 540] [--stretch 1] [--out FOLDER]
                                  [--rehearse]
 
-Sections, in this order: facts (the machine and its ceilings), correctness, kernels, engine (decode
-and prefill of whole models with random weights), peers (transformers), memory (a soak). Each is a
-few jobs, a process and a time budget for each; a job that fails or is stopped is named, and the
-others go on. One that loses the device begins anew behind the part that lost it. What there is no
-time for is named too: call again with --only. Ceilings are measured in every call, because shares
-of them are what counts. FOLDER gets results.json, and log.txt with every error in full and the
-command that runs the part that had it alone. --rehearse: every job on the CPU, in Triton's
-interpreter, at sizes that tell nothing.
+Sections: facts (the machine and its ceilings), correctness, kernels, engine (decode and prefill of
+whole models with random weights), peers (transformers), start (until the first answer), memory (a
+soak). Each is a few jobs, a process and a time budget for each: first those that bars are of, which
+fit into one call, then the others as far as time allows (jobs.py says how that was reckoned). A job
+that fails or is stopped is named, and the others go on. One that loses the device begins anew
+behind the part that lost it. What there is no time for is named too: call again with --only.
+Ceilings are measured in every call, because shares of them are what counts. FOLDER gets
+results.json, and log.txt with every error in full and the command that runs the part that had it
+alone. --rehearse: every job on the CPU, in Triton's interpreter, at sizes that tell nothing.
 
 Needs torch for CUDA, triton (with a C compiler), numpy and tokenizers, and kvik from this checkout
 without its native kernels; transformers for the peers and pytest for the kernels' own tests, which
@@ -31,101 +32,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
 from job import LOST
+from jobs import GRACE, JOBS, LEAST, SECTIONS, TOTAL, Job, groups
 from notes import Notes, Record, begun, read_notes
 from report import render
 
 HERE = Path(__file__).resolve().parent
 SOURCES, TESTS = (HERE.parents[1] / name for name in ("src", "tests"))
-GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
-LEAST = 8.0  # seconds under which no job is begun: it takes as long to import torch
 REHEARSAL = {"KVIK_GPU_REHEARSAL": "1", "TRITON_INTERPRET": "1"}  # see place.py
 LAST_LINES = 4  # of the output of a job that was lost
-CASE_PARTS, ATTENTION_PARTS = 9, 3  # processes that compile kernels at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A function of a module of this folder, called with `Notes` and the arguments.
-
-    Attributes:
-        seconds: budget. Neighbours that are `together` run at the same time; they time nothing.
-        always: whatever sections were asked for.
-    """
-
-    name: str
-    section: str
-    module: str
-    function: str
-    seconds: float
-    arguments: tuple[str, ...] = ()
-    together: str = ""
-    always: bool = False
-
-
-JOBS = (
-    Job("ceilings", "facts", "ceilings", "measure", 45, always=True),
-    Job("library", "correctness", "library", "measure", 60, together="checks"),
-    *(
-        Job(
-            f"cases {part}",
-            "correctness",
-            "correctness",
-            "cases",
-            130,
-            (str(part), str(CASE_PARTS)),
-            together="checks",
-        )
-        for part in range(CASE_PARTS)
-    ),
-    *(
-        Job(
-            f"attention {part}",
-            "correctness",
-            "correctness",
-            "attention",
-            130,
-            (str(part), str(ATTENTION_PARTS)),
-            together="checks",
-        )
-        for part in range(ATTENTION_PARTS)
-    ),
-    Job("tokens", "correctness", "correctness", "tokens", 130, together="checks"),
-    Job("tests", "correctness", "correctness", "tests", 130, together="checks"),
-    *(
-        Job(f"warm {format}", "kernels", "warm", "products", 100, (format,), together="checks")
-        for format in ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too")
-    ),
-    Job("warm attention", "kernels", "warm", "attention", 100, together="checks"),
-    Job("warm others", "kernels", "warm", "small", 100, together="checks"),
-    Job("attention kernels", "kernels", "kernels_attention", "measure", 50),
-    Job("products", "kernels", "kernels_linear", "measure", 60),
-    Job("other kernels", "kernels", "kernels_small", "measure", 35),
-    *(
-        Job(f"{shape} {format}", "engine", "models", "measure", seconds, (shape, format))
-        for shape, format, seconds in (
-            ("8b", "bf16", 60),
-            ("8b", "int4", 40),
-            ("8b", "fp8", 40),
-            ("1b", "bf16", 25),
-            ("0.5b", "bf16", 25),
-        )
-    ),
-    Job("transformers in batches", "peers", "peers", "batches", 60),
-    Job("transformers compiled", "peers", "peers", "compiled", 110),
-    Job("soak", "memory", "soak", "soak", 65),
-    *(
-        Job(f"{shape} {format}", "engine", "models", "measure", 25, (shape, format))
-        for shape in ("1b", "0.5b")
-        for format in ("int4", "fp8")
-    ),
-    Job("1b drafts", "engine", "drafts", "measure", 40, ("1b",)),
-)
-SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
 
 
 def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
@@ -153,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; default: all")
-    parser.add_argument("--seconds", type=float, default=540, help="for everything")
+    parser.add_argument("--seconds", type=float, default=TOTAL, help="for everything")
     parser.add_argument("--stretch", type=float, default=1, help="factor of the budgets of jobs")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
@@ -162,11 +80,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def select(jobs: Sequence[Job], only: Sequence[str] | None) -> list[Job]:
     return [job for job in jobs if only is None or job.always or job.section in only]
-
-
-def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs one after another, but for those that run at the same time."""
-    return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
 
 
 def run_group(
@@ -178,7 +91,7 @@ def run_group(
         variables: of the environment, for them.
     """
     files = [folder / f"{job.name.replace(' ', '-').replace(',', '')}.jsonl" for job in jobs]
-    if left < LEAST:
+    if left < min(job.needs for job in jobs) + GRACE:
         for job, file in zip(jobs, files, strict=True):
             Notes(file, job.name, 0).missed(job.name, "no time left")
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from place import sized
 
 # Requests that come at once, tokens of each prompt and of each answer: for kvik and its peers.
-LOAD = sized((256, 256, 128), (2, 3, 2))
+LOAD = sized((256, 256, 64), (2, 3, 2))
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -64,9 +64,14 @@ SHAPES = {
 }
 
 
+ONE_LAYER = " of one layer"  # behind the name of a shape
+
+
 def write_config(shape: str, folder: Path) -> Path:
     """A folder that describes a model and holds no weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**SHAPES[shape], "torch_dtype": "bfloat16"}
+    config = {**SHAPES[shape.removesuffix(ONE_LAYER)], "torch_dtype": "bfloat16"}
+    if shape.endswith(ONE_LAYER):
+        config["num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder

@@ -17,9 +17,9 @@ from notes import Notes
 from place import DEVICE, REHEARSED, sized
 from shapes import write_config
 
-SECONDS, LEAST = sized((120.0, 20), (2.0, 0))
-CAPTURING = sized(15.0, 0.0)  # seconds at most, before requests come
-PERIOD = sized(3.0, 1.0)  # seconds for which as many requests run
+SECONDS, LEAST = sized((120.0, 15), (2.0, 0))
+CAPTURING = sized(10.0, 0.0)  # seconds at most, before requests come
+PERIOD = sized(1.5, 1.0)  # seconds for which as many requests run
 NUMBERS = sized((1, 256, 8, 64, 200, 3, 128), (1, 2))
 PROMPTS, ANSWERS = sized(((5, 60, 700, 3000), (3, 40, 300)), ((5, 20), (2, 3)))
 LONGEST, SEQS = sized((4096, 256), (32, 2))
@@ -41,7 +41,7 @@ def soak(notes: Notes) -> None:
     while engine.loop.rest() and time.monotonic() < ends:
         pass  # what is captured later than at half time would be taken for growth
     draw = random.Random(0)
-    seconds = min(SECONDS, notes.left() - 10)
+    seconds = min(SECONDS, notes.left() - 4)
     if seconds < LEAST:
         notes.missed("soak", "no time left")
         return

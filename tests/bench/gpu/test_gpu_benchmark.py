@@ -81,6 +81,37 @@ def test_only_what_is_not_timed_runs_at_the_same_time(script: ModuleType) -> Non
     assert len({job.name for job in script.JOBS}) == len(script.JOBS)
 
 
+def test_what_the_bars_need_fits_into_one_call(script: ModuleType) -> None:
+    """Were every job to take all that it may; and what is beyond has time if each takes less."""
+    jobs = importlib.import_module("jobs")
+    assert (*jobs.BARS, *jobs.BEYOND) == script.JOBS
+    assert jobs.whole_budget(jobs.BARS) <= jobs.TOTAL - 40 < 600 - 40
+    assert all(job.needs <= job.seconds for job in script.JOBS)
+    # Every bar is of something that these jobs note, by its section and job.
+    of = {(job.section, job.name) for job in jobs.BARS}
+    assert of >= {
+        *(("engine", "8b bf16"), ("engine", "8b int4"), ("peers", "transformers in batches")),
+        *(("kernels", "attention kernels"), ("start", "first answer"), ("memory", "soak")),
+        *(("correctness", "cases 0"), ("correctness", "tokens"), ("facts", "ceilings")),
+    }
+
+
+def test_a_job_is_not_begun_with_less_time_than_it_needs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shorter one behind it is."""
+    (tmp_path / "some_jobs.py").write_text(JOBS_FOR_TESTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    jobs = [
+        script.Job("long", "engine", "some_jobs", "good", 90, ("1",), needs=60),
+        script.Job("short", "engine", "some_jobs", "good", 90, ("1",)),
+    ]
+    script.main(["--out", str(tmp_path), "--seconds", "40"], jobs)
+    records = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    assert [r["why"] for r in records if r["job"] == "long"] == ["no time left"]
+    assert any(r["job"] == "short" and r["kind"] == "fact" for r in records)
+
+
 def test_the_jobs_are_there(script: ModuleType) -> None:
     for job in script.JOBS:
         source = (FOLDER / f"{job.module}.py").read_text("utf-8")
@@ -171,6 +202,10 @@ def test_shares_and_bars(script: ModuleType) -> None:
         fact("busy", 0.985, **model),
         fact("load", 12000.0, **model),
         fact("transformers load", 3000.0),
+        fact("first answer", 8.0, bytes=16.1e9),
+        fact("first answer: reading", 0.6),
+        rate("prefill 8k bf16", 0.005, "bf16"),
+        rate("prefill 8k sdpa", 0.004, "bf16"),
         {"kind": "check", "name": "a", "job": "x", "passed": True, "detail": "", "op": "add"},
         {"kind": "check", "name": "b", "job": "x", "passed": False, "detail": "off", "op": "add"},
     ]
@@ -187,6 +222,8 @@ def test_shares_and_bars(script: ModuleType) -> None:
     assert bars["prefill 8B bf16, 8k: of the GEMM rate"] == ["65%", "25%", "MISSED"]
     assert bars["decode 8B int4, batch 1, 1k: of bandwidth"] == ["60%", "not", "measured"]
     assert "3.00 x   4.00 x  met" in text
+    assert "first answer of 8B 8.0 s after its process began, 60% of it reading 16.1 GB" in text
+    assert "SDPA is 1.25 x as fast as Triton's; prefills of 8B would gain 6.4% at most" in text
 
 
 def test_the_table_of_everything_is_short(script: ModuleType) -> None:

@@ -1,0 +1,145 @@
+"""What is run, in which order, and for how long: so that one call brings every bar.
+
+`BARS` is what the bars need, what matters most first; its budgets fit into `TOTAL`, with the time
+that a job may take beyond its own. `BEYOND` comes after that, as far as time allows, which is more
+than is left by budgets, as most jobs need less than they may take. A job of which less time is left
+than it needs to find anything out is not begun, so that a shorter one behind it may be.
+
+The budgets were reckoned, for a GPU of 4.3 TB/s and 16 cores beside it, from what a job consists of
+(seconds; none was measured on a GPU yet):
+
+    a process: Python, torch and a context on the device                 6 (a first one 10)
+    a kernel compiled, on one core                                       0.3 to 3, on average 1
+    a kernel found in the cache of compiled ones                         0.02
+    the 8B shape drawn on the device: 16 GB, in fp32 first               3; rounded to int4 8
+    one size of steps captured                                           0.3; of 35, 10 at most
+    a part that times decodes: its prompts are skipped in 10 to 40 steps,
+      then warm up 0.5, time 0.7                                         2 to 3
+    a prompt of 8k, 8B: 133 TFLOP at 500 TFLOP/s                         0.3, five of them 1.5
+    the profiler: begins 2, ends 1                                       5
+    256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
+
+Checks: kernels/cases.py compiles about 330 variants in each of three dtypes (counted), attention
+288, each 1 to 3 s; with what is compiled for the sections behind and 30 processes that start, 1700
+seconds of 16 cores: bf16 is done after half of the budget, fp16 not quite at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+TOTAL = 540.0  # seconds
+GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
+LEAST = 8.0  # seconds under which no job is begun: it takes as long to import torch
+CASE_PARTS, ATTENTION_PARTS = 7, 7  # processes that compile kernels at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A function of a module of this folder, called with `Notes` and the arguments.
+
+    Attributes:
+        seconds: budget. Neighbours that are `together` run at the same time; they time nothing.
+        needs: seconds without which it is not begun.
+        always: whatever sections were asked for.
+    """
+
+    name: str
+    section: str
+    module: str
+    function: str
+    seconds: float
+    arguments: tuple[str, ...] = ()
+    needs: float = LEAST
+    together: str = ""
+    always: bool = False
+
+
+def _checks() -> tuple[Job, ...]:
+    """All at the same time: they time nothing, and kernels are compiled on all cores."""
+    seconds, together = 110.0, "checks"
+
+    def of(name: str, section: str, module: str, function: str, *arguments: str) -> Job:
+        return Job(name, section, module, function, seconds, arguments, together=together)
+
+    attention = range(ATTENTION_PARTS)
+    formats = ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too")
+    models = (("8b", "bf16"), ("8b", "int4"), ("8b", "fp8"), ("1b", "bf16"))
+    parts = range(CASE_PARTS)
+    return (
+        of("library", "correctness", "library", "measure"),
+        *(
+            of(f"cases {part}", "correctness", "correctness", "cases", str(part), str(CASE_PARTS))
+            for part in parts
+        ),
+        *(
+            of(
+                f"attention {part}",
+                "correctness",
+                "correctness",
+                "attention",
+                str(part),
+                str(ATTENTION_PARTS),
+            )
+            for part in attention
+        ),
+        of("tokens", "correctness", "correctness", "tokens"),
+        of("tests", "correctness", "correctness", "tests"),
+        *(of(f"warm {' '.join(pair)}", "engine", "warm", "engine", *pair) for pair in models),
+        *(of(f"warm {format}", "kernels", "warm", "products", format) for format in formats),
+        of("warm attention", "kernels", "warm", "attention"),
+        of("warm others", "kernels", "warm", "small"),
+    )
+
+
+def _model(shape: str, format: str, seconds: float) -> Job:
+    """From its start to the first figure: a process 6, the model 3 to 8, captures 10, a part 3."""
+    return Job(f"{shape} {format}", "engine", "models", "measure", seconds, (shape, format), 27)
+
+
+BARS = (
+    # A first process 10; copy and read 2, three products of 8192 3 x 1.5, nvidia-smi 2.
+    Job("ceilings", "facts", "ceilings", "measure", 30, always=True),
+    *_checks(),
+    # Of its bars: 6 + 3, captured 10, 1 x 1k 3, prefill 3, busy 6, load 8: 39. Then others.
+    _model("8b", "bf16", 65),
+    # 6; both bars first: 64 caches of 8k drawn 0.5, timed 0.3; then 12 more of 1 to 2.
+    Job("attention kernels", "kernels", "kernels_attention", "measure", 35, needs=12),
+    # 6 + 8, captured 10, 1 x 1k 3: 27.
+    _model("8b", "int4", 45),
+    # A process 6 and transformers 4, its weights 3, both caches 2. A step of 256 requests attends
+    # to the keys of all of them under a mask, 4 * 256 * 74k * 4096 operations of 32 layers at 100
+    # TFLOP/s: 0.1, times 64; 9 steps with 8k tokens of prompts 1 each: 16. Doubled, as the least
+    # certain of all.
+    Job("transformers in batches", "peers", "peers", "batches", 75, needs=30),
+    # 16 GB written to memory at 2 GB/s: 8. A process that reads them, 6 + 8, and answers, 2.
+    Job("first answer", "start", "start", "measure", 45, needs=25),
+    # 6 + 2, captured for 8 at most, then what is left but for its end.
+    Job("soak", "memory", "soak", "soak", 45, needs=38),
+)
+BEYOND = (
+    # 6; 30 layers of 0.2 to 1 (the time is that of drawing and rounding the weights).
+    Job("products", "kernels", "kernels_linear", "measure", 45, needs=15),
+    _model("8b", "fp8", 40),
+    # Dynamo and Inductor take 60 to 100 for 32 layers; a token 8 ms, five answers of 64.
+    Job("transformers compiled", "peers", "peers", "compiled", 130, needs=80),
+    Job("other kernels", "kernels", "kernels_small", "measure", 30, needs=12),
+    _model("1b", "bf16", 30),
+    _model("0.5b", "bf16", 30),
+    Job("1b drafts", "engine", "drafts", "measure", 40, ("1b",), needs=25),
+    *(_model(shape, format, 30) for shape in ("1b", "0.5b") for format in ("int4", "fp8")),
+)
+JOBS = (*BARS, *BEYOND)
+SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
+
+
+def groups(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs one after another, but for those that run at the same time."""
+    return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
+
+
+def whole_budget(jobs: Sequence[Job]) -> float:
+    """Seconds that they take at most."""
+    return sum(max(job.seconds for job in group) + GRACE for group in groups(jobs))

@@ -1,0 +1,137 @@
+"""How long the first answer takes of a process that begins with nothing: an 8B checkpoint in bf16,
+random numbers, read from files that are in memory. How much of it is the reading: the rest should
+be little, whatever the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from math import prod
+from pathlib import Path
+
+import torch
+from notes import Notes, read_notes
+from place import DEVICE, sized
+from shapes import SHAPES, write_config
+
+SHAPE = "8b"
+IN_MEMORY = Path("/dev/shm")
+NUMBERS = 1 << 28  # that are drawn: tensors are pieces of them
+ENDS = 5.0  # seconds that are left to tidy up
+LONGEST = sized(4096, 32)
+
+
+def measure(notes: Notes) -> None:
+    tensors = checkpoint(SHAPE)
+    size = 2 * sum(map(prod, tensors.values()))
+    with tempfile.TemporaryDirectory(prefix="kvik-", dir=_room_for(size)) as name:
+        folder = write_config(SHAPE, Path(name))
+        _write(folder / "model.safetensors", tensors)
+        found = folder / "found.jsonl"
+        begun = time.monotonic()
+        seconds = notes.left() - ENDS
+        command = [sys.executable, str(Path(__file__).with_name("job.py")), "answer", "start"]
+        command += ["answer", str(found), str(seconds), str(folder), str(begun)]
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **path}
+        done = subprocess.run(
+            command, env=environment, timeout=seconds, capture_output=True, text=True, check=False
+        )
+        records = read_notes(found)
+    print(done.stdout, done.stderr)
+    if done.returncode:
+        failed = [str(record["error"]) for record in records if record["kind"] == "failure"]
+        raise RuntimeError(failed[0] if failed else f"it ended with {done.returncode}")
+    for record in records:
+        if record["kind"] == "fact":
+            value = float(str(record["value"]))
+            notes.fact(str(record["name"]), value, bytes=size, within=str(folder.parent))
+
+
+def answer(notes: Notes, folder: str, begun: str) -> None:
+    """In the process that is timed. begun: when that was, on a clock that processes share."""
+    from engine import Engine, answers
+
+    from kvik.worker import worker
+
+    load, reading = worker.load_network, []
+
+    def timed(*arguments, **named):
+        started = time.monotonic()
+        network = load(*arguments, **named)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        reading.append(time.monotonic() - started)
+        return network
+
+    worker.load_network = timed  # type: ignore[assignment]
+    engine = Engine.load(
+        folder,
+        dtype="bfloat16",
+        device=DEVICE.type,
+        load_format="safetensors",
+        max_model_len=LONGEST,
+        **sized({}, {"kv_cache_memory": 4 << 20, "max_num_seqs": 2}),
+    )
+    if not answers(engine, [[1, 2, 3]], 1)[0]:
+        raise RuntimeError("there is no answer")
+    seconds = time.monotonic() - float(begun)
+    engine.close()
+    notes.fact("first answer", seconds)
+    notes.fact("first answer: reading", reading[0] / seconds)
+
+
+def checkpoint(shape: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama's tensors."""
+    config = {key: value for key, value in SHAPES[shape].items() if isinstance(value, int)}
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+    for number in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
+    return tensors
+
+
+def _room_for(size: int) -> Path | None:
+    """A folder in memory, or None: the usual one, on a disk.
+
+    Raises:
+        RuntimeError: there is no room in either.
+    """
+    for folder in (IN_MEMORY, None):
+        place = Path(tempfile.gettempdir()) if folder is None else folder
+        if place.is_dir() and shutil.disk_usage(place).free > 1.1 * size:
+            return folder
+    raise RuntimeError(f"no room for a checkpoint of {size / 1e9:.0f} GB")
+
+
+def _write(file: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Of numbers as large as weights are, the same ones in every tensor."""
+    from kvik.nn.safetensors_writer import write_safetensors
+
+    count = max(map(prod, tensors.values()))
+    drawn = torch.randn(min(count, NUMBERS), device=DEVICE).mul_(0.02).bfloat16().cpu()
+    numbers = drawn.repeat(-(-count // len(drawn)))
+    views = {name: numbers[: prod(size)].view(size) for name, size in tensors.items()}
+    write_safetensors(file, views)
