@@ -44,7 +44,7 @@ def commands(model: str, half: str, draft: str) -> dict[str, list[str]]:
         wish = ["--spec-method", method]
         if method == "draft_model":
             wish += ["--spec-model", draft]
-        sizes = ["--repeats", "15", "--max-model-len", "512", "--max-num-seqs", "8"]
+        sizes = ["--repeats", "40", "--max-model-len", "512", "--max-num-seqs", "8"]
         found[f"pair-{method}"] = [sys.executable, "-m", "kvik", "spec-report", *sizes, *wish]
     if half:
         found["never-slower-half"] = script(
