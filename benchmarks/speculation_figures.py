@@ -26,6 +26,7 @@ def script(name: str, *arguments: str) -> list[str]:
 
 def commands(model: str, half: str, draft: str) -> dict[str, list[str]]:
     """What makes each part, by name."""
+    methods, rounds = (*METHODS, "off"), ("--rounds", "40")
     found = {
         "outside": script("drafters.py"),
         "step": script("step_overhead.py", "--num-seqs", "8", "--contexts", "500", "--drafts", "5"),
@@ -34,9 +35,9 @@ def commands(model: str, half: str, draft: str) -> dict[str, list[str]]:
             *["--num-seqs", "8", "--contexts", "500", "--drafts", "5", "--method", "draft_model"],
         ),
         "plain-step": script("step_overhead.py", "--num-seqs", "8", "--contexts", "500"),
-        "never-slower": script("speculation_workloads.py", "--methods", *METHODS, "--rounds", "15"),
+        "never-slower": script("speculation_workloads.py", "--methods", *methods, *rounds),
         "never-slower-processor": script(
-            "speculation_workloads.py", "--methods", *METHODS, "--rounds", "15", "--processor-time"
+            "speculation_workloads.py", "--methods", *methods, *rounds, "--processor-time"
         ),
         "lookup": script("speculation_lookup.py", "--rounds", "9"),
     }
@@ -49,7 +50,7 @@ def commands(model: str, half: str, draft: str) -> dict[str, list[str]]:
     if half:
         found["never-slower-half"] = script(
             "speculation_workloads.py", half, "--quantization", "int4", "--methods", "ngram",
-            "--rounds", "3", "--workloads", "latency, batch 1", "latency, batch 8",
+            "off", "--rounds", "7", "--workloads", "latency, batch 1", "latency, batch 8",
             "story, batch 1",
         )  # fmt: skip
     if model:
