@@ -69,6 +69,19 @@ def e4m3_with_scales_of_rows() -> None:
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-1)
 
 
+def e4m3_with_one_scale_each() -> None:
+    import torch
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    x = torch.randn(65, 512, device="cuda").to(torch.float8_e4m3fn)
+    y = torch.randn(384, 512, device="cuda").to(torch.float8_e4m3fn)
+    of_x, of_y = (torch.tensor([scale], device="cuda") for scale in (0.5, 0.75))
+    one = ScalingType.TensorWise
+    found = scaled_mm(x, y.t(), of_x, one, of_y, one, output_dtype=torch.bfloat16)
+    expected = x.float() @ y.float().t() * 0.375
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-1)
+
+
 def e4m3_with_scales_of_blocks() -> None:
     """Of 128 inputs of a token, of 128 x 128 of the weight; five blocks, filled up to eight."""
     import torch
@@ -144,6 +157,7 @@ PROBES: tuple[Callable[[], None], ...] = (
     integers_of_eight_bits,
     a_late_copy,
     a_captured_step,
+    e4m3_with_one_scale_each,
     e4m3_with_scales_of_rows,
     e4m3_with_scales_of_blocks,
 )

@@ -101,6 +101,9 @@ def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
             return Int8Weight(whole.to(torch.int8), scales / 128, True, group)
         case "fp8":
             return Fp8Weight(e4m3, scales / 256, group)
+        case "fp8-tensor":
+            one = scales[:1].expand_as(scales).contiguous() / 256
+            return Fp8Weight(e4m3, one, group, "static", torch.tensor([1 / 64]))
         case "fp8-token":
             return Fp8Weight(e4m3, scales / 256, group, "token")
         case _:
@@ -133,9 +136,11 @@ SHAPES = [(2, 1120, 3), (17, 320, 1), (66, 192, 70)]
         ("symmetric", 32),
         ("minima", 32),
         ("int8", 0),
+        ("int8", 64),
         ("w8a8", 0),
         ("fp8", 0),
         ("fp8-token", 0),
+        ("fp8-tensor", 0),
         ("fp8-group", 128),
     ],
 )
@@ -220,6 +225,10 @@ def test_nan_shows() -> None:
     for kind in ("w8a8", "fp8-token"):
         y = multiplied(weight_of(kind, 3, 64, 0), x)
         assert y.isnan().any(1).tolist() == [False, True, True]
+    one_scale = weight_of("fp8-tensor", 3, 64, 0)  # a calibrated one, which infinity is cut off at
+    y = multiplied(one_scale, x)
+    assert y.isnan().any(1).tolist() == [False, True, False]
+    torch.testing.assert_close(y, expected_of(one_scale, x), equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int4", "w8a8"])

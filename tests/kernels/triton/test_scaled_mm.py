@@ -18,7 +18,8 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
 from kvik.kernels.triton.matrix import Matrices
-from kvik.kernels.triton.scaled_mm import Library, product, scaled_mm
+from kvik.kernels.triton.packing import GPU
+from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
 from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight
 
@@ -47,6 +48,9 @@ class StandIn:
         assert x.stride(1) == 1 and weight.stride(0) == 1
         assert inputs % 16 == outputs % 16 == 0 and weight.shape[0] == inputs
         self.called.append(scaling)
+        if scaling == ScalingType.TensorWise:
+            assert x_scaling == ScalingType.TensorWise and x_scales.shape == scales.shape == (1,)
+            return ((x.float() @ weight.float()) * (x_scales * scales)).to(dtype)
         if scaling == ScalingType.RowWise:
             assert x_scaling == ScalingType.RowWise
             assert x_scales.shape == (tokens, 1) and scales.shape == (1, outputs)
@@ -65,13 +69,14 @@ class StandIn:
 
 
 def weight_of(outputs: int, group: int, activations: Fp8Activations, square: bool) -> Fp8Weight:
-    """Of 300 inputs."""
+    """Of 300 inputs. square: scales are those of blocks of 128 rows, or without groups of all."""
     g = torch.Generator().manual_seed(outputs + group)
     values = (torch.randn(outputs, 300, generator=g) * 60).clamp(-448, 448).to(E4M3)
     shape = (outputs, 3) if group else (outputs,)
     scales = (torch.rand(shape, generator=g) + 0.5) / 1000
     if square:
-        scales = scales[::128].repeat_interleave(128, 0)[:outputs]
+        alike = 128 if group else outputs
+        scales = scales[::alike].repeat_interleave(alike, 0)[:outputs]
     scale = torch.tensor([0.01]) if activations == "static" else None
     return Fp8Weight(values, scales, group, activations, scale)
 
@@ -85,7 +90,9 @@ def with_library(stand_in: StandIn) -> Matrices:
     ("group", "activations", "square", "activation", "by"),
     [
         (0, "token", False, None, [ScalingType.RowWise]),
+        (0, "token", True, None, [ScalingType.RowWise]),
         (0, "static", False, "silu_and_mul", [ScalingType.RowWise]),
+        (0, "static", True, "silu_and_mul", [ScalingType.TensorWise]),
         (128, "group", True, "silu_and_mul", [ScalingType.BlockWise128x128]),
         (128, "group", True, "gelu_tanh", [ScalingType.BlockWise128x128]),
         (128, "group", False, None, []),
@@ -114,6 +121,9 @@ def test_many_tokens_go_to_the_library(
     found = matrices.linear(x.to(device()), matrix, residual.to(device())).cpu()
     torch.testing.assert_close(found, REFERENCE.linear(x, known, residual), rtol=1.6e-2, atol=6e-2)
     assert stand_in.called == by
+    mapped = GPU.over(matrix.spec, GPU.parts(matrix))  # as out of an engine folder
+    again = matrices.linear(x.to(device()), mapped, residual.to(device())).cpu()
+    assert torch.equal(again, found) and stand_in.called == 2 * by
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(5, torch.bfloat16), (66, torch.float32)])
@@ -132,6 +142,19 @@ def test_what_the_library_does_not_do(tokens: int, dtype: torch.dtype) -> None:
     assert not stand_in.called
 
 
+def test_nan_reaches_a_library_that_knows_one_scale() -> None:
+    stand_in = StandIn()
+    matrices = with_library(stand_in)
+    known = filled_matrix(REFERENCE, weight_of(20, 0, "static", True), None, None, torch.bfloat16)
+    matrix = matrices.matrix(replace(known.spec, device=device()))
+    matrices.pack_rows(matrix, 0, weight_of(20, 0, "static", True))
+    x = torch.ones(66, 300).bfloat16()
+    x[7, 299], x[8, 0] = torch.nan, torch.inf
+    found = matrices.linear(x.to(device()), matrix, None)
+    assert stand_in.called == [ScalingType.TensorWise]
+    assert found.isnan().any(1).nonzero().tolist() == [[7]]
+
+
 def test_the_stand_in_does_as_torch_does() -> None:
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(5, 32, generator=g) * 60).to(E4M3)
@@ -142,6 +165,9 @@ def test_the_stand_in_does_as_torch_does() -> None:
     except NotImplementedError:
         pytest.skip("this torch has no products of E4M3 on a CPU")
     expected = product(x, x_scales, weight, scales, StandIn())
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=1e-2)
+    found = product_of_wholes(x, x_scales[:1], weight, scales[:1], scaled_mm)
+    expected = product_of_wholes(x, x_scales[:1], weight, scales[:1], StandIn())
     torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=1e-2)
 
 

@@ -45,6 +45,7 @@ from kvik.kernels.triton.scaled_mm import (
     library_of,
     product,
     product_of_blocks,
+    product_of_wholes,
 )
 from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import (
@@ -155,7 +156,12 @@ class Matrices:
         x_group = kind.group if kind.activations == "group" else 0
         filled = packed.values.shape[1]
         many = len(x) > FEW[-1].tokens and spec.out_dtype == torch.bfloat16
-        if many and library.rows and not kind.group:
+        if many and library.rows and packed.whole is not None and packed.whole.alike:
+            codes, _ = round_tokens(x, filled, 0, True, packed.input_scale)
+            assert packed.input_scale is not None
+            one = packed.scales[:1]
+            z = product_of_wholes(codes, packed.input_scale, packed.values, one, library.multiply)
+        elif many and library.rows and not kind.group:
             codes, x_scales = round_tokens(x, filled, 0, True, packed.input_scale)
             z = product(codes, x_scales, packed.values, packed.scales, library.multiply)
         elif many and library.blocks and packed.squares is not None and packed.squares.everywhere:

@@ -27,6 +27,7 @@ from kvik.kernels.reference.linear import fill_input_scale, fill_order
 from kvik.kernels.reference.linear import matrix as plain_matrix
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
+from kvik.kernels.triton.shared_scales import Squares, Whole
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
     FloatKind,
@@ -54,31 +55,6 @@ TILE_WORDS = 16  # of an output
 LEAST_GROUP = 16
 
 
-@dataclass(slots=True)
-class Squares:
-    """Attributes:
-    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of the first row in each block.
-    equal: of each block, whether all of its rows have these scales.
-    everywhere: whether they have in all blocks. Known on the host, as it decides what multiplies.
-    """
-
-    scales: Tensor
-    equal: list[bool]
-    everywhere: bool = False
-
-    def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:
-        """After rows first..last of the matrix were filled: row_scales [groups, filled rows]."""
-        begin, end = first // ROW_STEP, ceil_div(last, ROW_STEP)
-        of_rows = row_scales[:, begin * ROW_STEP : min(rows, end * ROW_STEP)]
-        firsts = of_rows[:, ::ROW_STEP]  # [groups, blocks]
-        self.scales[begin:end, : len(firsts)] = firsts.t()
-        alike = of_rows == firsts.repeat_interleave(ROW_STEP, 1)[:, : of_rows.shape[1]]
-        missing = (end - begin) * ROW_STEP - of_rows.shape[1]
-        whole = torch.nn.functional.pad(alike.all(0), (0, missing), value=True)
-        self.equal[begin:end] = whole.view(-1, ROW_STEP).all(1).tolist()
-        self.everywhere = all(self.equal)
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A quantised weight on a GPU.
@@ -91,6 +67,7 @@ class Packed:
         order: [inputs] int32; None: as they come.
         input_scale: [1] fp32 of calibrated activations.
         squares: scales of square blocks, of E4M3 in groups of 128 that meets x in such groups.
+        whole: of E4M3 that meets x with a calibrated scale.
         arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
             with one matrix follow each other, on one stream or on several that wait.
     """
@@ -101,6 +78,7 @@ class Packed:
     order: Tensor | None
     input_scale: Tensor | None
     squares: Squares | None
+    whole: Whole | None
     arrivals: Tensor
 
 
@@ -167,8 +145,9 @@ def empty(spec: MatrixSpec) -> Packed:
     order = zeros(spec.inputs, dtype=torch.int32) if ordered else None
     static = isinstance(kind, Fp8Kind) and kind.activations == "static"
     input_scale = zeros(1, dtype=torch.float32) if static else None
-    squares = squares_of(spec)
-    return Packed(values, scales, factors, order, input_scale, squares, arrivals_of(spec))
+    squares, whole = squares_of(spec), whole_of(spec)
+    arrivals = arrivals_of(spec)
+    return Packed(values, scales, factors, order, input_scale, squares, whole, arrivals)
 
 
 def fill(spec: MatrixSpec, packed: Packed, first: int, weight: Weight) -> None:
@@ -207,6 +186,8 @@ def fill(spec: MatrixSpec, packed: Packed, first: int, weight: Weight) -> None:
         packed.factors[:, rows] = factors
     if packed.squares is not None:
         packed.squares.update(packed.scales, spec.rows, first, first + weight.outputs)
+    if packed.whole is not None:
+        packed.whole.update(packed.scales, spec.rows)
 
 
 def _moved(weight: PlainWeight, device: torch.device) -> PlainWeight:
@@ -285,6 +266,12 @@ def squares_of(spec: MatrixSpec) -> Squares | None:
     shape = (blocks, _up(ceil_div(spec.inputs, STEP), 4))
     scales = torch.zeros(shape, dtype=torch.float32, device=spec.device)
     return Squares(scales, [False] * blocks)
+
+
+def whole_of(spec: MatrixSpec) -> Whole | None:
+    kind = plain_kind(spec)
+    static = isinstance(kind, Fp8Kind) and kind.activations == "static" and not kind.group
+    return Whole() if static else None
 
 
 def arrivals_of(spec: MatrixSpec) -> Tensor:

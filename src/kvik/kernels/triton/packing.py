@@ -8,7 +8,14 @@ import torch
 
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.packing import PLAIN
-from kvik.kernels.triton.packed import Packed, arrivals_of, is_packed, squares_of, unfilled
+from kvik.kernels.triton.packed import (
+    Packed,
+    arrivals_of,
+    is_packed,
+    squares_of,
+    unfilled,
+    whole_of,
+)
 from kvik.kernels.weights import Matrix, MatrixSpec
 
 
@@ -41,10 +48,13 @@ def over(spec: MatrixSpec, parts: Parts) -> Matrix:
         own.get("order"),
         own.get("input_scale"),
         squares_of(spec),
+        whole_of(spec),
         arrivals_of(spec),
     )
     if packed.squares is not None:
         packed.squares.update(packed.scales, spec.rows, 0, spec.rows)
+    if packed.whole is not None:
+        packed.whole.update(packed.scales, spec.rows)
     return Matrix(spec, own.get("bias"), packed)
 
 

@@ -1,10 +1,10 @@
 """E4M3 times E4M3 by cuBLAS, through torch: scales of rows, of the whole, or of square blocks.
 
 What torch 2.11 to 2.13 ask for (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows, the weight by
-columns, both with multiples of 16 inputs and outputs; fp32 scales of rows as [tokens, 1] and
-[1, outputs] with a bfloat16 result; those of blocks as [tokens, blocks] with tokens next to each
-other and a multiple of 4 of them, and [blocks of inputs, blocks of outputs] with inputs next to
-each other, filled up to a multiple of 4, on Hopper alone.
+columns, both with multiples of 16 inputs and outputs; fp32 scales of the whole as [1] each; those
+of rows as [tokens, 1] and [1, outputs] with a bfloat16 result; those of blocks as [tokens, blocks]
+with tokens next to each other and a multiple of 4 of them, and [blocks of inputs, blocks of
+outputs] with inputs next to each other, filled up to a multiple of 4, on Hopper alone.
 
 Floor: 2 * tokens * rows * inputs operations at twice the rate of bf16.
 """
@@ -58,6 +58,23 @@ def product(
     return multiply(codes, values.t(), by_column, row_wise, by_row, row_wise, torch.bfloat16)
 
 
+def product_of_wholes(
+    codes: Tensor, x_scale: Tensor, values: Tensor, scale: Tensor, multiply: Product = scaled_mm
+) -> Tensor:
+    """Of a weight and tokens that have one scale each: of calibrated layers that were not joined
+    with others, whose scales differ.
+
+    Args:
+        codes: [tokens, inputs]. values: [rows, inputs]; both E4M3.
+        x_scale, scale: [1] fp32.
+
+    Returns:
+        [tokens, rows] bf16.
+    """
+    one = ScalingType.TensorWise
+    return multiply(codes, values.t(), x_scale, one, scale, one, torch.bfloat16)
+
+
 def product_of_blocks(
     codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
 ) -> Tensor:
@@ -81,7 +98,7 @@ class Library:
 
     Attributes:
         tensor_cores: multiply it at all.
-        rows: `product` can be called.
+        rows: `product` and `product_of_wholes` can be called.
         blocks: `product_of_blocks` can be called.
         multiply: by what.
     """

@@ -2,7 +2,9 @@
 are multiplied with.
 
 Scales are absmax / 127 or / 448, by an IEEE division, and 1 where all is 0; integers are rounded
-half to even. A token that holds NaN or infinity gets a scale that is NaN, and so a result that is.
+half to even. A token that holds NaN or infinity gets a scale that is NaN, and so a result that is;
+where the scale is given, infinity is cut off, and NaN is NaN in E4M3 too, as a library that knows
+one scale for all tokens sees nothing else of it.
 Floor: memory; x is read twice, the second time from a cache.
 """
 
@@ -32,7 +34,7 @@ def _codes(x, scale, E4M3: tl.constexpr):
     q = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     q = tl.where(q == q, q, 0.0)  # the scale says that it is none
     if E4M3:
-        return e4m3_bits(tl.clamp(q, -448.0, 448.0))
+        return tl.where(x == x, e4m3_bits(tl.clamp(q, -448.0, 448.0)), 0x7F)
     return nearest(q).to(tl.int32)
 
 
@@ -76,12 +78,17 @@ def round_tokens_kernel(
         scale = _scale(tl.max(sizes, 1), tl.sum(nothing, 1), E4M3)
     else:
         scale = tl.load(scale_of_all + tl.zeros((TOKENS,), tl.int32))
+        nothing = tl.zeros((TOKENS, BLOCK), tl.float32)
     for start in range(0, filled, BLOCK):
         at = start + k
         wide = tl.load(rows + at, mask=here_too & (at < inputs), other=0.0).to(tl.float32)
         codes = _codes(wide, scale[:, None], E4M3)
         to = out + token[:, None] * filled + at
         tl.store(to, codes.to(tl.int8), mask=here_too & (at < filled))
+        if scale_of_all is not None:
+            nothing = tl.where(wide == wide, nothing, float("nan"))
+    if scale_of_all is not None:
+        scale += tl.sum(nothing, 1)
     tl.store(scales + token, scale, mask=here)
 
 
@@ -156,6 +163,14 @@ _INTEGERS = dict.fromkeys(("tokens", "inputs", "filled", "groups", "x_stride"), 
 _TYPES = {"x": _BF16, "out": _INT8, "scales": _FP32, **_INTEGERS}
 
 RESOURCES = (
+    Resources(
+        round_tokens_kernel,
+        "bf16 to E4M3 by a given scale",
+        {**_TYPES, "scale_of_all": _FP32},
+        {"E4M3": True, "TOKENS": 1, "BLOCK": MOST},
+        num_warps=8,
+        aligned=frozenset({"inputs", "filled", "x_stride"}),
+    ),
     Resources(
         round_tokens_kernel,
         "bf16 to int8",
