@@ -247,6 +247,11 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     without = plan(spec, gpu, kernels="torch", **sizes)
     assert without.runner.graph_sizes == ()
     assert "cuda_graphs" not in [d.name for d in without.decisions]
+    # Torch's attention plans a step on the host, so nothing is captured, or planned for.
+    on_the_host = plan(spec, gpu, attention_backend="sdpa", **sizes)
+    assert on_the_host.runner.kernels == "triton" and on_the_host.runner.graph_sizes == ()
+    assert on_the_host.memory.overhead == without.memory.overhead
+    assert "cuda_graphs" not in [d.name for d in on_the_host.decisions]
     more = resolved.memory.overhead - without.memory.overhead
     logits = max_num_seqs * spec.vocab_size * 4
     assert more >= 2 * logits + len(captured) * graph_bytes(16)

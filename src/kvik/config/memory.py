@@ -247,9 +247,14 @@ class Footprint:
             loading = max(0, loading - self.activations(size))
         return total + loading
 
+    @property
+    def _captured_steps(self) -> bool:
+        """Whether forwards are captured: other attention backends plan each on the host."""
+        return self.kernels == self.attention_backend == "triton"
+
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Of the forwards that may be captured."""
-        if self.kernels != "triton":
+        if not self._captured_steps:
             return ()
         return decoding_sizes(size.max_num_seqs) + self._judging_sizes(size)
 
@@ -266,16 +271,17 @@ class Footprint:
         rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
         if self.heads is not None:
             return heads_sizes(rows)
-        return decoding_sizes(rows) + catching_up_sizes(rows, tokens) if self.draft else ()
+        if self.draft is None or not self.draft._captured_steps:
+            return ()
+        return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
 
     def graphs(self, size: StepSize) -> int:
-        if self.kernels != "triton":
-            return 0
-        judging, drafting = self._judging_sizes(size), self.draft_graph_sizes(size)
-        rows = size.max_num_seqs
-        decoding = GraphSize(rows, rows, 1, rows)  # the largest of them
-        count = num_decoding_sizes(rows) + len(judging)
-        total = self._captured((decoding, *judging), count, size)
+        total, drafting = 0, self.draft_graph_sizes(size)
+        if self._captured_steps:
+            judging, rows = self._judging_sizes(size), size.max_num_seqs
+            decoding = GraphSize(rows, rows, 1, rows)  # the largest of them
+            count = num_decoding_sizes(rows) + len(judging)
+            total += self._captured((decoding, *judging), count, size)
         if self.heads is not None and drafting:
             total += self.heads.step(drafting[-1].rows) + len(drafting) * self.heads.graph
         elif self.draft is not None and drafting:
