@@ -80,7 +80,7 @@ class Worker:
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
         self._resting += (after,)
         if copies is None:
-            copies = _best_copies(device)
+            copies = best_copies(device)
         # See `Executor`.
         self.depth, self.in_turn = copies.depth, speculation is not None
         self._runner: ModelRunner | None = ModelRunner(
@@ -150,6 +150,6 @@ class Worker:
             self._release_freed()  # the next engine of this process plans with what is free
 
 
-def _best_copies(device: torch.device) -> Copies:
+def best_copies(device: torch.device) -> Copies:
     """A CPU computes where the host waits."""
     return AtOnce() if device.type == "cpu" else PinnedCopies()
