@@ -13,8 +13,9 @@ The budgets were reckoned, for a GPU of 4.3 TB/s and 16 cores beside it, from wh
     a kernel found in the cache of compiled ones                         0.02
     the 8B shape drawn on the device: 16 GB, in fp32 first               3; rounded to int4 8
     one size of steps captured                                           0.3; of 35, 10 at most
-    a part that times decodes: its prompts are skipped in 10 to 40 steps,
+    a part that times decodes: its prompts are skipped in 1 to 64 steps,
       then warm up 0.5, time 0.7                                         2 to 3
+      64 x 32k and 256 x 8k: in 256 steps; 256 x 32k: in 1024            6; 14
     a prompt of 8k, 8B: 133 TFLOP at 500 TFLOP/s                         0.3, five of them 1.5
     the profiler: begins 2, ends 1                                       5
     256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
@@ -65,7 +66,8 @@ def _checks() -> tuple[Job, ...]:
         return Job(name, section, module, function, seconds, arguments, together=together)
 
     attention = range(ATTENTION_PARTS)
-    formats = ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too")
+    formats = ("bf16", "int4", "fp8", "fp8, tokens too", "fp8, blocks", "fp8, one scale")
+    formats += ("int8", "int8, tokens too")
     models = (("8b", "bf16"), ("8b", "int4"), ("8b", "fp8"), ("1b", "bf16"))
     parts = range(CASE_PARTS)
     return (
@@ -120,7 +122,7 @@ BARS = (
     Job("soak", "memory", "soak", "soak", 45, needs=38),
 )
 BEYOND = (
-    # 6; 30 layers of 0.2 to 1 (the time is that of drawing and rounding the weights).
+    # 6; 40 layers of 0.2 to 1 (the time is that of drawing and rounding the weights).
     Job("products", "kernels", "kernels_linear", "measure", 45, needs=15),
     _model("8b", "fp8", 40),
     # Dynamo and Inductor take 60 to 100 for 32 layers; a token 8 ms, five answers of 64.

@@ -1,4 +1,5 @@
 """Attention over the paged cache: shares of bandwidth (decode) and of the tensor cores (prefill).
+Latent attention too, which no model has yet: of few heads a matter of bandwidth, of many of both.
 
 Heads of Llama-3-8B: 32 of queries, 8 of keys, 128 wide. What is needed at least: a decode reads the
 keys and values of every sequence once, and its queries, and writes its results; a prefill has
@@ -15,16 +16,19 @@ import torch.nn.functional as F
 from clock import Call, Timer, copies_for, timed
 from notes import Notes
 from place import DEVICE, sized
-from steps import Heads, cache, layout, token_bytes
+from steps import BLOCK_SIZE, Heads, cache, layout, token_bytes
 
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.triton.attention_mla import mla_decode
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention
 
 HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
+# Of DeepSeek-V2 (128 heads) and its lite version; latent part and rotated part of a key.
+LATENT_HEADS, LATENT = sized((((16, "copy"), (128, "bf16")), (512, 64)), (((4, "copy"),), (32, 16)))
 WHOLE = "prefill 8k"
 PREFILLS = {
     WHOLE: sized((0, 8192), (0, 80)),
@@ -52,6 +56,9 @@ def measure(notes: Notes, time: Timer = timed) -> None:
         if format != "int8":
             for name in PREFILLS:
                 prefill(name, format)
+    for heads, ceiling in LATENT_HEADS:
+        name = f"latent decode, {heads} heads"
+        parts[name] = partial(_latent_decode, notes, time, name, heads, ceiling)
     for name, part in parts.items():  # each in its first place
         notes.attempt(name, part)
 
@@ -67,6 +74,24 @@ def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, form
     found = time(calls)
     moved = keys + 2 * q.nbytes
     notes.rate(name, found.seconds, "copy", moved=moved, captured=found.captured)
+
+
+def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: str) -> None:
+    """Of one vector for each token, which all heads share."""
+    batch, context = DECODES[0]
+    latent, rope = LATENT
+    step, blocks = layout([(context - 1, 1)] * batch)
+    vectors = torch.empty(blocks, BLOCK_SIZE, latent + rope, dtype=torch.bfloat16, device=DEVICE)
+    vectors.normal_()
+    q = torch.randn(batch, heads, latent + rope, device=DEVICE).bfloat16()
+    both = q.split((latent, rope), 2)
+    where = step.block_table, step.query_start_loc, step.seq_lens
+    found = time([lambda: mla_decode(*both, vectors, *where, SCALE, longest=context)])
+    keys = batch * context
+    moved = 2.0 * (keys * (latent + rope) + batch * heads * (2 * latent + rope))
+    operations = 2.0 * keys * heads * (2 * latent + rope)
+    done = {"moved": moved} if ceiling == "copy" else {"operations": operations}
+    notes.rate(name, found.seconds, ceiling, **done, captured=found.captured)
 
 
 def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:

@@ -41,6 +41,7 @@ LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
 TOKENS = sized((1, 64, 8192, 8, 512), (1, 65))  # what matters more comes first
 FEW = 64  # tokens up to which reading weights takes longer than multiplying
 LAYERS = sized(2, 1)
+SQUARE = 128  # weights on a side of a block that shares a scale
 
 
 def measure(notes: Notes, time: Timer = timed, formats: Sequence[str] | None = None) -> None:
@@ -146,6 +147,21 @@ def _fp8_token(outputs: int, inputs: int) -> Weight:
     return Fp8Weight(rounded.values, rounded.scales, 0, "token")
 
 
+def _fp8_blocks(outputs: int, inputs: int) -> Weight:
+    """A scale for 128 x 128 weights, and for 128 inputs of a token."""
+    rounded = round_to_fp8(_floats(outputs, inputs))
+    squares = rounded.scales[::SQUARE].repeat_interleave(SQUARE)[:outputs, None]
+    scales = squares.expand(outputs, -(-inputs // SQUARE)).contiguous()
+    return Fp8Weight(rounded.values, scales, SQUARE, "group")
+
+
+def _fp8_one(outputs: int, inputs: int) -> Weight:
+    """A scale for all weights, and for all tokens."""
+    rounded = round_to_fp8(_floats(outputs, inputs))
+    scales = rounded.scales[:1].expand(outputs).contiguous()
+    return Fp8Weight(rounded.values, scales, 0, "static", torch.full((1,), 0.01, device=DEVICE))
+
+
 def _bytes(weight: Weight) -> int:
     """Scales of groups as 16 bits, and their zero points as four, as no more is known of them."""
     match weight:
@@ -153,6 +169,8 @@ def _bytes(weight: Weight) -> int:
             return values.nbytes
         case Int4Weight(values, scales):
             return values.nbytes + 2 * scales.numel() + scales.numel() // 2
+        case Fp8Weight(values, scales) if weight.group:
+            return values.nbytes + 4 * scales.numel() // SQUARE
         case Int8Weight(values, scales) | Fp8Weight(values, scales):
             return values.nbytes + 4 * scales.numel()
         case _:
@@ -165,6 +183,8 @@ FORMATS: dict[str, tuple[Callable[[int, int], Weight], str]] = {
     "int4": (_int4, "bf16"),
     "fp8": (_fp8, "bf16"),
     "fp8, tokens too": (_fp8_token, "fp8"),
+    "fp8, blocks": (_fp8_blocks, "fp8"),
+    "fp8, one scale": (_fp8_one, "fp8"),
     "int8": (_int8, "bf16"),
     "int8, tokens too": (_w8a8, "int8"),
 }

@@ -33,11 +33,12 @@ CELLS = sized(
     (
         *((1, 1024), (64, 1024), (256, 1024), (1, 8192), (8, 1024)),
         *((64, 8192), (1, 32768), (8, 8192), (8, 32768), (256, 8192)),
+        *((64, 32768), (256, 32768)),
     ),
     ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
 USUAL = sized((64, 1024), (2, 8))  # where Python may be what takes time
-LONGEST, SEQS = sized((34_000, 256), (96, 4))
+LONGEST, SEQS = sized((36_000, 256), (96, 4))
 PREFILL, TIMES = sized((8192, 5), (8, 1))
 BUDGET = sized(8192, 16)  # tokens of a step
 # Fewest and most steps, and seconds, that a decode is timed for.
@@ -48,6 +49,8 @@ WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
 BEFORE, BETWEEN = sized((12, 4), (1, 1))  # steps before any is timed
 MARGIN = sized(700, 60)  # tokens of each answer: more than all steps of a cell
 PROFILED = sized(24, 2)  # steps
+# Seconds of a part that times a decode, and of each step in which its prompts are skipped.
+NEEDED, SKIPPING = 3.0, 0.01
 
 
 def measure(notes: Notes, shape: str, format: str) -> None:
@@ -105,7 +108,11 @@ class Measured:
     def parts(self) -> list[tuple[str, Callable[[], None], float]]:
         """What is measured: a name, how, and seconds that it needs. First what bars are of."""
         (first, *others) = (
-            (f"decode {batch} x {context}", partial(self.decode, batch, context), 3)
+            (
+                f"decode {batch} x {context}",
+                partial(self.decode, batch, context),
+                NEEDED + SKIPPING * (batch * context // BUDGET),
+            )
             for batch, context in CELLS
         )
         parts = [first, ("prefill", self.prefill, 3), ("busy", self.busy, 6)]

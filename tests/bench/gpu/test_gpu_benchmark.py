@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +96,29 @@ def test_what_the_bars_need_fits_into_one_call(script: ModuleType) -> None:
         *(("kernels", "attention kernels"), ("start", "first answer"), ("memory", "soak")),
         *(("correctness", "cases 0"), ("correctness", "tokens"), ("facts", "ceilings")),
     }
+
+
+def test_every_shape_and_format_at_every_batch_and_context(script: ModuleType) -> None:
+    models, shapes = importlib.import_module("models"), importlib.import_module("shapes")
+    batches, contexts = (1, 8, 64, 256), (1024, 8192, 32768)
+    assert sorted(models.CELLS) == sorted(product(batches, contexts))
+    engines = [job.arguments for job in script.JOBS if job.module == "models"]
+    assert sorted(engines) == sorted(product(shapes.SHAPES, models.QUANTIZATION))
+    for batch, context in models.CELLS:  # as `decode` asks for them
+        tokens = 2 * (batch * context // models.BUDGET + 2) + models.MARGIN
+        assert context + tokens <= models.LONGEST
+
+
+def test_a_soak_of_ten_minutes_can_be_asked_for(script: ModuleType) -> None:
+    """As docs/performance-gpu.md says, with 20 seconds to begin and to end."""
+    text = (FOLDER.parents[1] / "docs" / "performance-gpu.md").read_text("utf-8")
+    (asked,) = re.findall(r"`--only (memory --stretch 15 --seconds \d+)`", text)
+    args = script.parse(["--only", *asked.split()])
+    facts, job = script.select(script.JOBS, args.only)
+    soak = importlib.import_module("soak")
+    assert soak.SECONDS == 600
+    assert args.stretch * job.seconds >= soak.CAPTURING + soak.SECONDS + 20
+    assert args.seconds >= facts.seconds + args.stretch * job.seconds
 
 
 def test_a_job_is_not_begun_with_less_time_than_it_needs(
@@ -230,17 +255,17 @@ def test_the_table_of_everything_is_short(script: ModuleType) -> None:
     """The end of an output is all that some readers see."""
     records = [fact("copy", 4e12), fact("bf16", 8e14), fact("fp8", 1e15), fact("int8", 1e15)]
     kernels = {"section": "kernels", "moved": 1e9}
-    for format in ("bf16", "int4", "fp8", "fp8, tokens too", "int8", "int8, tokens too"):
+    for format in ("bf16", "int4", *(f"fp8, {i}" for i in range(4)), "int8", "int8, tokens too"):
         for tokens in (1, 8, 64, 512, 8192):
             records.append(rate(f"layer {format}, {tokens} tokens", 1e-3, "copy", **kernels))
-    for job, count in (("attention kernels", 14), ("other kernels", 15)):
+    for job, count in (("attention kernels", 16), ("other kernels", 15)):
         records += [
             rate(f"kernel {i} of a name", 1e-3, "copy", job, **kernels) for i in range(count)
         ]
     for shape in ("8b", "1b", "0.5b"):
         for format in ("bf16", "int4", "fp8"):
             about = {"shape": shape, "format": format, "section": "engine", "moved": 1e9}
-            records += [rate(f"decode {i} x 1k", 1e-2, "copy", **about) for i in range(13)]
+            records += [rate(f"decode {i} x 1k", 1e-2, "copy", **about) for i in range(15)]
     for i in range(99):
         failure = {"kind": "failure", "name": f"part {i}", "job": "x", "error": ["word " * 80] * 8}
         check = {"kind": "check", "name": f"{i}", "passed": False, "detail": "far " * 99}

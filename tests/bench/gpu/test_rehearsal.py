@@ -53,6 +53,8 @@ def test_every_function_is_rehearsed(run: ModuleType) -> None:
     every = {(job.module, job.function) for job in run.JOBS}
     assert {(j.module, j.function) for j in run.JOBS if j.name in CHOSEN} == every - LEFT_OUT
     assert {job.name for job in run.JOBS} >= set(CHOSEN)
+    warmed = {job.arguments[0] for job in run.JOBS if job.function == "products"}
+    assert warmed == set(importlib.import_module("kernels_linear").FORMATS)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
