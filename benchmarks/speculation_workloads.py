@@ -98,13 +98,11 @@ def by_processor(engine: Engine, jobs: list[Job]) -> Run:
 
 def compare(plain: Run, other: Run) -> Found:
     before, after = other.before.speculation, other.after.speculation
-    drafts = after.drafts.drafts - before.drafts.drafts
-    accepted = after.drafts.accepted - before.drafts.accepted
-    return Found(
-        OUTPUT.of(other) / OUTPUT.of(plain),
-        plain.answers == other.answers,
-        accepted / max(1, drafts),
-    )
+    share = 0.0
+    if before is not None and after is not None:
+        drafts = after.drafts.drafts - before.drafts.drafts
+        share = (after.drafts.accepted - before.drafts.accepted) / max(1, drafts)
+    return Found(OUTPUT.of(other) / OUTPUT.of(plain), plain.answers == other.answers, share)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
