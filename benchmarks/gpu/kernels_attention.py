@@ -12,12 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from clock import Call, Timer, copies_for, timed
 from notes import Notes
 from place import DEVICE, sized
 from steps import BLOCK_SIZE, Heads, cache, layout, token_bytes
 
+from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton.attention_mla import mla_decode
@@ -65,7 +65,7 @@ def measure(notes: Notes, time: Timer = timed) -> None:
 
 def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, format: str) -> None:
     planned, blocks = layout([(context - 1, 1)] * batch)
-    step = TritonAttention(TORCH).plan(planned, None).step
+    step = TritonAttention(TORCH).plan(planned, None).steps[0]
     first = cache(blocks, HEADS, FORMATS[format])
     keys = token_bytes(first) * batch * context
     caches = [first] + [cache(blocks, HEADS, FORMATS[format]) for _ in range(copies_for(keys) - 1)]
@@ -97,7 +97,7 @@ def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: st
 def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
     cached, new = PREFILLS[name]
     planned, blocks = layout([(cached, new)])
-    step = TritonAttention(TORCH).plan(planned, None).step
+    step = TritonAttention(TORCH).plan(planned, None).steps[0]
     kv = cache(blocks, HEADS, FORMATS[format])
     q = torch.randn(new, HEADS.queries, HEADS.dim, device=DEVICE).bfloat16()
     found = time([_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step)])
@@ -107,21 +107,22 @@ def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:
 
 
 def _torch_prefill(notes: Notes, time: Timer) -> None:
-    """The same by torch, over keys that lie in order."""
+    """The same by torch, keys gathered from the cache included."""
     tokens = PREFILLS[WHOLE][1]
-    sizes = (HEADS.queries, HEADS.keys, HEADS.keys)
-    q, k, v = (torch.randn(1, n, tokens, HEADS.dim, device=DEVICE).bfloat16() for n in sizes)
-
-    def call() -> object:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    found = time([call])
+    planned, blocks = layout([(0, tokens)])
+    prompts = FreshPrompts(tokens)
+    (prompt,) = prompts.take(planned, None).values()
+    kv = cache(blocks, HEADS, torch.bfloat16)
+    sizes = HEADS.queries, HEADS.keys
+    q, v = (torch.randn(tokens, n, HEADS.dim, device=DEVICE).bfloat16() for n in sizes)
+    found = time([lambda: prompts.attend(q, kv.k, v, prompt, SCALE)])
     done = _operations(0, tokens)
-    notes.rate(f"{WHOLE} sdpa", found.seconds, "bf16", operations=done)
+    notes.rate(f"{WHOLE} sdpa", found.seconds, "bf16", operations=done, captured=found.captured)
 
 
 def _call(q: torch.Tensor, kv: PagedCache, step: PagedStep) -> Call:
-    return lambda: paged_attention(q, kv, step, SCALE)
+    out = torch.empty_like(q)
+    return lambda: paged_attention(q, kv, step, SCALE, out)
 
 
 def _operations(cached: int, new: int) -> float:

@@ -69,7 +69,9 @@ def attend(step, window: int | None = None) -> Tensor:
     q = step.q if device().type == "cpu" else step.q.to(device())
     plan = TritonAttention(TORCH).plan(there(step.layout), window)
     cache = PagedCache(*_tensors(there(kv)))
-    return paged_attention(q, cache, plan.step, step.scale).cpu()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    paged_attention(q, cache, plan.steps[0], step.scale, out)
+    return out.cpu()
 
 
 def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:

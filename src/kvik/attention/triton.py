@@ -2,11 +2,13 @@
 
 The kernels read the step's layout on the device, so a plan is a summary of it in plain integers,
 and a step can be captured in a CUDA graph. A mixed step is a few launches, by number of queries:
-`kernels/triton/attention_paged.py` says which kernel takes which sequence.
+`kernels/triton/attention_paged.py` says which kernel takes which sequence. Long prompts that begin
+in this step may be torch's (`fresh_prompts.py`), which are never part of a captured step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from kvik.attention.base import (
     StepLayout,
     turned,
 )
+from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.attention.stored import move, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
@@ -28,7 +31,13 @@ from kvik.kernels.triton.rotary import rotate_and_store
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata(AttentionMetadata):
-    step: PagedStep
+    """Attributes:
+    steps: the sequences between the fresh prompts; where there are none, one step of all.
+    fresh: prompts that torch's kernels take.
+    """
+
+    steps: tuple[PagedStep, ...]
+    fresh: tuple[FreshPrompt, ...]
 
 
 class TritonAttention:
@@ -40,20 +49,18 @@ class TritonAttention:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     )
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, prompts: FreshPrompts | None = None) -> None:
+        """
+        Args:
+            prompts: what takes fresh prompts, of floats in a cache that keeps them as they are.
+        """
         self._ops = ops
+        self.prompts = prompts
 
     def plan(self, layout: StepLayout, window: int | None) -> TritonMetadata:
-        step = PagedStep(
-            layout.query_start_loc,
-            layout.seq_lens,
-            layout.block_table,
-            layout.tree,
-            layout.block_size,
-            window,
-            runs_of(layout.num_scheduled, layout.contexts),
-        )
-        return TritonMetadata(layout, window, step)
+        fresh = {} if self.prompts is None else self.prompts.take(layout, window)
+        steps = tuple(_steps_between(fresh, layout, window))
+        return TritonMetadata(layout, window, steps, tuple(fresh.values()))
 
     def run(
         self,
@@ -79,7 +86,35 @@ class TritonAttention:
             by = None if norms is None else (norms.q, norms.k, norms.eps)
             q = rotate_and_store(q, k, v, rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
-        return paged_attention(q, cache, metadata.step, scale)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for step in metadata.steps:
+            paged_attention(q, cache, step, scale, out)
+        for prompt in metadata.fresh:
+            assert self.prompts is not None
+            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
+        return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         move(kv, source, target)
+
+
+def _steps_between(
+    fresh: Mapping[int, FreshPrompt], layout: StepLayout, window: int | None
+) -> Iterator[PagedStep]:
+    """Of the sequences that are not fresh: the launches of a step cover all between its first and
+    its last."""
+    first = start = 0
+    for last in (*sorted(fresh), len(layout.num_scheduled)):
+        if last > first:
+            of = slice(first, last)
+            yield PagedStep(
+                layout.query_start_loc,
+                layout.seq_lens,
+                layout.block_table,
+                layout.tree,
+                layout.block_size,
+                window,
+                runs_of(layout.num_scheduled[of], layout.contexts[of], first, start),
+            )
+        first = last + 1
+        start = fresh[last].end if last in fresh else start

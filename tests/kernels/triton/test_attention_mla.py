@@ -12,6 +12,7 @@ import torch
 from helpers.optional_triton import device
 
 from kvik.kernels.reference import mla
+from kvik.kernels.triton import attention_mla
 from kvik.kernels.triton.attention_mla import mla_decode
 
 SCALE = 0.2
@@ -74,6 +75,23 @@ def test_half_precision():
     found = mla_decode(*step, SCALE, longest=150)
     expected = mla.mla_decode(*step, SCALE)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_results_of_splits_take_no_more_memory_for_more_sequences(monkeypatch):
+    """With little room, in several launches, and to the bit the same."""
+    step = make([300, 7, 200, 290], [1, 1, 1, 1])
+    expected = mla_decode(*step, SCALE, longest=300)
+    shapes, empty = [], torch.Tensor.new_empty
+
+    def new_empty(self, *shape, **how):
+        shapes.append(shape)
+        return empty(self, *shape, **how)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    slab = 3 * 4  # splits and heads of the longest
+    monkeypatch.setattr(attention_mla, "WORKSPACE", 3 * 4 * slab * (32 + 1) + 1)
+    assert torch.equal(mla_decode(*step, SCALE, longest=300), expected)
+    assert [shape for shape in shapes if shape[2:] == (32,)] == [(3, slab, 32), (1, slab, 32)]
 
 
 def test_a_row_of_padding_is_zero():

@@ -76,17 +76,19 @@ def buffers(tiles: Tiles, asynchronous: bool) -> int:
 
 @pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("roomy", "bytes"), [(True, 227 << 10), (False, 99 << 10)])
-def test_tiles_fit_shared_memory(head_dim, itemsize, roomy, bytes):
+@pytest.mark.parametrize("shared", [227 << 10, 163 << 10, 99 << 10])
+def test_tiles_fit_shared_memory(head_dim, itemsize, shared):
     """Queries, and K and V of the tiles in flight and in use."""
-    wide = max(32, triton.next_power_of_2(head_dim))
+    wide, hopper = max(32, triton.next_power_of_2(head_dim)), shared == 227 << 10
     for m in (16, 32, 64):
-        tiles = split_tiles(m, head_dim, itemsize, roomy=roomy)
+        tiles = split_tiles(m, head_dim, itemsize, shared=shared)
         assert tiles.n >= 16
-        assert (m + 2 * buffers(tiles, roomy and m == 64) * tiles.n) * wide * itemsize <= bytes
-    tiles = prefill_tiles(head_dim, itemsize, rounded=False, roomy=roomy)
-    kept = buffers(tiles, roomy and itemsize == 2)
-    assert tiles.n >= 16 and (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= bytes
+        kept = buffers(tiles, hopper and itemsize == 2 and m == 64)
+        assert (m + 2 * kept * tiles.n) * wide * itemsize <= shared
+    tiles = prefill_tiles(head_dim, itemsize, rounded=False, shared=shared)
+    kept = buffers(tiles, hopper and itemsize == 2)
+    assert 16 <= tiles.near <= tiles.n
+    assert (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= shared
 
 
 def test_a_number_of_tokens_of_every_class() -> None:

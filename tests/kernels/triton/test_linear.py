@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 
 from kvik.kernels.cases import CASES, Case, arguments, filled_matrix, outputs
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.triton.matrix_shapes import FEW, MANY, splits_for, tile_for
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.packed import Packed
 from kvik.kernels.weights import (
@@ -167,12 +167,20 @@ def test_groups(kind: str, group: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rows, weight.rows(ids).dequantized(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["int4", "minima"])
+def test_few_tokens_and_several_tiles_of_outputs(kind: str) -> None:
+    weight = weight_of(kind, 200, 1152, 128 if kind == "int4" else 32)
+    x = torch.randn(3, 1152, generator=drawn()).bfloat16()
+    expected = x.double() @ weight.rows(torch.arange(200)).dequantized().double().t()
+    torch.testing.assert_close(multiplied(weight, x), expected.bfloat16(), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("kind", ["int4", "fp8", "w8a8"])
 def test_a_row_does_not_see_the_others(kind: str) -> None:
     """Within a class of tokens, to the bit, also where the inputs are split."""
     weight = weight_of(kind, 6, 1152, 128 if kind == "int4" else 0)
     matrix = made(weight, torch.bfloat16)
-    assert splits_for(FEW[0], 6, 9) == 2
+    assert splits_for(FEW_INT4 if kind == "int4" else FEW[0], 6, 9) == 2
     x = torch.randn(8, 1152, generator=drawn()).bfloat16().to(device())
     together = OPS.linear(x, matrix, None)
     for rows in (slice(0, 1), slice(5, 8)):
@@ -249,8 +257,10 @@ def test_rows_of_one_matrix_have_one_order() -> None:
 
 def test_classes_of_tokens() -> None:
     assert [tile_for(n).tokens for n in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
+    assert [tile_for(n, int4=True) for n in (1, 8, 9)] == [FEW_INT4, FEW_INT4, FEW[1]]
     assert splits_for(MANY, 64, 1000) == 1
     # Shapes of Llama 3 8B: enough programs, and never splits of fewer than four steps.
     for rows, steps in ((6144, 32), (4096, 32), (28672, 32), (4096, 112)):
-        splits = splits_for(FEW[0], rows, steps)
-        assert rows // 64 * splits >= 448 and steps // splits >= 4
+        for tile in (FEW[0], FEW_INT4):
+            splits = splits_for(tile, rows, steps)
+            assert rows // 64 * splits >= 448 and steps // splits >= 4

@@ -31,22 +31,50 @@ def test_no_kernel_takes_more_than_it_may() -> None:
     assert text.count(" registers ") == len(text.splitlines()) > 50
 
 
+# As the assembler's dump looks: two loops in a third.
+CODE = """
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;  /* 0x0 */
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ ;  /* 0x0 */
+        /*0030*/              @P0 BRA 0x10 ;  /* 0x0 */
+        /*0040*/                   LDG.E.128 R4, desc[UR4][R2.64] ;  /* 0x0 */
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, gsb0 ;  /* 0x0 */
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;  /* 0x0 */
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;  /* 0x0 */
+        /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;  /* 0x0 */
+        /*0090*/              @P1 BRA 0x40 ;  /* 0x0 */
+        /*00a0*/              @P2 BRA 0x10 ;  /* 0x0 */
+        /*00b0*/                   BRA 0xb0;  /* 0x0 */
+"""
+
 TIGHT = """
+import sys
 from dataclasses import replace
-from kvik.kernels.triton.norm import RESOURCES
-from kvik.kernels.triton.resources import taken
-wide = RESOURCES[2]  # rows of 16384, in registers
+from kvik.kernels.triton.attention_decode import RESOURCES as DECODE
+from kvik.kernels.triton.launch import Loop
+from kvik.kernels.triton.linear_words import RESOURCES as WORDS
+from kvik.kernels.triton.norm import RESOURCES as NORM
+from kvik.kernels.triton.resources import loop_of, taken
+wide = NORM[2]  # rows of 16384, in registers
 print(taken(replace(wide, max_registers=16)))
 print(taken(replace(wide, most_registers=32)))
 print(taken(replace(wide, max_shared=8)))
+print(taken(replace(WORDS[0], loop=Loop(products=1, barriers=1, instructions=200))))
+print(taken(replace(DECODE[0], num_stages=1)))
+print(loop_of(sys.argv[1]))
 """
 
 
 def test_what_a_kernel_takes_too_much_is_named() -> None:
-    """Registers, what is spilled where it gets fewer than it needs, and shared memory."""
-    status, text = python("-c", TIGHT)
+    """Registers, what is spilled where it gets fewer than it needs, and shared memory; and what is
+    wrong with a loop, such as one that waits for each tile of keys because nothing loads ahead. The
+    loop is that with most products."""
+    status, text = python("-c", TIGHT, CODE)
     assert status == 0, text
-    registers, spilled, shared = text.splitlines()
+    registers, spilled, shared, loop, waiting, found = text.splitlines()
     assert "TOO MUCH" in registers and "registers > 16" in registers
     assert "spilled bytes > 0" in spilled
     assert "bytes of shared memory > 8" in shared
+    assert "barriers > 1, " in loop and "instructions of the loop > 200" in loop
+    assert "TOO LITTLE: 0 products < 1" in loop
+    assert "TOO LITTLE: 0 copies < 16" in waiting
+    assert found == ("Loop(copies=0, products=2, waits=1, loads=1, barriers=1, instructions=6)")

@@ -28,9 +28,16 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.attention_shapes import block_d, split, split_tiles
-from kvik.kernels.triton.attention_tile import attend, begin, bits_set, finish, log2_weight
+from kvik.kernels.triton.attention_tile import (
+    attend,
+    begin,
+    bits_set,
+    ended,
+    finish,
+    log2_weight,
+)
 from kvik.kernels.triton.kv_load import KINDS, operand, pointers
-from kvik.kernels.triton.launch import Resources
+from kvik.kernels.triton.launch import Loop, Resources
 
 
 @triton.jit
@@ -167,7 +174,7 @@ def attention_decode_kernel(
     if DIRECT:
         splits = tl.maximum(splits, 1)  # a row without a key has a result
     for part in range(program, splits, programs):
-        state = begin(BLOCK_M, BLOCK_D)
+        state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
         begins = first + part * keys
         ends = tl.minimum(begins + keys, end)
         for at in range(begins, ends, BLOCK_N):
@@ -193,8 +200,8 @@ def attention_decode_kernel(
                 v_scales,
                 table,
                 head,
-                place,
-                inside,
+                at,
+                tl.minimum(place, ends - 1),
                 visible,
                 scale,
                 DTYPE,
@@ -205,7 +212,7 @@ def attention_decode_kernel(
                 BLOCK_D,
                 False,
             )
-        sums, largest, total = state
+        sums, largest, total = ended(state)
         result = finish(sums, total)
         if DIRECT:
             target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
@@ -217,17 +224,24 @@ def attention_decode_kernel(
             tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
 
 
-def _resources(head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = False) -> Resources:
-    """Of Llama-3's groups of 4 heads, in bf16."""
-    tiles = split_tiles(m, head_dim, 2, tree=tree)
+def _resources(
+    head_dim: int,
+    cache: torch.dtype,
+    m: int = 16,
+    tree: bool = False,
+    loop: Loop | None = None,
+) -> Resources:
+    """Of Llama-3's groups of 4 heads, in bf16, or fp32 as the cache is."""
+    tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
     pointer, scales = pointers(cache)
+    queries = "*fp32" if cache == torch.float32 else "*bf16"
     absent = [] if tree else ["tree"]
     absent += [] if scales else ["k_scales", "v_scales"]
     return Resources(
         kernel=attention_decode_kernel,
         what=f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}",
         types={
-            "q": "*bf16",
+            "q": queries,
             "k_cache": pointer,
             "v_cache": pointer,
             "k_scales": scales,
@@ -236,18 +250,13 @@ def _resources(head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = Fals
             "query_start": "*i32",
             "seq_lens": "*i32",
             "tree": "*i64",
-            "out": "*bf16",
+            "out": queries,
             "part_out": "*fp32",
             "part_weight": "*fp32",
-            "q_stride": "i32",
-            "table_stride": "i32",
+            **dict.fromkeys(("q_stride", "table_stride"), "i32"),
             "scale": "fp32",
-            "window": "i32",
-            "first_sequence": "i32",
-            "above": "i32",
-            "most": "i32",
-            "programs": "i32",
-            "slab": "i32",
+            **dict.fromkeys(("window", "first_sequence", "above"), "i32"),
+            **dict.fromkeys(("most", "programs", "slab"), "i32"),
         },
         constants={
             **dict.fromkeys(absent),
@@ -266,17 +275,22 @@ def _resources(head_dim: int, cache: torch.dtype, m: int = 16, tree: bool = Fals
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         aligned=frozenset({"q_stride"}),
+        loop=loop,
     )
 
 
+# K and V of 64 keys of 128 are 16 copies of each of 128 threads, 32 KiB, for which a multiprocessor
+# of an H200 has about 1700 cycles at 4.3 TB/s: a scheduler issues a warp's share in a quarter.
+_KEYS = Loop(copies=16, barriers=6, instructions=450)
+
 RESOURCES = (
-    *(
-        _resources(head_dim, cache)
-        for head_dim in (64, 128, 256)
-        for cache in (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-    ),
-    _resources(128, torch.uint8),
+    *(_resources(head_dim, torch.bfloat16, loop=_KEYS) for head_dim in (64, 128, 256)),
+    *(_resources(d, torch.float8_e4m3fn, loop=Loop(copies=4)) for d in (64, 128)),
+    *(_resources(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
+    _resources(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
     _resources(128, torch.bfloat16, m=32, tree=True),
-    _resources(128, torch.bfloat16, m=64),
+    _resources(128, torch.bfloat16, m=64, loop=Loop(copies=16, products=12, waits=1)),
     _resources(128, torch.bfloat16, m=64, tree=True),
+    _resources(128, torch.float32, m=64),
+    _resources(256, torch.float32, m=64),
 )

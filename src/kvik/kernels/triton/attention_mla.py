@@ -19,15 +19,21 @@ from torch import Tensor
 
 from kvik.kernels.triton.attention_decode import sequence_of
 from kvik.kernels.triton.attention_merge import attention_merge_kernel
-from kvik.kernels.triton.attention_shapes import LAUNCHED, SPREAD, STAGES, most_splits
-from kvik.kernels.triton.attention_tile import LOG2_E, begin, finish, log2_weight, weigh
+from kvik.kernels.triton.attention_shapes import (
+    LAUNCHED,
+    SPREAD,
+    STAGES,
+    WORKSPACE,
+    most_splits,
+)
+from kvik.kernels.triton.attention_tile import LOG2_E, begin, ended, finish, log2_weight, weigh
 from kvik.kernels.triton.kv_load import operand, product, vectors_at
 from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
 
 
-@triton.jit(do_not_specialize=["table_stride", "most", "programs", "slab"])
+@triton.jit(do_not_specialize=["table_stride", "first_sequence", "most", "programs", "slab"])
 def mla_decode_kernel(
     q_latent,
     q_rope,
@@ -44,6 +50,7 @@ def mla_decode_kernel(
     rope_head_stride,
     table_stride,
     scale,
+    first_sequence,
     most,
     programs,
     slab,
@@ -62,7 +69,7 @@ def mla_decode_kernel(
     WIDTH: tl.constexpr = LATENT + ROPE
     program = tl.program_id(0) % programs
     tile = tl.program_id(0) // programs
-    sequence = tl.program_id(1)
+    sequence = first_sequence + tl.program_id(1)
     start, queries, cached, _, keys, splits = sequence_of(
         query_start, seq_lens, sequence, 0, HEADS, 1, BLOCK_M, False
     )
@@ -88,26 +95,30 @@ def mla_decode_kernel(
     if DIRECT:
         splits = tl.maximum(splits, 1)
     for part in range(program, splits, programs):
-        sums, largest, total = begin(BLOCK_M, BLOCK_LATENT)
+        sums, largest, total = begin(BLOCK_M, BLOCK_LATENT, BLOCK_N)
         ends = tl.minimum((part + 1) * keys, end)
         for at in range(part * keys, ends, BLOCK_N):
             place = at + tl.arange(0, BLOCK_N)
             inside = place < ends
-            vectors = vectors_at(table, place, inside, 0, BLOCK_SIZE, 1)
-            latent = load_part(cache, vectors, inside, DTYPE, WIDTH, LATENT, BLOCK_LATENT)
-            key = load_part(cache + LATENT, vectors, inside, DTYPE, WIDTH, ROPE, BLOCK_ROPE)
+            block, within = vectors_at(
+                table, at, tl.minimum(place, ends - 1), 0, BLOCK_SIZE, 1, False
+            )
+            vectors = block * BLOCK_SIZE + within
+            latent = load_part(cache, vectors, DTYPE, WIDTH, LATENT, BLOCK_LATENT)
+            key = load_part(cache + LATENT, vectors, DTYPE, WIDTH, ROPE, BLOCK_ROPE)
             scores = product(rope_rows, tl.trans(key), None)
             scores = product(rows, tl.trans(latent), scores)
             visible = (place[None, :] <= position[:, None]) & inside[None, :]
             scores = tl.where(visible, scores, float("-inf"))
             weights, factor, largest, total = weigh(scores, largest, total, scale, True)
             sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
+        sums, largest, total = ended((sums, largest, total))
         result = finish(sums, total)
         if DIRECT:
             target = out + ((token * HEADS + head) * LATENT)[:, None] + d[None, :]
             tl.store(target, result.to(DTYPE), mask=store)
         else:
-            piece = sequence * slab + row * splits + part
+            piece = tl.program_id(1) * slab + row * splits + part
             target = part_out + (piece.to(tl.int64) * LATENT)[:, None] + d[None, :]
             tl.store(target, result, mask=store)
             tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
@@ -117,7 +128,6 @@ def mla_decode_kernel(
 def load_part(
     cache,
     vectors,
-    inside,
     DTYPE: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
@@ -125,11 +135,8 @@ def load_part(
 ):
     """[n, BLOCK] of vectors of WIDTH numbers, as operands; 0 behind the first PART of them."""
     d = tl.arange(0, BLOCK)
-    at = cache + (vectors * WIDTH)[:, None] + d[None, :]
-    if PART == BLOCK:
-        x = tl.load(at, mask=inside[:, None], other=0.0)
-    else:
-        x = tl.load(at, mask=inside[:, None] & (d < PART)[None, :], other=0.0)
+    at = cache + (vectors.to(tl.int64) * WIDTH)[:, None] + d[None, :]
+    x = tl.load(at) if PART == BLOCK else tl.load(at, mask=(d < PART)[None, :], other=0.0)
     return operand(x, DTYPE)
 
 
@@ -158,52 +165,59 @@ def mla_decode(
     m = _rows(most_queries * heads)
     stacked = ceil_div(most_queries * heads, m)
     splits = most_splits(longest, ceil_div(heads, m))
-    programs = min(splits, ceil_div(LAUNCHED, sequences * stacked))
     slab = min(most_queries * heads * splits, max(m * SPREAD.value, most_queries * heads))
-    part_out = part_weight = None
+    at_once = sequences
     if splits > 1:
-        part_out = q_latent.new_empty(sequences, slab, latent, dtype=torch.float32)
-        part_weight = q_latent.new_empty(sequences, slab, dtype=torch.float32)
-    mla_decode_kernel[(programs * stacked, sequences)](
-        q_latent,
-        q_rope,
-        cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        part_out,
-        part_weight,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        block_table.stride(0),
-        scale * LOG2_E,
-        most_queries,
-        programs,
-        slab,
-        HEADS=heads,
-        LATENT=latent,
-        ROPE=rope,
-        BLOCK_LATENT=max(16, power_of_two(latent)),
-        BLOCK_ROPE=max(16, power_of_two(rope)),
-        BLOCK_M=m,
-        BLOCK_N=KEYS,
-        BLOCK_SIZE=cache.shape[1],
-        DIRECT=splits == 1,
-        num_warps=_warps(m),
-        num_stages=STAGES,
-    )
-    if splits > 1:
-        attention_merge_kernel[(heads, most_queries, sequences)](
+        at_once = min(at_once, max(1, WORKSPACE // (4 * slab * (latent + 1))))
+    for first in range(0, sequences, at_once):
+        rest = min(at_once, sequences - first)
+        programs = min(splits, ceil_div(LAUNCHED, rest * stacked))
+        part_out = part_weight = None
+        if splits > 1:
+            part_out = q_latent.new_empty(rest, slab, latent, dtype=torch.float32)
+            part_weight = q_latent.new_empty(rest, slab, dtype=torch.float32)
+        mla_decode_kernel[(programs * stacked, rest)](
+            q_latent,
+            q_rope,
+            cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            out,
+            part_out,
+            part_weight,
+            q_latent.stride(0),
+            q_latent.stride(1),
+            q_rope.stride(0),
+            q_rope.stride(1),
+            block_table.stride(0),
+            scale * LOG2_E,
+            first,
+            most_queries,
+            programs,
+            slab,
+            HEADS=heads,
+            LATENT=latent,
+            ROPE=rope,
+            BLOCK_LATENT=max(16, power_of_two(latent)),
+            BLOCK_ROPE=max(16, power_of_two(rope)),
+            BLOCK_M=m,
+            BLOCK_N=KEYS,
+            BLOCK_SIZE=cache.shape[1],
+            DIRECT=splits == 1,
+            num_warps=_warps(m),
+            num_stages=STAGES,
+        )
+        if splits == 1:
+            continue
+        attention_merge_kernel[(heads, most_queries, rest)](
             part_out,
             part_weight,
             query_start_loc,
             seq_lens,
             out,
             0,
-            0,
+            first,
             0,
             most_queries,
             slab,
@@ -231,7 +245,7 @@ def _resources(heads: int) -> Resources:
     m = _rows(heads)
     pointers = ("q_latent", "q_rope", "cache", "out")
     strides = ("latent_stride", "latent_head_stride", "rope_stride", "rope_head_stride")
-    integers = ("table_stride", "most", "programs", "slab")
+    integers = ("table_stride", "first_sequence", "most", "programs", "slab")
     return Resources(
         kernel=mla_decode_kernel,
         what=f"{heads} heads of 512 + 64, bf16",

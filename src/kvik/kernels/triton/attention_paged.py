@@ -22,11 +22,12 @@ from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,
     SPREAD,
     TALLEST,
+    WORKSPACE,
     block_d,
-    is_roomy,
     most_splits,
     prefill_tiles,
     query_classes,
+    shared_memory,
     split_tiles,
 )
 from kvik.kernels.triton.attention_tile import LOG2_E
@@ -34,7 +35,6 @@ from kvik.kernels.triton.kv_load import kind_of, stored
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 MAX_HEAD_DIM = 256
-WORKSPACE = 64 << 20  # bytes of results of splits in one launch; a larger batch takes several
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,16 @@ class PagedCache:
     v_scales: Tensor | None
 
 
-def runs_of(num_scheduled: Sequence[int], contexts: Sequence[int]) -> tuple[Run, ...]:
-    """Summary of a batch, which has few different numbers of queries; once for all layers."""
+def runs_of(
+    num_scheduled: Sequence[int], contexts: Sequence[int], first: int = 0, start: int = 0
+) -> tuple[Run, ...]:
+    """Summary of a batch, which has few different numbers of queries; once for all layers.
+
+    Args:
+        first: of these sequences, in the batch. start: its first token there.
+    """
     runs: dict[int, Run] = {}
-    start = 0
-    for i, (queries, context) in enumerate(zip(num_scheduled, contexts, strict=True)):
+    for i, (queries, context) in enumerate(zip(num_scheduled, contexts, strict=True), first):
         end = start + queries
         run = runs.get(queries)
         if run is None:
@@ -93,15 +98,15 @@ def runs_of(num_scheduled: Sequence[int], contexts: Sequence[int]) -> tuple[Run,
     return tuple(runs[queries] for queries in sorted(runs))
 
 
-def paged_attention(q: Tensor, cache: PagedCache, step: PagedStep, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor
+) -> None:
     """Of queries over keys and values that are in the cache, those of this step included.
 
     Args:
         q: [tokens, heads, head_dim], each token's heads contiguous.
         scale: > 0.
-
-    Returns:
-        [tokens, heads, head_dim].
+        out: [tokens, heads, head_dim], contiguous; tokens of other sequences are left as they are.
 
     Raises:
         ValueError: head_dim is above 256.
@@ -110,7 +115,6 @@ def paged_attention(q: Tensor, cache: PagedCache, step: PagedStep, scale: float)
     kv_heads = cache.k.shape[2]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = heads // kv_heads
     classes = query_classes(group, kv_heads)
     long = classes[-1]
@@ -125,7 +129,6 @@ def paged_attention(q: Tensor, cache: PagedCache, step: PagedStep, scale: float)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
         _prefill(q, cache, step, scale, out, _joined(runs), long)
-    return out
 
 
 def _joined(runs: Sequence[Run]) -> Run:
@@ -147,8 +150,8 @@ def _split(
     group = heads // kv_heads
     m = min(TALLEST, max(16, power_of_two(run.queries * group)))
     itemsize = max(q.element_size(), cache.k.element_size())
-    tree, roomy = step.tree is not None, is_roomy(q.device)
-    tiles = split_tiles(m, head_dim, itemsize, tree=tree, roomy=roomy)
+    tree = step.tree is not None
+    tiles = split_tiles(m, head_dim, itemsize, tree=tree, shared=shared_memory(q.device))
     stacked = ceil_div(run.queries * group, m)
     window = step.window or 0
     seen = min(run.context, window + run.queries - 1) if window else run.context
@@ -230,8 +233,13 @@ def _prefill(
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
     group = heads // kv_heads
     itemsize = max(q.element_size(), cache.k.element_size())
-    rounded = cache.k_scales is not None
-    tiles = prefill_tiles(head_dim, itemsize, rounded=rounded, roomy=is_roomy(q.device))
+    tiles = prefill_tiles(
+        head_dim,
+        itemsize,
+        rounded=cache.k_scales is not None,
+        block_size=step.block_size,
+        shared=shared_memory(q.device),
+    )
     sequences = run.last + 1 - run.first
     most = (run.end - run.start) * group // tiles.m + sequences
     attention_prefill_kernel[(kv_heads * most,)](
@@ -257,6 +265,7 @@ def _prefill(
         BLOCK_D=block_d(head_dim),
         BLOCK_M=tiles.m,
         BLOCK_N=tiles.n,
+        BLOCK_NEAR=tiles.near,
         BLOCK_SIZE=step.block_size,
         KIND=kind_of(cache.k),
         WINDOW=step.window is not None,

@@ -26,7 +26,7 @@ import triton.language as tl
 from kvik.kernels.triton.attention_shapes import block_d, prefill_tiles
 from kvik.kernels.triton.attention_tile import attend, begin, finish
 from kvik.kernels.triton.kv_load import KINDS, operand, pointers
-from kvik.kernels.triton.launch import Resources
+from kvik.kernels.triton.launch import Loop, Resources
 
 
 @triton.jit
@@ -70,6 +70,7 @@ def attention_prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_NEAR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KIND: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -78,6 +79,7 @@ def attention_prefill_kernel(
 
     Args:
         above: sequences of no more queries are left alone.
+        BLOCK_N: keys of a tile; BLOCK_NEAR: where not every row sees all of them.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
@@ -111,21 +113,23 @@ def attention_prefill_kernel(
         low = tl.cdiv(tl.maximum(highest - window + 1, 0), BLOCK_N) * BLOCK_N
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)
 
-    state = begin(BLOCK_M, BLOCK_D)
+    state = begin(BLOCK_M, BLOCK_D, 0)
     for part in tl.static_range(3):
+        step = BLOCK_N if part == 1 else BLOCK_NEAR
         if part == 0:
-            since, until = first // BLOCK_N * BLOCK_N, tl.minimum(low, end)
+            since, until = first // step * step, tl.minimum(low, end)
         elif part == 1:
             since, until = low, high
         else:
             since, until = high, end
         if part != 0 or WINDOW:
-            for at in range(since, until, BLOCK_N):
-                place = at + tl.arange(0, BLOCK_N)
-                inside = (place >= first) & (place < end)
+            for at in range(since, until, step):
+                place = at + tl.arange(0, BLOCK_N if part == 1 else BLOCK_NEAR)
                 visible = place[None, :] <= position[:, None]
+                there = tl.minimum(place, end - 1)
                 if WINDOW:
                     visible &= place[None, :] > position[:, None] - window
+                    there = tl.maximum(there, first)
                 state = attend(
                     rows,
                     state,
@@ -135,8 +139,8 @@ def attention_prefill_kernel(
                     v_scales,
                     table,
                     head,
-                    place,
-                    inside,
+                    at,
+                    there,
                     visible,
                     scale,
                     DTYPE,
@@ -152,15 +156,18 @@ def attention_prefill_kernel(
     tl.store(target, finish(sums, total).to(DTYPE), mask=real)
 
 
-def _resources(head_dim: int, cache: torch.dtype, window: bool = False) -> Resources:
-    """Of Llama-3's groups of 4 heads, in bf16."""
-    tiles = prefill_tiles(head_dim, 2, rounded=bool(pointers(cache)[1]))
+def _resources(
+    head_dim: int, cache: torch.dtype, window: bool = False, loop: Loop | None = None
+) -> Resources:
+    """Of Llama-3's groups of 4 heads, in bf16, or fp32 as the cache is."""
     pointer, scales = pointers(cache)
+    tiles = prefill_tiles(head_dim, max(2, cache.itemsize), rounded=bool(scales))
+    queries = "*fp32" if cache == torch.float32 else "*bf16"
     return Resources(
         kernel=attention_prefill_kernel,
         what=f"head_dim {head_dim}, KV {str(cache).removeprefix('torch.')}{', window' * window}",
         types={
-            "q": "*bf16",
+            "q": queries,
             "k_cache": pointer,
             "v_cache": pointer,
             "k_scales": scales,
@@ -168,7 +175,7 @@ def _resources(head_dim: int, cache: torch.dtype, window: bool = False) -> Resou
             "block_table": "*i32",
             "query_start": "*i32",
             "seq_lens": "*i32",
-            "out": "*bf16",
+            "out": queries,
             "q_stride": "i32",
             "table_stride": "i32",
             "scale": "fp32",
@@ -185,6 +192,7 @@ def _resources(head_dim: int, cache: torch.dtype, window: bool = False) -> Resou
             "BLOCK_D": block_d(head_dim),
             "BLOCK_M": tiles.m,
             "BLOCK_N": tiles.n,
+            "BLOCK_NEAR": tiles.near,
             "BLOCK_SIZE": 16,
             "KIND": KINDS[cache],
             "WINDOW": window,
@@ -192,15 +200,29 @@ def _resources(head_dim: int, cache: torch.dtype, window: bool = False) -> Resou
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         aligned=frozenset({"q_stride"}),
+        loop=loop,
     )
 
 
+# 128 keys of 128: 8 products with K and 8 with V, each for two groups of warps 64 cycles, and
+# one wait for both.
+_TILE = Loop(copies=16, products=16, waits=1, barriers=2, instructions=530)
+
 RESOURCES = (
+    _resources(64, torch.bfloat16, loop=Loop(copies=8, products=12, waits=1, barriers=2)),
+    _resources(128, torch.bfloat16, loop=_TILE),
+    _resources(128, torch.bfloat16, window=True, loop=_TILE),
+    _resources(256, torch.bfloat16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
     *(
-        _resources(head_dim, cache)
-        for head_dim in (64, 128, 256)
-        for cache in (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+        _resources(head_dim, cache, loop=Loop(copies=4, products=6, waits=2))
+        for head_dim, cache in (
+            (64, torch.int8),
+            (128, torch.float8_e4m3fn),
+            (128, torch.int8),
+            (256, torch.float8_e4m3fn),
+        )
     ),
-    _resources(128, torch.uint8),
-    _resources(128, torch.bfloat16, window=True),
+    _resources(128, torch.uint8, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
+    _resources(128, torch.float32),
+    _resources(256, torch.float32),
 )

@@ -7,19 +7,28 @@ shared memory; no GPU has confirmed them yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
 
 # Programs that one sequence alone may be spread over: about the multiprocessors of the largest
 # GPUs, and a plain number so that results differ neither between GPUs nor between batches.
 SPREAD = tl.constexpr(128)
 LEAST_SPLIT = tl.constexpr(128)  # keys; fewer are not worth a program and a row to merge
-ROOMY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})  # compute capabilities
+# Bytes of shared memory that a program can have, by compute capability: of data centres' GPUs.
+# Consumers' have 99 KiB.
+SHARED: Mapping[tuple[int, int], int] = {
+    (8, 0): 163 << 10,
+    (9, 0): MAX_SHARED,
+    (10, 0): MAX_SHARED,
+    (10, 3): MAX_SHARED,
+}
+ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
 # Programs that a launch of the split kernel aims at: with 264 at a time on 132 multiprocessors the
@@ -29,22 +38,25 @@ LAUNCHED = 8192
 # shared memory, products): two more stages for each tile in flight.
 STAGES = 5
 IN_FLIGHT = 32 << 10  # bytes of K and V in a tile: 25 to 40 KiB hide the latency of memory
+WORKSPACE = 64 << 20  # bytes of results of splits in one launch; a larger batch takes several
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Attributes:
     m, n: rows (queries times query heads of a KV head) and keys of a tile.
+    near: keys of the prefill kernel's tiles that not every row sees.
     """
 
     m: int
     n: int
     num_warps: int
     num_stages: int
+    near: int = 0
 
 
 def split_tiles(
-    m: int, head_dim: int, itemsize: int, *, tree: bool = False, roomy: bool = True
+    m: int, head_dim: int, itemsize: int, *, tree: bool = False, shared: int = MAX_SHARED
 ) -> Tiles:
     """Of the split kernel, whose time is that of reading K and V.
 
@@ -52,44 +64,64 @@ def split_tiles(
         m: 16, 32 or 64 rows. The queries of one decode are 16, the least a tensor core takes.
         itemsize: bytes of a number of the queries or of the cache, whichever are larger: so large
             is what is multiplied.
-        tree: the step has trees. roomy: see `is_roomy`.
+        tree: the step has trees. shared: bytes that a program can have.
     """
-    n = min(128, IN_FLIGHT // (2 * block_d(head_dim) * itemsize))
+    wide, roomy = block_d(head_dim), shared >= ROOMY
+    n = min(128, IN_FLIGHT // (2 * wide * itemsize))
+    warps, stages = 4, STAGES
     if tree and m == TALLEST:  # which keys a node sees takes registers
         n //= 2
     if not roomy:
         n //= 2
-    stages = STAGES
     # Two tiles in flight, as a long sequence alone has one program for each multiprocessor.
     if roomy and m < TALLEST:
         stages += 2
-    if itemsize == 4 and not roomy:  # no room for a tile in flight
-        stages = 3
-    return Tiles(m, max(16, n), 4, stages)
+    if itemsize == 4:  # no tensor cores: keys and values, too, lie in registers
+        n = min(n, 16 if tree and m > 16 else 32)
+        warps = 8 if m > 16 and m * wide >= 4096 else 4
+        if not roomy or m * wide > 8192:  # no room for a tile in flight
+            stages = 3
+    return Tiles(m, max(16, n), warps, stages)
 
 
-def prefill_tiles(head_dim: int, itemsize: int, *, rounded: bool, roomy: bool = True) -> Tiles:
+def prefill_tiles(
+    head_dim: int,
+    itemsize: int,
+    *,
+    rounded: bool,
+    block_size: int = 16,
+    shared: int = MAX_SHARED,
+) -> Tiles:
     """Of the prefill kernel, whose time is that of its products.
 
-    128 rows for two groups of warps that take turns at the tensor cores; 64 keys, as scores,
-    weights and sums of a row share 255 registers a thread.
+    128 rows for two groups of warps that take turns at the tensor cores. With 128 keys a tile has
+    the fewest instructions beside its products, and Hopper's tensor cores read the fewest operands
+    from shared memory; scores, weights and sums of a row just fit 255 registers a thread, which
+    leaves few for pointers, that blocks of more than 32 take. Tiles that some rows see only in part
+    are smaller: less is computed in vain.
     """
-    wide = block_d(head_dim)
+    wide, roomy = block_d(head_dim), shared >= ROOMY
     if itemsize == 4:  # no tensor cores, and twice the registers
-        return Tiles(32, 32 if roomy else 16, 4, STAGES)
+        return Tiles(32, 32 if roomy and wide <= 64 else 16, 4 if wide <= 64 else 8, STAGES, 16)
     if rounded:  # half the bytes, so half the rows can share them; numbers are widened in registers
-        return Tiles(64, 64 if wide <= 128 and roomy else 32, 4, STAGES)
+        n = 64 if wide <= 128 and roomy else 32
+        return Tiles(64, n, 4, STAGES, 16 if wide > 128 else n)
     if not roomy:
-        return Tiles(64, 32 if wide <= 128 else 16, 4, STAGES)
+        n = 32 if wide <= 128 else 16
+        return Tiles(64, n, 4, STAGES, n)
     if wide > 128:  # of heads so large there is room for 32 keys, so two tiles are in flight
-        return Tiles(128, 32, 8, STAGES + 2)
-    return Tiles(128, 8192 // wide if wide > 64 else 128, 8, STAGES)
+        return Tiles(128, 32, 8, STAGES + 2, 32)
+    if wide <= 64:
+        return Tiles(128, 128, 8, STAGES, 64)
+    large = shared >= MAX_SHARED and block_size in (1, 2, 4, 8, 16, 32)
+    return Tiles(128, 128 if large else 64, 8, STAGES, 32)
 
 
-def is_roomy(device: torch.device) -> bool:
-    """Whether programs have the shared memory of a data centre's GPU: 163 KiB on Ampere, 227 KiB on
-    Hopper and Blackwell. Consumers' have 99 KiB."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) in ROOMY
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have."""
+    if device.type != "cuda":
+        return MAX_SHARED
+    return SHARED.get(torch.cuda.get_device_capability(device), 99 << 10)
 
 
 def block_d(head_dim: int) -> int:

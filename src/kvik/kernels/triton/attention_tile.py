@@ -18,10 +18,24 @@ LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def begin(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(sums [m, d], largest [m], total [m]) of no keys."""
+def begin(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(sums [m, d], largest [m], total) of no keys.
+
+    total is [m], or [m, BLOCK_N] if that is not 0: then each place of a tile has a total of its
+    own. Where warps share a row, that saves each tile three barriers.
+    """
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    return sums, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_N else [BLOCK_M], tl.float32)
+    return sums, tl.full([BLOCK_M], float("-inf"), tl.float32), total
+
+
+@triton.jit
+def ended(state):
+    """(sums, largest, total [m]) when all keys have been seen."""
+    sums, largest, total = state
+    if len(total.shape) == 2:
+        total = tl.sum(total, 1)
+    return sums, largest, total
 
 
 @triton.jit
@@ -30,7 +44,7 @@ def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
 
     Args:
         scores: [m, n] fp32, not yet scaled; -inf where a key is not seen.
-        largest: [m], of the scores so far, not scaled either. total: [m].
+        largest: [m], of the scores so far, not scaled either. total: as of `begin`.
         scale: > 0, with log2(e) folded in.
         GUARDED: whether a row may have seen no key so far, this tile included.
 
@@ -41,7 +55,11 @@ def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
     base = tl.where(new == float("-inf"), 0.0, new) if GUARDED else new
     weights = tl.exp2(scores * scale - (base * scale)[:, None])
     factor = tl.exp2((largest - base) * scale)
-    return weights, factor, new, total * factor + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * factor[:, None] + weights
+    else:
+        total = total * factor + tl.sum(weights, 1)
+    return weights, factor, new, total
 
 
 @triton.jit
@@ -54,8 +72,8 @@ def attend(
     v_scales,
     table,
     head,
+    at,
     place,
-    inside,
     visible,
     scale,
     DTYPE: tl.constexpr,
@@ -70,26 +88,28 @@ def attend(
 
     Args:
         q: [m, BLOCK_D], an operand.
-        state: (sums [m, BLOCK_D], largest [m], total [m]).
-        place: [n], of the keys in their sequence.
-        inside: [n], which of them there are: others are not read. visible: [m, n].
-        ALL: every row sees every key, and inside and visible are not used.
+        state: as of `begin`.
+        place: [n], of the keys in their sequence; there are keys at all of them, though places may
+            repeat where no row sees them. visible: [m, n].
+        ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
-    vectors = vectors_at(table, place, inside, head, BLOCK_SIZE, KV_HEADS)
+    VECTORS: tl.constexpr = BLOCK_SIZE * KV_HEADS
+    WHOLE: tl.constexpr = ALL and place.shape[0] % BLOCK_SIZE == 0
+    block, within = vectors_at(table, at, place, head, BLOCK_SIZE, KV_HEADS, WHOLE)
     k_zero, v_zero = 0, 0
     if KIND != "float":
         k_scale, k_zero, v_scale, v_zero = load_scales(
-            k_scales, v_scales, vectors, inside, head, KIND, KV_HEADS
+            k_scales, v_scales, block * VECTORS + within, head, KIND, KV_HEADS
         )
-    k = load_vectors(k_cache, vectors, inside, k_zero, DTYPE, KIND, HEAD_DIM, BLOCK_D, ALL)
+    k = load_vectors(k_cache, block, within, k_zero, DTYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
     scores = product(q, tl.trans(k), None)
     if KIND != "float":
         scores *= k_scale[None, :]
     if not ALL:
         scores = tl.where(visible, scores, float("-inf"))
     weights, factor, largest, total = weigh(scores, largest, total, scale, not ALL)
-    v = load_vectors(v_cache, vectors, inside, v_zero, DTYPE, KIND, HEAD_DIM, BLOCK_D, ALL)
+    v = load_vectors(v_cache, block, within, v_zero, DTYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
     if KIND != "float" and tl.float16 == DTYPE:
         # A weight times a scale may be too small for fp16.
         v = operand(v.to(tl.float32) * v_scale[:, None], DTYPE)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.launch import TYPES
+from kvik.kernels.triton.words import plus
 
 # Triton's interpreter keeps bf16 as words, of which it cannot take products.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -77,21 +78,30 @@ def product(a, b, total):
 
 
 @triton.jit
-def vectors_at(table, place, inside, head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Where the vectors of a sequence's places lie: [n] int64, in vectors.
+def vectors_at(
+    table, at, place, head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Where the vectors of a sequence's places lie: ([n] block, [n] vector in it), both uint32.
+
+    Without a sign, quotients are shifts, and one multiplication of 32 by 32 bits makes a pointer of
+    each block. Of whole tiles of whole blocks the second is the same in every tile: it stays in
+    registers that hold pointers anyway.
 
     Args:
         table: the sequence's row of the block table.
-        place, inside: [n]; places that are not inside are not looked up.
+        at: the first place of the tile. place: [n] >= 0, where the sequence has keys.
+        ALIGNED: the tile has places at + 0 .. n - 1, and begins with a block.
     """
-    block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    return (block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + head
+    if ALIGNED:
+        table += at // BLOCK_SIZE
+        place = tl.arange(0, place.shape[0])
+    i = place.to(tl.uint32)
+    block = tl.load(table + i // BLOCK_SIZE).to(tl.uint32)
+    return block, i % BLOCK_SIZE * KV_HEADS + head
 
 
 @triton.jit
-def load_scales(
-    k_scales, v_scales, vectors, inside, head, KIND: tl.constexpr, KV_HEADS: tl.constexpr
-):
+def load_scales(k_scales, v_scales, vectors, head, KIND: tl.constexpr, KV_HEADS: tl.constexpr):
     """Of keys and of values, each ([n] fp32 scales, [n] int8 zero points of four bits).
 
     Scales have 16 bits, and what is copied to shared memory ahead of its use has at least 32, so
@@ -102,7 +112,7 @@ def load_scales(
     pairs = k_scales.to(tl.pointer_type(tl.int32))
     apart = (v_scales.to(tl.int64) - k_scales.to(tl.int64)) // 4
     side = tl.arange(0, 2)[None, :] * apart
-    words = tl.load(pairs + ((vectors >> 1)[:, None] + side), mask=inside[:, None], other=0)
+    words = tl.load(pairs + ((vectors >> 1).to(tl.int64)[:, None] + side))
     odd = head & 1 if KV_HEADS % 2 == 0 else (vectors & 1)[:, None]
     words = (words >> (odd * 16).to(tl.int32)) & 0xFFFF
     if KIND == "int4":
@@ -119,42 +129,45 @@ def load_scales(
 @triton.jit
 def load_vectors(
     cache,
-    vectors,
-    inside,
+    block,
+    within,
     zero,
     DTYPE: tl.constexpr,
     KIND: tl.constexpr,
+    BLOCK_VECTORS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    ALL: tl.constexpr,
 ):
     """[n, BLOCK_D] numbers as operands, without their scale; 0 behind HEAD_DIM.
 
     Args:
-        inside: [n]; what is not inside is 0, unread. Unused with ALL: then everything is inside.
         zero: as of `load_scales`.
     """
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND == "int4" else HEAD_DIM
     BLOCK: tl.constexpr = BLOCK_D // 2 if KIND == "int4" else BLOCK_D
     d = tl.arange(0, BLOCK)
-    at = cache + vectors[:, None] * WIDTH + d[None, :]
-    if ALL and WIDTH == BLOCK:
-        x = tl.load(at)
-    elif ALL:
-        x = tl.load(at, mask=(d < WIDTH)[None, :], other=0)
-    elif WIDTH == BLOCK:
-        x = tl.load(at, mask=inside[:, None], other=0)
-    else:
-        x = tl.load(at, mask=inside[:, None] & (d < WIDTH)[None, :], other=0)
+    at = cache + (within * WIDTH)[:, None] + d[None, :]
+    at += block.to(tl.int64)[:, None] * (BLOCK_VECTORS * WIDTH)
+    x = tl.load(at) if WIDTH == BLOCK else tl.load(at, mask=(d < WIDTH)[None, :], other=0)
     if KIND == "int4":
-        low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
-        x = tl.interleave(low, high)
-        if HEAD_DIM == BLOCK_D:
-            x -= zero[:, None]
+        if tl.bfloat16 == DTYPE:
+            # 128 + q by its bits, exact: q is the end of the mantissa of a number as large as 128.
+            both = ((x.to(tl.int32) * 0x1001) & 0x000F000F) | 0x43004300
+            low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            beyond = (-128 - zero.to(tl.int32)).to(tl.float32).to(tl.bfloat16)
+            x = plus(tl.interleave(low, high), beyond[:, None])
         else:
-            x = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x - zero[:, None], 0)
+            low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
+            x = tl.interleave(low, high) - zero[:, None]
+        if HEAD_DIM != BLOCK_D:
+            x = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x, 0)
     elif KIND == "fp8":
         x = x.to(tl.float8e4nv, bitcast=True)
+        if tl.bfloat16 == DTYPE:
+            # fp8 becomes fp16 first, and for one of that to bf16 there is only an instruction of a
+            # quarter of the rate or less; to fp32, and two of that to bf16, are common ones.
+            x = x.to(tl.float32)
     elif KIND == "fp8 bits":
         # Moved to where fp16 keeps sign, exponent and mantissa they mean 1/256 of what they did,
         # denormals included.

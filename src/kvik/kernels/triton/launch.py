@@ -27,6 +27,29 @@ TYPES: Mapping[torch.dtype, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """What the compiler must make of the loop with most products of tensor cores, by instructions
+    of a warp.
+
+    Attributes:
+        copies: of 16 bytes for each thread, from memory to shared memory while the warp goes on;
+            at least.
+        products: of four warps, that read shared memory themselves; at least.
+        waits: for such products, at most. More than a loop has matrix products means that each
+            instruction is waited for, as the compiler does where registers are too few.
+        loads: from memory into registers, which the warp waits for in the same turn; at most.
+        barriers: at most. instructions: at most, of the whole loop.
+    """
+
+    copies: int = 0
+    products: int = 0
+    waits: int = 1 << 20
+    loads: int = 0
+    barriers: int = 1 << 20
+    instructions: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
 class Resources:
     """One compilation of a kernel for sm_90, and what it may use: checked without a GPU.
 
@@ -45,6 +68,7 @@ class Resources:
         max_registers: of a thread.
         max_spills: bytes of a thread.
         max_shared: bytes of a program.
+        loop: where a bar of speed rests on it; None: not looked at.
     """
 
     kernel: Any
@@ -59,6 +83,7 @@ class Resources:
     max_registers: int = MAX_REGISTERS
     max_spills: int = 0
     max_shared: int = MAX_SHARED
+    loop: Loop | None = None
 
     @property
     def name(self) -> str:

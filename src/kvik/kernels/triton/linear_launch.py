@@ -12,7 +12,7 @@ from torch import Tensor
 from kvik.kernels.triton import linear_bytes, linear_words, words
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.linear_end import ACTIVATIONS, finish
-from kvik.kernels.triton.matrix_shapes import FEW, Tile, splits_for, tile_for
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, tile_for
 from kvik.kernels.triton.packed import (
     STEP,
     Packed,
@@ -52,9 +52,11 @@ class _Plan:
     partials: Tensor | None  # sums of splits
 
 
-def _plan(x: Tensor, matrix: Matrix, sums: torch.dtype, narrow: bool) -> _Plan:
+def _plan(
+    x: Tensor, matrix: Matrix, sums: torch.dtype, *, narrow: bool, int4: bool = False
+) -> _Plan:
     spec, tokens = matrix.spec, len(x)
-    tile = tile_for(tokens, narrow=narrow, fp32=x.dtype == torch.float32)
+    tile = tile_for(tokens, narrow=narrow, fp32=x.dtype == torch.float32, int4=int4)
     steps = ceil_div(spec.inputs, STEP)
     splits = splits_for(tile, spec.rows, steps)
     tiles = ceil_div(spec.rows, tile.outputs) * ceil_div(tokens, tile.tokens)
@@ -67,7 +69,8 @@ def words_linear(x: Tensor, packed: Packed, matrix: Matrix, residual: Tensor | N
     """x [tokens, inputs] as it is, times a weight in words."""
     spec, kind = matrix.spec, plain_kind(matrix.spec)
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
-    plan = _plan(x, matrix, torch.float32, isinstance(kind, Int4MinKind))
+    narrow, int4 = isinstance(kind, Int4MinKind), isinstance(kind, Int4Kind)
+    plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
     group, tile = group_of(kind), plan.tile
     kernel: Any = linear_words.words_kernel[plan.grid]
     kernel(
@@ -92,7 +95,7 @@ def words_linear(x: Tensor, packed: Packed, matrix: Matrix, residual: Tensor | N
         group,
         span_of(group),
         spec.inputs % STEP == 0,
-        tile not in FEW,
+        tile not in (*FEW, FEW_INT4),
         ACTIVATIONS[spec.activation],
         plan.grid[1],
         tile.outputs,
@@ -120,7 +123,7 @@ def bytes_linear(
     group = group_of(kind)
     in_all = how == linear_bytes.INT8.value and not group
     narrow = how == linear_bytes.E4M3_IN_FP16.value
-    plan = _plan(codes, matrix, torch.int32 if in_all else torch.float32, narrow)
+    plan = _plan(codes, matrix, torch.int32 if in_all else torch.float32, narrow=narrow)
     tile, values = plan.tile, packed.values
     if narrow:
         codes, values = codes.view(torch.int8), values.view(torch.int8)

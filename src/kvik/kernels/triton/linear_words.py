@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import MAX_REGISTERS, MAX_SHARED, TYPES, Resources
+from kvik.kernels.triton.launch import MAX_REGISTERS, MAX_SHARED, TYPES, Loop, Resources
 from kvik.kernels.triton.linear_end import SILU_AND_MUL, end_and_store, sum_of_splits, tile_at
-from kvik.kernels.triton.matrix_shapes import FEW, MANY, MANY_NARROW, Tile
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
 from kvik.kernels.triton.words import (
     E4M3,
     INT4,
@@ -27,6 +27,7 @@ from kvik.kernels.triton.words import (
     MINIMUM,
     NOTHING,
     ZERO,
+    alike,
     fp16_pair,
     plus,
     scale_and_zero,
@@ -119,7 +120,10 @@ def words_kernel(
                 beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
                 if SUBTRACT:
                     part = _dot(plus(w, beyond), xs, nothing)
-                else:
+                elif BT < 16:
+                    # Two sums that do not wait for each other, and one copy of x in registers.
+                    part = _dot(w, xs, nothing) + _dot(alike(beyond, SPAN), xs, nothing)
+                else:  # four warps together read x where it is, and sums are many
                     part = _dot(w, xs, nothing)
                     part = _dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
                 sums += part * scale[:, None]
@@ -127,7 +131,8 @@ def words_kernel(
                 word = tl.load(scales + start // GROUP * scale_stride + o)
                 scale, minimum = fp16_pair(word)
                 scale, minimum = scale * scale_factor, minimum * minimum_factor
-                of_x = _dot(tl.full((BO, SPAN), 1.0, tl.float32).to(dtype), xs, nothing)
+                one = tl.full((BO, 1), 1.0, tl.float32).to(dtype)
+                of_x = _dot(alike(one, SPAN), xs, nothing)
                 part = _dot(w, xs, nothing) - 16.0 * of_x
                 sums += part * scale[:, None] - of_x * minimum[:, None]
 
@@ -153,9 +158,14 @@ def _resources(
     group: int = 128,
     span: int = 128,
     activation: tl.constexpr = NOTHING,
-    ones: tuple[str, ...] = (),
+    loop: Loop | None = None,
 ) -> Resources:
     """Of whole steps, with a residual and without a bias."""
+    # As many programs of a few tokens as memory needs must fit on a processor: six, or five.
+    registers, shared = {
+        FEW[0]: (80, MAX_SHARED // 6),
+        FEW_INT4: (96, MAX_SHARED // 5),
+    }.get(tile, (MAX_REGISTERS, MAX_SHARED))
     pointers = {
         "x": _BF16,
         "words": _INT32,
@@ -168,7 +178,7 @@ def _resources(
     }
     sizes = ("tokens", "rows", "inputs", "steps", "split_steps")
     strides = ("x_stride", "residual_stride", "scale_stride")
-    absent: dict[str, object] = {"bias": None, **dict.fromkeys(ones, 1)}
+    absent: dict[str, object] = {"bias": None}
     if splits == 1:
         absent["partials"] = None
     if beside != MINIMUM:
@@ -179,7 +189,7 @@ def _resources(
         "GROUP": group,
         "SPAN": span,
         "WHOLE": True,
-        "SUBTRACT": tile not in FEW,
+        "SUBTRACT": tile not in (*FEW, FEW_INT4),
         "ACTIVATION": activation.value,
         "SPLITS": splits,
         "BO": tile.outputs,
@@ -194,17 +204,20 @@ def _resources(
         constants,
         num_warps=tile.num_warps,
         aligned=frozenset({"rows", "inputs", *strides}),
-        # As many programs of a few tokens as memory needs must fit on a processor: six.
-        max_registers=80 if tile is FEW[0] else MAX_REGISTERS,
-        max_shared=MAX_SHARED // 6 if tile is FEW[0] else MAX_SHARED,
+        max_registers=registers,
+        max_shared=shared,
+        loop=loop,
     )
 
 
+# 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
+# multiprocessor has about 450 cycles for them, of each of its four schedulers.
+_INT4_STEP = Loop(copies=5, instructions=330)
+
 RESOURCES = (
-    *(_resources("int4 in groups of 128", tile, 4) for tile in FEW),
-    # Triton compiles arguments that are 1 as constants.
-    _resources("int4 in groups of 128, one token", FEW[0], 8, ones=("tokens",)),
-    _resources("int4 with silu_and_mul", FEW[0], 1, activation=SILU_AND_MUL),
+    _resources("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
+    *(_resources("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
+    _resources("int4 with silu_and_mul", FEW_INT4, 1, activation=SILU_AND_MUL, loop=_INT4_STEP),
     _resources("int4 with silu_and_mul", MANY, 1, activation=SILU_AND_MUL),
     _resources("int4 with minima", FEW[0], 4, beside=MINIMUM, group=32, span=32),
     _resources("int4 with minima", MANY_NARROW, 1, beside=MINIMUM, group=32, span=32),

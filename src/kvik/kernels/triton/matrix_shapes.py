@@ -41,6 +41,10 @@ FEW = (
     Tile(outputs=64, tokens=32, num_warps=4, stages=4, splits=8),
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
+# Of four bits with zero points instructions are nearly as scarce as bytes: most unpack, and the
+# rest (x, addresses, waiting) is shared by twice the outputs. A warp's step of 8 KiB is 321
+# instructions by the assembler's count, where two of 64 outputs are 434.
+FEW_INT4 = Tile(outputs=128, tokens=8, num_warps=4, stages=4, splits=16)
 # Many tokens: the time is that of the tensor cores. 128 x 128 sums are 64 registers of 256 threads.
 MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
 # What needs a second product of the same size (groups with minima), or registers for conversions
@@ -54,10 +58,12 @@ PROGRAMS = 512  # that occupy the GPU: about four for each processor
 LEAST_STEPS = 4  # of 128 inputs in a split: less would be spent on filling the pipeline
 
 
-def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False) -> Tile:
+def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False) -> Tile:
     """The smallest that holds the tokens, or else one that is repeated."""
     if fp32:
         return FEW_FP32 if tokens <= FEW_FP32.tokens else MANY_FP32
+    if int4 and tokens <= FEW_INT4.tokens:
+        return FEW_INT4
     for tile in FEW:
         if tokens <= tile.tokens:
             return tile

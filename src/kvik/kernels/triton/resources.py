@@ -2,8 +2,9 @@
 
     python -m kvik.kernels.triton.resources [word in a name ...]
 
-prints registers, spilled bytes and shared memory of each entry, and fails where one takes more than
-it may. Triton's interpreter (TRITON_INTERPRET) must be off.
+prints registers, spilled bytes and shared memory of each entry, with what its main loop is made of
+where that matters, and fails where one takes more than it may or lacks what it must have. Triton's
+interpreter (TRITON_INTERPRET) must be off.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from kvik.kernels.triton import (
     activation,
@@ -40,7 +43,7 @@ from kvik.kernels.triton import (
     rows,
     token_rounding,
 )
-from kvik.kernels.triton.launch import Resources
+from kvik.kernels.triton.launch import Loop, Resources
 
 RESOURCES: tuple[Resources, ...] = (
     *activation.RESOURCES,
@@ -72,11 +75,15 @@ class Taken:
     registers: int
     spills: int
     shared: int
+    loop: Loop | None  # what is in it
     excess: str  # what it takes beyond what it may; empty if nothing
+    lack: str  # what its loop must have and does not; empty if nothing
 
     def __str__(self) -> str:
         line = f"{self.registers:4} registers {self.spills:5} spilled {self.shared:7} shared"
-        return f"{line}  {self.name}" + (f"  TOO MUCH: {self.excess}" if self.excess else "")
+        line += f"  {self.name}" + (f"  {self.loop}" if self.loop else "")
+        line += f"  TOO MUCH: {self.excess}" if self.excess else ""
+        return line + (f"  TOO LITTLE: {self.lack}" if self.lack else "")
 
 
 def taken(entry: Resources) -> Taken:
@@ -102,28 +109,78 @@ def taken(entry: Resources) -> Taken:
             "maxnreg": entry.most_registers,
         },
     )
-    registers, spills = _of_code(compiled.asm["cubin"])
+    text = _text_of(compiled.asm["cubin"], instructions=entry.loop is not None)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    registers, spills = int(found[1]), int(found[2])  # what is spilled goes to the stack
     shared = compiled.metadata.shared
-    limits = (
+    limits = [
         ("registers", registers, entry.max_registers),
         ("spilled bytes", spills, entry.max_spills),
         ("bytes of shared memory", shared, entry.max_shared),
-    )
+    ]
+    lack, loop, wanted = "", None, entry.loop
+    if wanted is not None:
+        loop = loop_of(text)
+        least = (
+            ("copies", loop.copies, wanted.copies),
+            ("products", loop.products, wanted.products),
+        )
+        lack = ", ".join(f"{n} {what} < {few}" for what, n, few in least if n < few)
+        limits += [
+            ("waits", loop.waits, wanted.waits),
+            ("loads", loop.loads, wanted.loads),
+            ("barriers", loop.barriers, wanted.barriers),
+            ("instructions of the loop", loop.instructions, wanted.instructions),
+        ]
     excess = ", ".join(f"{n} {what} > {most}" for what, n, most in limits if n > most)
-    return Taken(entry.name, registers, spills, shared, excess)
+    return Taken(entry.name, registers, spills, shared, loop, excess, lack)
 
 
-def _of_code(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread: what is spilled goes to the stack."""
+def _text_of(cubin: bytes, *, instructions: bool) -> str:
+    """What it takes and, which takes longer, its instructions, one a line. Kept beside the code."""
+    name = "instructions.txt" if instructions else "taken.txt"
+    kept = get_cache_manager(sha256(cubin).hexdigest())
+    known = kept.get_file(name)
+    if known is not None:
+        return Path(known).read_text()
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    what = ["--dump-resource-usage"] + ["--dump-sass"] * instructions
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
+        command = [str(tool), *what, file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
+    kept.put(text, name, binary=False)
+    return text
+
+
+def loop_of(text: str) -> Loop:
+    """Of the innermost loops, that with most products; of those, that with fewest instructions."""
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", text)]
+    jumps = (
+        (int(found[1], 16), at) for at, what in code if (found := re.search(r"BRA.* (0x\w+)", what))
+    )
+    spans = [span for span in jumps if span[0] < span[1]]
+    inner = [
+        (first, last)
+        for first, last in spans
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in spans)
+    ]
+    bodies = [[what for at, what in code if first <= at <= last] for first, last in inner]
+
+    def count(body: list[str], pattern: str) -> int:
+        return sum(re.search(pattern, what) is not None for what in body)
+
+    body = max(bodies, key=lambda body: (count(body, r"\b[A-Z]*MMA\."), -len(body)), default=[])
+    return Loop(
+        copies=count(body, r"\bLDGSTS\S*\.128\b"),
+        products=count(body, r"\b[A-Z]GMMA\."),
+        waits=count(body, r"\bWARPGROUP\.DEPBAR\b"),
+        loads=count(body, r"\bLDG\."),
+        barriers=count(body, r"\bBAR\.SYNC"),
+        instructions=len(body),
+    )
 
 
 def _taken_by_number(number: int) -> Taken:
@@ -145,7 +202,7 @@ def main(words: Sequence[str]) -> int:
     results = check(words)
     for result in results:
         print(result)
-    return int(any(result.excess for result in results))
+    return int(any(result.excess or result.lack for result in results))
 
 
 if __name__ == "__main__":

@@ -55,14 +55,28 @@ def _halves(both, dtype: tl.constexpr):
 
 
 @triton.jit
+def _within(bits, MASK: tl.constexpr, BESIDE: tl.constexpr):
+    """(bits & MASK) | BESIDE, words.
+
+    One instruction, which has room for one constant, of all three: the assembler does not put the
+    other one in a register by itself.
+    """
+    if INTERPRETED:
+        return (bits & MASK) | BESIDE
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, MASK, BESIDE], tl.int32, True, 1
+    )
+
+
+@triton.jit
 def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
     """-> two tiles of 16 + q, of the weights in the lower and the upper halves of the words."""
     if dtype == tl.bfloat16:  # q goes to bits 3..6
         shifted = words << 3 if PLANE == 0 else words >> (4 * PLANE - 3)
-        low, high = _halves((shifted & 0x00780078) + 0x41804180, dtype)
+        low, high = _halves(_within(shifted, 0x00780078, 0x41804180), dtype)
     elif dtype == tl.float16:  # q goes to bits 6..9
         shifted = words << (6 - 4 * PLANE) if PLANE < 2 else words >> (4 * PLANE - 6)
-        low, high = _halves((shifted & 0x03C003C0) + 0x4C004C00, dtype)
+        low, high = _halves(_within(shifted, 0x03C003C0, 0x4C004C00), dtype)
     else:
         both = words >> (4 * PLANE)
         low, high = ((both & 15) + 16).to(dtype), (((both >> 16) & 15) + 16).to(dtype)
@@ -143,6 +157,23 @@ def weights_of(
         plane: tl.constexpr = S // 2 if FORMAT == INT4 else S // 2 % 2
         low, high = plane_of(words, plane, FORMAT, dtype)
         w = low if S % 2 == 0 else high
+    return tl.reshape(w, (BO, SPAN))
+
+
+@triton.jit
+def alike(number, SPAN: tl.constexpr):
+    """[BO, 1] -> [BO, SPAN], lying in registers as `weights_of` does, whose products can then read
+    the same x from shared memory."""
+    BO: tl.constexpr = number.shape[0]
+    plane = tl.broadcast_to(number, (BO, 16))
+    w = tl.join(plane, plane)
+    if SPAN == 128:
+        w = tl.join(w, w)
+        w = tl.permute(tl.join(w, w), (0, 3, 4, 1, 2))
+    elif SPAN == 64:
+        w = tl.permute(tl.join(w, w), (0, 3, 1, 2))
+    elif SPAN == 16:
+        w = plane
     return tl.reshape(w, (BO, SPAN))
 
 

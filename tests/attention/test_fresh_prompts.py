@@ -1,0 +1,132 @@
+"""Fresh prompts by torch's kernels beside Triton's, which take the rest of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.optional_triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+import torch
+from helpers.attention_backends import make_backend
+from helpers.optional_triton import INTERPRETED_ONLY
+
+from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.triton import TritonAttention
+from kvik.kernels.triton.ops import triton_ops
+
+pytestmark = INTERPRETED_ONLY
+
+
+@pytest.fixture
+def backend() -> AttentionBackend:
+    """Who stores what is cached before a step."""
+    return make_backend("reference")
+
+
+class Noted(FreshPrompts):
+    """Notes how long the prompts were that it took."""
+
+    def __init__(self, least: int, padded: int) -> None:
+        super().__init__(least, padded)
+        self.taken: list[int] = []
+
+    def attend(self, q, k, v, prompt, scale):
+        self.taken.append(prompt.end - prompt.start)
+        return super().attend(q, k, v, prompt, scale)
+
+
+def mixed(least: int = 9, padded: int = 8) -> tuple[TritonAttention, Noted]:
+    prompts = Noted(least, padded)
+    return TritonAttention(triton_ops(torch.device("cpu")), prompts), prompts
+
+
+STEPS = {
+    "alone": ([(0, 16)], [16]),
+    "lengthened": ([(0, 13)], [13]),
+    "first": ([(0, 13), (5, 1), (20, 1)], [13]),
+    "last": ([(5, 1), (20, 1), (0, 9)], [9]),
+    "between and twice": ([(5, 1), (0, 11), (20, 1), (3, 12), (0, 12), (0, 3), (7, 1)], [11, 12]),
+    "side by side": ([(0, 10), (0, 24), (4, 1)], [10, 24]),
+    "none long enough": ([(0, 8), (30, 1)], []),
+    "chunks behind a prefix": ([(4, 20), (0, 9)], [9]),
+}
+
+
+@pytest.mark.parametrize(("sequences", "taken"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("dim", [16, 12])
+def test_matches_the_definition(make_step, sequences, taken, dim):
+    attention, prompts = mixed()
+    step = make_step(sequences, dim=dim)
+    torch.testing.assert_close(step.run(attention).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    assert prompts.taken == taken
+
+
+def test_what_a_window_cuts_is_left_to_the_others(make_step):
+    attention, prompts = mixed()
+    step = make_step([(0, 12), (3, 1), (0, 17), (0, 18)])
+    found = step.run(attention, 17).double()
+    torch.testing.assert_close(found, step.expected(17), rtol=1e-4, atol=2e-6)
+    assert prompts.taken == [12, 17]
+
+
+def test_trees_are_no_prompts(make_step):
+    attention, prompts = mixed(least=2)
+    step = make_step([(0, 3), (0, 2)])
+    words = (0b1, 0b11, 0b101, 0, 0)
+    step.layout = replace(step.layout, tree=torch.tensor(words), tree_words=words)
+    torch.testing.assert_close(step.run(attention).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    assert prompts.taken == [2]
+
+
+def test_keys_are_turned_and_stored_as_ever(make_step):
+    """What torch's kernels read is what the cache keeps: later steps see the same keys."""
+    step = make_step([(0, 11), (6, 1)])
+    rotation = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    kept = []
+    results = []
+    for attention in (mixed()[0], TritonAttention(triton_ops(torch.device("cpu")))):
+        kv = replace(step.kv, k=step.kv.k.clone(), v=step.kv.v.clone())
+        q, k, v = step.q.clone(), step.k.clone(), step.v.clone()
+        metadata = attention.plan(step.layout, None)
+        results.append(attention.run(q, k, v, kv, metadata, step.scale, rotation))
+        kept.append((kv.k.view(torch.int32), kv.v.view(torch.int32)))
+    assert all(torch.equal(mine, other) for mine, other in zip(*kept, strict=True))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)
+
+
+def test_tokens_that_are_stored_nowhere_fault_nothing(make_step):
+    """Warming up runs such steps."""
+    step = make_step([(0, 13)])
+    step.layout = replace(step.layout, slot_mapping=torch.full((13,), -1))
+    attention, prompts = mixed()
+    before = step.kv.k.view(torch.int32).clone()
+    step.run(attention)
+    assert prompts.taken == [13] and torch.equal(step.kv.k.view(torch.int32), before)
+
+
+def test_prompts_of_any_length_have_few_shapes():
+    prompts, shapes = FreshPrompts(2048), set()
+    for length in (2048, 2049, 3000, 3072, 5121, 8191, 8192):
+        prompt = prompts.take(fresh(length), None)[0]
+        shapes.add(len(prompt.keys))
+        assert (prompt.tokens is None) == (length % 1024 == 0)
+    assert shapes == {2048, 3072, 6144, 8192}
+    assert not prompts.take(fresh(2047), None)
+
+
+def fresh(length: int) -> StepLayout:
+    """A step of one prompt."""
+    blocks = -(-length // 16)
+    return StepLayout(
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        block_table=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(length),
+        num_scheduled=(length,),
+        contexts=(length,),
+        block_size=16,
+    )
