@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "text",
         "engine",
         "kernels",
+        "attention",
         "planner",
         "launch",
         "llm",

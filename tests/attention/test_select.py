@@ -6,7 +6,7 @@ from helpers.optional_triton import NO_TRITON
 
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
-from kvik.attention.select import BACKENDS, NATIVE, TRITON, select
+from kvik.attention.select import BACKENDS, NATIVE, TRITON, TRITON_SDPA, select
 from kvik.config.check import CHOICES
 from kvik.config.errors import ConfigError
 from kvik.kernels.reference.ops import REFERENCE
@@ -22,7 +22,7 @@ def test_by_name(dtype: torch.dtype) -> None:
 
 def test_every_backend_can_be_asked_for() -> None:
     names = {backend.caps.name for backend in BACKENDS}
-    assert {"auto", NATIVE, TRITON, *names} == set(CHOICES["attention_backend"])
+    assert {"auto", NATIVE, TRITON, TRITON_SDPA, *names} == set(CHOICES["attention_backend"])
 
 
 def test_unknown_name_lists_what_is_known() -> None:

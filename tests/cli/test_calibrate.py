@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace as replace_gpu
 from pathlib import Path
 
 import pytest
 from helpers.calibrations import MACHINE, calibration
+from helpers.optional_triton import NO_TRITON
 from msgspec.structs import replace
 
 import kvik.bench.machine.calibrate
 from kvik.bench.machine.effort import FULL, QUICK, Effort
-from kvik.cli import calibrate
+from kvik.cli import calibrate, calibrate_gpu
 from kvik.cli.main import main
-from kvik.config.hardware import Hardware
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.prompt_attention import load as load_prompts
 from kvik.planner.calibration import load
 
 HARDWARE = Hardware(
@@ -110,3 +113,60 @@ def test_a_pace_bound_by_memory_is_shown_as_such() -> None:
     (first, *rest) = found.attention
     text = calibrate.as_text(replace(found, attention=(replace(first, streamed=0.0), *rest)))
     assert "as memory" in text
+
+
+class TestGpu:
+    """Of a machine that has one, by what would be measured there."""
+
+    GPU = Gpu(0, "NVIDIA A", 1 << 30, 1 << 30, (9, 0))
+
+    @pytest.fixture(autouse=True)
+    def machine(
+        self, asked: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> list[object]:
+        pytest.importorskip("triton", reason=NO_TRITON)
+        from kvik.bench.machine import prompt_attention
+
+        timed: list[object] = []
+
+        def measured(device: object, dims: tuple[int, ...], lengths: tuple[int, ...], tell: object):
+            timed.append((str(device), dims, lengths))
+            return tuple(prompt_attention.PromptPace(d, n, 1.0, 0.5) for d in dims for n in lengths)
+
+        old = replace_gpu(self.GPU, name="NVIDIA B", capability=(7, 5))
+        gpus = (self.GPU, replace_gpu(self.GPU, index=1), old)
+        monkeypatch.setattr(calibrate_gpu, "detect", lambda: replace_gpu(HARDWARE, triton=True))
+        monkeypatch.setattr(calibrate_gpu, "find_gpus", lambda: gpus)
+        monkeypatch.setattr(prompt_attention, "measure_prompts", measured)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        return timed
+
+    def test_it_alone(
+        self,
+        asked: list[object],
+        machine: list[object],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Once of several that are alike."""
+        assert main(["calibrate", "--only", "gpu", "--quick"]) == 0
+        assert not asked and machine == [("cuda:1", (64, 128), (2048, 8192))]
+        out = capsys.readouterr().out
+        assert "prompts on NVIDIA A" in out and "torch's from 2048 tokens on" in out
+        assert load_prompts("NVIDIA A", tmp_path / "kvik" / "prompt-attention.json") == (
+            (64, 2048),
+            (128, 2048),
+        )
+
+    def test_with_the_rest(self, asked: list[object], machine: list[object]) -> None:
+        assert main(["calibrate", "--only", "cpu"]) == 0
+        assert len(asked) == 1 and not machine
+        assert main(["calibrate"]) == 0
+        assert len(asked) == 2 and len(machine) == 1
+
+    def test_without_one(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(calibrate_gpu, "find_gpus", lambda: ())
+        assert main(["calibrate", "--only", "gpu"]) == 2
+        assert "only: there is no GPU here" in capsys.readouterr().err

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from kvik.config.env import visible_gpus
 from kvik.config.gpus import find_gpus, parse_gpus
 from kvik.config.hardware import Gpu
+from kvik.config.prompt_attention import prompt_attention_path, save
 
 TABLE = "0, NVIDIA A, 1000, 900, 9.0\n1, NVIDIA B, 2000, 1500, 7.5\n2, C, [N/A], [N/A], 8.0\n"
 MIB = 1 << 20
@@ -46,3 +51,18 @@ def test_without_the_tool_there_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvik.config.gpus.is_cuda_build", lambda: True)
     monkeypatch.setenv("PATH", "")
     assert find_gpus() == ()
+
+
+def test_what_was_measured_of_a_device_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<END\n{TABLE}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("kvik.config.gpus.is_cuda_build", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert find_gpus() == (A, B)
+    save("NVIDIA B", ((128, 2048),), prompt_attention_path())
+    assert find_gpus() == (A, replace(B, torch_prompts=((128, 2048),)))

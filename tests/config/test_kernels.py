@@ -11,7 +11,7 @@ from kvik.config.config import Decision, EngineConfig
 from kvik.config.engine_manifest import Built
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
-from kvik.config.kernels import choose_attention, choose_kernels
+from kvik.config.kernels import choose_attention, choose_kernels, torch_prompts
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec, read_model_spec
@@ -97,14 +97,14 @@ def test_attention_goes_with_the_kernels(kernels, block_size, head_dim, backend,
     spec = replace(read_model_spec(find_model("")), head_dim=head_dim)
     notes = Notes()
     config = EngineConfig(block_size=block_size)
-    assert choose_attention(config, spec, kernels, notes.add) == backend
+    assert choose_attention(config, spec, kernels, "bfloat16", None, notes.add) == backend
     assert reason in notes[0].reason
     asked = replace(config, attention_backend="cpu")
     if backend == "cpu":
-        assert choose_attention(asked, spec, kernels, notes.add) == "cpu"
+        assert choose_attention(asked, spec, kernels, "bfloat16", None, notes.add) == "cpu"
     else:
         with pytest.raises(ConfigError) as error:
-            choose_attention(asked, spec, kernels, notes.add)
+            choose_attention(asked, spec, kernels, "bfloat16", None, notes.add)
         assert error.value.field == "attention_backend"
 
 
@@ -127,11 +127,45 @@ def test_attention_on_a_gpu(kernels, kv, head_dim, asked, expected, reason) -> N
     config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
     if expected is ConfigError:
         with pytest.raises(ConfigError, match=reason) as error:
-            choose_attention(config, spec, kernels, notes.add)
+            choose_attention(config, spec, kernels, "bfloat16", None, notes.add)
         assert error.value.field == "attention_backend"
     else:
-        assert choose_attention(config, spec, kernels, notes.add) == expected
+        assert choose_attention(config, spec, kernels, "bfloat16", None, notes.add) == expected
         assert reason in notes[0].reason
+
+
+MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "dtype", "kv", "asked", "expected", "least", "reason"),
+    [
+        (MEASURED, 128, "bfloat16", "auto", "auto", "triton+sdpa", 1024, "1024 tokens and more"),
+        (MEASURED, 64, "float16", "fp16", "auto", "triton+sdpa", 4096, "faster"),
+        (MEASURED, 256, "bfloat16", "auto", "auto", "triton", None, "in place"),
+        (HOPPER, 128, "bfloat16", "auto", "auto", "triton", None, "in place"),
+        (MEASURED, 128, "float32", "auto", "auto", "triton", None, "in place"),
+        (MEASURED, 128, "bfloat16", "fp8", "auto", "triton", None, "in place"),
+        (MEASURED, 128, "bfloat16", "auto", "triton", "triton", None, "as asked"),
+        (HOPPER, 128, "bfloat16", "bf16", "triton+sdpa", "triton+sdpa", 2048, "as asked"),
+        (HOPPER, 128, "float32", "auto", "triton+sdpa", ConfigError, None, "have no float32"),
+        (HOPPER, 128, "bfloat16", "int8", "triton+sdpa", ConfigError, None, "stored as int8"),
+        (HOPPER, 512, "bfloat16", "auto", "triton+sdpa", ConfigError, None, "head_dim 512"),
+    ],
+)
+def test_torch_reads_prompts_where_it_was_measured_faster(
+    gpu, head_dim, dtype, kv, asked, expected, least, reason
+) -> None:
+    notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
+    config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=reason) as error:
+            choose_attention(config, spec, "triton", dtype, gpu, notes.add)
+        assert error.value.field == "attention_backend"
+        return
+    assert choose_attention(config, spec, "triton", dtype, gpu, notes.add) == expected
+    assert torch_prompts(expected, spec, gpu) == least
+    assert reason in notes[0].reason
 
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])

@@ -7,6 +7,7 @@ then gets the platform of a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,13 +16,20 @@ from kvik.config.config import ResolvedConfig
 from kvik.worker.platforms import Platform, TritonPlatform
 
 
-def interpret_engines(patch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from now on, with device="cpu", compute with Triton's kernels."""
+def interpret_engines(patch: pytest.MonkeyPatch, torch_prompts: int | None = None) -> None:
+    """Engines that are made from now on, with device="cpu", compute with Triton's kernels.
+
+    Args:
+        torch_prompts: fresh prompts of so many tokens are torch's.
+    """
     everywhere = replace(TritonAttention.caps, devices=frozenset({"cpu", "cuda"}))
     patch.setattr(TritonAttention, "caps", everywhere)
-    patch.setattr("kvik.worker.worker.platform", _interpreted)
+    patch.setattr("kvik.worker.worker.platform", partial(_interpreted, torch_prompts))
 
 
-def _interpreted(config: ResolvedConfig) -> Platform:
-    runner = replace(config.runner, kernels="triton", attention_backend="triton")
+def _interpreted(torch_prompts: int | None, config: ResolvedConfig) -> Platform:
+    backend = "triton" if torch_prompts is None else "triton+sdpa"
+    runner = replace(
+        config.runner, kernels="triton", attention_backend=backend, torch_prompts=torch_prompts
+    )
     return TritonPlatform(replace(config, runner=runner))

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, BackendCaps
+from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.errors import ConfigError
 from kvik.kernels.ops import Ops
 
 if TYPE_CHECKING:
-    from kvik.attention.triton import TritonAttention
     from kvik.kernels.cpu.native import Native
 
 BACKENDS = (SdpaAttention, ReferenceAttention)
 NATIVE = "cpu"  # the backend whose kernels a build may lack
 TRITON = "triton"  # the backend of a package that may be missing
+TRITON_SDPA = "triton+sdpa"  # the same, and torch's kernels for fresh prompts
 
 
 def select(
@@ -28,11 +29,13 @@ def select(
     device: torch.device,
     dtype: torch.dtype,
     native: Native | None = None,
+    torch_prompts: int | None = None,
 ) -> AttentionBackend:
     """The named backend.
 
     Args:
         native: the kernels of "cpu".
+        torch_prompts: of "triton+sdpa": tokens from where on a fresh prompt is torch's.
 
     Raises:
         ConfigError: `name` is unknown, or the backend cannot serve device and dtype.
@@ -41,22 +44,27 @@ def select(
         from kvik.attention.cpu import CpuAttention
 
         return CpuAttention(native, ops)
-    backends: tuple[type[SdpaAttention | ReferenceAttention | TritonAttention], ...] = BACKENDS
-    if name == TRITON:
+    if name in (TRITON, TRITON_SDPA):
         if find_spec("triton") is None:
             raise ConfigError("attention_backend", f"{name!r} needs Triton: install kvik[gpu]")
         from kvik.attention.triton import TritonAttention
 
-        backends = (TritonAttention,)
-    for backend in backends:
+        _check(name, TritonAttention.caps, device, dtype)
+        if name == TRITON or torch_prompts is None:
+            return TritonAttention(ops)
+        return TritonAttention(ops, FreshPrompts(torch_prompts))
+    for backend in BACKENDS:
         if backend.caps.name == name:
-            if device.type in backend.caps.devices and dtype in backend.caps.dtypes:
-                return backend(ops)
-            short = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                "attention_backend", f"{name!r} cannot serve {short} on {device.type}"
-            )
+            _check(name, backend.caps, device, dtype)
+            return backend(ops)
     known = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
     if name == NATIVE:
         raise ConfigError("attention_backend", f"{name!r} needs the native kernels, or {known}")
-    raise ConfigError("attention_backend", f"must be one of {TRITON!r}, {known}, not {name!r}")
+    known = f"{TRITON!r}, {TRITON_SDPA!r}, {known}"
+    raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")
+
+
+def _check(name: str, caps: BackendCaps, device: torch.device, dtype: torch.dtype) -> None:
+    if device.type not in caps.devices or dtype not in caps.dtypes:
+        short = str(dtype).removeprefix("torch.")
+        raise ConfigError("attention_backend", f"{name!r} cannot serve {short} on {device.type}")

@@ -1,4 +1,5 @@
-"""`kvik calibrate`: measures what this machine can do, and saves it for the planner."""
+"""`kvik calibrate`: measures what this machine can do, and saves it for the planner; of a GPU what
+the engine has to choose by."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from kvik.cli.calibrate_gpu import calibrate_gpu, usable_gpus
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
 from kvik.config.errors import ConfigError
@@ -23,10 +25,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "calibrate",
         "",
-        "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them. "
-        "Let nothing else run meanwhile.",
+        "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them; "
+        "of its GPUs whether torch's or Triton's attention reads long prompts faster, by which "
+        "the engine chooses. Let nothing else run meanwhile.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
+    parser.add_argument(
+        "--only", choices=("cpu", "gpu"), help="measure no other part of the machine"
+    )
     parser.add_argument(
         "--force", action="store_true", help="save it also when other processes disturbed it"
     )
@@ -46,6 +52,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    gpus = () if arguments.only == "cpu" else usable_gpus()
+    if arguments.only == "gpu" and not gpus:
+        raise ConfigError("only", "there is no GPU here that Triton's kernels can run on")
+    code = 0 if arguments.only == "gpu" else _calibrate_cpu(arguments)
+    for gpu in {gpu.name: gpu for gpu in gpus}.values():  # like ones are alike
+        calibrate_gpu(gpu, quick=arguments.quick)
+    return code
+
+
+def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     from kvik.bench.machine.calibrate import calibrate
     from kvik.bench.machine.effort import FULL, QUICK
 

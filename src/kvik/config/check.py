@@ -26,7 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "dynamic",
     ),
     "kernels": ("auto", "native", "triton", "torch"),
-    "attention_backend": ("auto", "cpu", "triton", "sdpa", "reference"),
+    "attention_backend": ("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference"),
     "load_format": ("safetensors", "random"),
 }
 

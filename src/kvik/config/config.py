@@ -41,7 +41,8 @@ class EngineConfig:
             thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").
         max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
         kernels: "auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".
-        attention_backend: "auto", "cpu" (of the native kernels), "triton", "sdpa" or "reference".
+        attention_backend: "auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch's
+            for long prompts), "sdpa" or "reference".
         threads: CPU threads; None: the cores this process may use.
         load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
         seed: of requests that bring none.
@@ -120,13 +121,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What the compute trunk needs to know."""
+    """What the compute trunk needs to know. `torch_prompts`: from how many tokens on fresh prompts
+    are torch's beside Triton's attention; None: they are not."""
 
     model_path: str
     dtype: str
     device: str
     attention_backend: str
     threads: int
+    torch_prompts: int | None = None
     kernels: str = "torch"
     load_format: str = "safetensors"
     quantization: str = "none"

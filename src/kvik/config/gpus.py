@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 from kvik.config.env import visible_gpus
 from kvik.config.hardware import Gpu, is_cuda_build
+from kvik.config.prompt_attention import load, prompt_attention_path
 
 MIB = 1 << 20
 FIELDS = "index,name,memory.total,memory.free,compute_cap"
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """The devices that the installed torch could use; none if anything is in doubt."""
+    """The devices that the installed torch could use, with what was measured of them; none if
+    anything is in doubt."""
     if not is_cuda_build():
         return ()
     command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
@@ -20,7 +23,11 @@ def find_gpus() -> tuple[Gpu, ...]:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return parse_gpus(answer.stdout, visible_gpus())
+    path = prompt_attention_path()
+    return tuple(
+        replace(gpu, torch_prompts=load(gpu.name, path))
+        for gpu in parse_gpus(answer.stdout, visible_gpus())
+    )
 
 
 def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
@@ -37,7 +44,4 @@ def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
         except ValueError:
             continue  # "[N/A]", or a message in place of a table
     order = sorted(found) if visible is None else [i for i in visible if i in found]
-    return tuple(
-        Gpu(rank, gpu.name, gpu.total_memory, gpu.free_memory, gpu.capability)
-        for rank, gpu in enumerate(found[i] for i in order)
-    )
+    return tuple(replace(gpu, index=rank) for rank, gpu in enumerate(found[i] for i in order))

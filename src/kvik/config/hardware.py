@@ -42,13 +42,20 @@ FALLBACK_MEMORY = 4 << 30  # of a system that tells nothing
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device, as the driver describes it."""
+    """One CUDA device, as the driver describes it.
+
+    Attributes:
+        total_memory, free_memory: bytes.
+        torch_prompts: (head_dim, tokens) from where on torch's attention was measured to read
+            fresh prompts faster than Triton's (`prompt_attention.py`).
+    """
 
     index: int
     name: str
-    total_memory: int  # bytes
-    free_memory: int  # bytes
+    total_memory: int
+    free_memory: int
     capability: tuple[int, int]
+    torch_prompts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

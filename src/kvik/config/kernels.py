@@ -7,8 +7,8 @@ from typing import Protocol
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.hardware import Hardware
-from kvik.config.memory import ModelSizes
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import TRITON_SDPA, ModelSizes
 from kvik.config.quantization import matrix_scheme
 
 NATIVE_DTYPES = ("float32", "bfloat16")
@@ -17,6 +17,9 @@ MAX_HEAD_DIM = 256
 # Of Triton's kernels: inputs that share a scale come in multiples of this; GPUs that have bfloat16.
 TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
+# Tokens from which torch's attention takes prompts where it is asked for and nothing was measured.
+TORCH_FROM = 2048
+SAME_AS = {"bf16": "bfloat16", "fp16": "float16"}  # formats of the cache that are a model's dtype
 ASKED = "as asked"
 
 
@@ -94,14 +97,25 @@ def choose_kernels(
     return note("kernels", "native", "C++" if isa == "portable" else f"C++; this CPU has {isa}")
 
 
-def choose_attention(config: EngineConfig, model: ModelSizes, kernels: str, note: Note) -> str:
+def choose_attention(
+    config: EngineConfig,
+    model: ModelSizes,
+    kernels: str,
+    dtype: str,
+    gpu: Gpu | None,
+    note: Note,
+) -> str:
     """The attention backend.
 
+    Args:
+        kernels, dtype, gpu: that the engine runs with; no GPU: on the CPU.
+
     Raises:
-        ConfigError: "cpu" or "triton" was asked for and cannot serve this model or block size.
+        ConfigError: "cpu", "triton" or "triton+sdpa" was asked for and cannot serve this model,
+            dtype or block size.
     """
-    if kernels == "triton" or config.attention_backend == "triton":
-        return _triton_or_sdpa(config, model, kernels, note)
+    if kernels == "triton" or config.attention_backend in ("triton", TRITON_SDPA):
+        return _triton_or_sdpa(config, model, kernels, dtype, gpu, note)
     refusal = None
     if kernels != "native":
         refusal = "it needs the native kernels"
@@ -121,7 +135,17 @@ def choose_attention(config: EngineConfig, model: ModelSizes, kernels: str, note
     return note("attention_backend", "sdpa", reason)
 
 
-def _triton_or_sdpa(config: EngineConfig, model: ModelSizes, kernels: str, note: Note) -> str:
+def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | None:
+    """From how many tokens on torch's attention takes fresh prompts beside Triton's; None: none."""
+    if backend != TRITON_SDPA:
+        return None
+    measured = None if gpu is None else dict(gpu.torch_prompts).get(model.head_dim)
+    return measured or TORCH_FROM
+
+
+def _triton_or_sdpa(
+    config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, note: Note
+) -> str:
     dim, refusal = model.head_dim, None
     # Rotation and rounding work on halves of a head; of four bits a half is whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
@@ -129,13 +153,30 @@ def _triton_or_sdpa(config: EngineConfig, model: ModelSizes, kernels: str, note:
         refusal = "it needs the Triton kernels"
     elif dim % multiple or dim > MAX_HEAD_DIM:
         refusal = f"head_dim {dim} is no multiple of {multiple} up to {MAX_HEAD_DIM}"
+    unfit = refusal or _no_torch_prompts(config, dtype)
     asked = config.attention_backend
     if asked == "triton" and refusal is not None:
         raise ConfigError("attention_backend", f"triton: {refusal}")
+    if asked == TRITON_SDPA and unfit is not None:
+        raise ConfigError("attention_backend", f"{TRITON_SDPA}: {unfit}")
     if asked == "cpu":
         raise ConfigError("attention_backend", "cpu: it needs the native kernels")
     if asked != "auto":
         return note("attention_backend", asked, ASKED)
     if refusal is not None:
         return note("attention_backend", "sdpa", f"not triton, as {refusal}")
+    least = None if gpu is None else dict(gpu.torch_prompts).get(dim)
+    if gpu is not None and least is not None and unfit is None:
+        reason = f"torch's was measured faster for prompts of {least} tokens and more"
+        return note("attention_backend", TRITON_SDPA, f"{reason} on {gpu.name}")
     return note("attention_backend", "triton", "reads the paged cache in place")
+
+
+def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
+    """Why torch's fused kernels cannot take prompts; None if they can."""
+    kv = config.kv_cache_dtype
+    if dtype not in SAME_AS.values():
+        return f"torch's fused kernels have no {dtype}"
+    if kv != "auto" and SAME_AS.get(kv) != dtype:
+        return f"keys that are stored as {kv} are read by Triton's alone"
+    return None

@@ -84,6 +84,12 @@ STORED_COPIES, GATHERED_COPIES = 6, 3
 # Partial results of split contexts in the triton backend, which takes sequences in parts rather
 # than more (kernels/triton/attention_paged.py).
 TRITON_WORKSPACE = 64 * MIB
+# Triton's attention, and torch's for whole prompts, which are lengthened by less than so many
+# tokens (attention/fresh_prompts.py); cuDNN's library and workspace (an estimate).
+TRITON_SDPA = "triton+sdpa"
+TRITON_BACKENDS = ("triton", TRITON_SDPA)
+PROMPT_PADDING = 1024
+CUDNN_BYTES = 256 * MIB
 # Keys of a split in the cpu backend, and requests of the longest context that decode side by side.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
@@ -250,7 +256,7 @@ class Footprint:
     @property
     def _captured_steps(self) -> bool:
         """Whether forwards are captured: other attention backends plan each on the host."""
-        return self.kernels == self.attention_backend == "triton"
+        return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Of the forwards that may be captured."""
@@ -401,6 +407,10 @@ class Footprint:
             return gathered + scores + self._converted_kv(size)
         if self.attention_backend == "triton":
             return TRITON_WORKSPACE
+        if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and what comes of them
+            width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+            copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
+            return TRITON_WORKSPACE + CUDNN_BYTES + copies
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts
             splits = size.max_num_seqs + LONG_CONTEXTS * -(-size.max_model_len // SPLIT_KEYS)
             return splits * spec.num_heads * (spec.head_dim + 32) * 5
@@ -420,7 +430,7 @@ class Footprint:
 
     def _masks(self, size: StepSize) -> int:
         """Masks of all prefilling sequences, per KV group; they live as long as the step."""
-        if self.attention_backend in ("cpu", "triton"):
+        if self.attention_backend in ("cpu", *TRITON_BACKENDS):
             return 0
         return self._pairs(size) * (1 + 1 + 4) * len(self.groups)
 

@@ -32,7 +32,12 @@ from kvik.config.config import (
 )
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.kernels import choose_attention, choose_kernels, native_reason
+from kvik.config.kernels import (
+    choose_attention,
+    choose_kernels,
+    native_reason,
+    torch_prompts,
+)
 from kvik.config.kv_choice import choose_kv_format
 from kvik.config.kv_formats import SYNONYMS
 from kvik.config.memory import (
@@ -95,7 +100,7 @@ def resolve(
     device, gpu = choose_device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
     dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
-    kernels, footprint = choose_footprint(config, spec, hardware, device, dtype, notes)
+    kernels, footprint = choose_footprint(config, spec, hardware, device, gpu, dtype, notes)
     if spec.built is not None:
         footprint = replace(footprint, mapped=spec.built.weight_bytes)
     wish = wish_of(config)
@@ -140,6 +145,7 @@ def resolve(
             dtype=dtype,
             device=device,
             attention_backend=footprint.attention_backend,
+            torch_prompts=torch_prompts(footprint.attention_backend, spec, gpu),
             threads=threads,
             kernels=kernels,
             load_format=config.load_format,
@@ -224,12 +230,13 @@ def choose_footprint(
     model: ModelSizes,
     hardware: Hardware,
     device: str,
+    gpu: Gpu | None,
     dtype: str,
     notes: Notes,
 ) -> tuple[str, Footprint]:
     """The kernels and, with the attention backend that suits them, what the engine takes."""
     kernels = choose_kernels(config, hardware, model, device, dtype, notes.add)
-    backend = choose_attention(config, model, kernels, notes.add)
+    backend = choose_attention(config, model, kernels, dtype, gpu, notes.add)
     kind = "cpu" if device == "cpu" else "cuda"
     runtime = RUNTIME_BYTES[kind]
     if kind == "cpu":

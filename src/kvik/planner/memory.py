@@ -184,11 +184,14 @@ class _Planner:
             quantization=facts.quantization or "none",
         )
         notes = Notes()
+        hardware = at.hardware or hardware_of(at.device)
+        on_cpu = at.device.kind == "cpu"
         _, footprint = choose_footprint(
             config,
             StoredModel.of(part, at.weight_format, at.kv_format),
-            at.hardware or hardware_of(at.device),
-            "cpu" if at.device.kind == "cpu" else "cuda:0",
+            hardware,
+            "cpu" if on_cpu else "cuda:0",
+            None if on_cpu else next(iter(hardware.gpus), None),
             config.dtype,
             notes,
         )

@@ -172,10 +172,11 @@ class TritonPlatform:
         from kvik.kernels.triton.packing import GPU
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # Triton launches there, wherever its arguments are
         ops = triton_ops(device)
-        backend = select_backend(config.runner.attention_backend, ops, device, dtype)
+        runner = config.runner
+        backend = select_backend(
+            runner.attention_backend, ops, device, dtype, torch_prompts=runner.torch_prompts
+        )
         pool = KVPool(config.memory.kv_cache)
         self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool)
         self._config = config

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from helpers.interpreted_engine import interpret_engines
 
 from kvik import LLM, SamplingParams
+from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.kernels.triton import draw, rotary
 
 pytestmark = INTERPRETED_ONLY
@@ -60,6 +61,25 @@ def test_tokens_are_those_of_the_reference(
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch", kv_cache_dtype=kv) == expected
     assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
+
+
+def test_prompts_by_torch_beside_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk of each prompt is torch's; what comes behind it, and decodes, Triton's."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
+    taken = []
+    attend = FreshPrompts.attend
+
+    def noted(self: FreshPrompts, *args: Any) -> Any:
+        taken.append(args[3].end - args[3].start)
+        return attend(self, *args)
+
+    monkeypatch.setattr(FreshPrompts, "attend", noted)
+    interpret_engines(monkeypatch, torch_prompts=3)
+    assert tokens(tmp_path, kernels="torch") == expected
+    assert set(taken) == {3, 5}  # of the window, which is 6, the second sees no more
 
 
 class Counted:

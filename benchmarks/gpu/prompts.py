@@ -1,0 +1,35 @@
+"""Whose attention reads prompts faster, as `kvik calibrate --only gpu` measures it, and what the
+engine would choose by that."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from notes import Notes
+from place import DEVICE, sized
+
+from kvik.bench.machine.prompt_attention import (
+    HEAD_DIMS,
+    LENGTHS,
+    measure_prompts,
+    thresholds,
+)
+
+DIMS, TOKENS, WIDTH = sized((HEAD_DIMS, LENGTHS, 4096), ((16,), (20,), 64))
+
+
+def measure(notes: Notes) -> None:
+    for dim in DIMS:
+        notes.attempt(f"heads of {dim}", partial(_measure, notes, dim))
+
+
+def _measure(notes: Notes, dim: int) -> None:
+    found = measure_prompts(DEVICE, (dim,), TOKENS, width=WIDTH)
+    for pace in found:
+        # 4 dim for each head and each key that a query sees
+        done = 2.0 * (WIDTH // dim * dim) * pace.tokens * (pace.tokens + 1)
+        for whose, seconds in (("Triton's", pace.triton), ("torch's", pace.torch)):
+            if seconds is not None:
+                name = f"heads of {dim}, {pace.tokens} tokens, {whose}"
+                notes.rate(name, seconds, "bf16", operations=done, captured=False)
+    notes.fact(f"torch's prompts, heads of {dim}", dict(thresholds(found)).get(dim))

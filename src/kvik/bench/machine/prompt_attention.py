@@ -1,0 +1,144 @@
+"""Whether torch's attention or Triton's reads fresh prompts faster on a GPU, by size of heads.
+
+Timed is what the engine runs in a layer: keys and values on their way into the cache, then
+attention, by Triton alone and with torch's kernels beside it, in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.triton import TritonAttention
+from kvik.config.prompt_attention import Thresholds
+from kvik.kernels.triton.ops import triton_ops
+
+LENGTHS = (1024, 2048, 4096, 8192)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+QUICK_LENGTHS, QUICK_HEAD_DIMS = (2048, 8192), (64, 128)
+WIDTH, GROUP = 4096, 4  # of the queries of all heads; query heads of a KV head
+BLOCK_SIZE = 16
+ROUNDS = 9
+GAIN = 1.05  # from where on a second set of kernels is worth having
+TOLERANCE = 0.02  # of results in bfloat16, absolute and relative
+
+Tell = Callable[[str, float], None]  # what comes next, share done
+Clock = Callable[[Callable[[], object], torch.device], float]  # seconds of a call
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPace:
+    """Seconds of a layer. torch: None where its kernels failed, or came to other results."""
+
+    head_dim: int
+    tokens: int
+    triton: float
+    torch: float | None
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call, on the device."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def measure_prompts(
+    device: torch.device,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    lengths: Sequence[int] = LENGTHS,
+    tell: Tell = lambda what, share: None,
+    clock: Clock = seconds,
+    width: int = WIDTH,
+) -> tuple[PromptPace, ...]:
+    """By head_dim, then length."""
+    torch.manual_seed(0)
+    cells = [(dim, length) for dim in head_dims for length in lengths]
+    found = []
+    # Triton launches on the current device, wherever its arguments are
+    where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), where:
+        for done, (dim, length) in enumerate(cells):
+            tell(f"prompts of {length} tokens, heads of {dim}", done / len(cells))
+            found.append(_pace(device, dim, length, clock, max(GROUP, width // dim)))
+    tell("", 1.0)
+    return tuple(found)
+
+
+def thresholds(found: Sequence[PromptPace]) -> Thresholds:
+    """From which of the lengths on torch's kernels gain, without an exception behind it."""
+    every = []
+    for dim, paces in groupby(found, lambda pace: pace.head_dim):
+        falling = sorted(paces, key=lambda pace: -pace.tokens)
+        gaining = list(takewhile(_gains, falling))
+        if gaining:
+            every.append((dim, gaining[-1].tokens))
+    return tuple(every)
+
+
+def _gains(pace: PromptPace) -> bool:
+    return pace.torch is not None and pace.triton > GAIN * pace.torch
+
+
+def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int) -> PromptPace:
+    ops = triton_ops(device)
+    layout, kv = _step(device, dim, length, heads // GROUP)
+    sizes = (heads, heads // GROUP, heads // GROUP)
+    q, k, v = (torch.randn(length, n, dim, device=device).bfloat16() for n in sizes)
+
+    def layer_of(attention: TritonAttention) -> Callable[[], Tensor]:
+        metadata = attention.plan(layout, None)
+        return lambda: attention.run(q, k, v, kv, metadata, dim**-0.5)
+
+    alone = layer_of(TritonAttention(ops))
+    beside = layer_of(TritonAttention(ops, FreshPrompts(length)))
+    expected = alone()
+    agree = True
+    try:
+        agree = torch.allclose(beside(), expected, TOLERANCE, TOLERANCE)
+    except RuntimeError:  # no fused kernel for such heads, or a library that is missing
+        agree = False
+    by_triton, by_torch = [], []
+    for _ in range(ROUNDS):
+        by_triton.append(clock(alone, device))
+        if agree:
+            by_torch.append(clock(beside, device))
+    return PromptPace(dim, length, median(by_triton), median(by_torch) if agree else None)
+
+
+def _step(device: torch.device, dim: int, length: int, kv_heads: int) -> tuple[StepLayout, LayerKV]:
+    """A step of one prompt, whose blocks lie anywhere."""
+    num_blocks = -(-length // BLOCK_SIZE)
+    blocks = torch.randperm(num_blocks)
+    at = torch.arange(length)
+    slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+    layout = StepLayout(
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_table=blocks.int()[None].to(device),
+        slot_mapping=slots.to(device),
+        num_scheduled=(length,),
+        contexts=(length,),
+        block_size=BLOCK_SIZE,
+    )
+    shape = (num_blocks, BLOCK_SIZE, kv_heads, dim)
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return layout, LayerKV(keys, values)
