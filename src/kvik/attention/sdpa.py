@@ -13,7 +13,9 @@ All index tensors and masks depend on the step alone and are made in `plan`, not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +33,7 @@ from kvik.attention.decode_batches import DecodeRow, split
 from kvik.attention.stored import move, store
 from kvik.attention.workspace import Workspace
 from kvik.kernels.ops import Ops
+from kvik.kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,35 +208,45 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
     table, block_size = layout.block_table, layout.block_size
     device = table.device
     width = max(row.padded_width for row in rows)
-    first = torch.tensor([row.first for row in rows], device=device)[:, None]
-    visible = torch.tensor([row.visible for row in rows], device=device)[:, None]
+    everything = len(rows) == num_tokens
+    plain = everything and len(table) == num_tokens  # one query of each sequence
+    known = [[row.first for row in rows], [row.visible for row in rows]]
+    if not plain:
+        known += [[row.seq for row in rows], [row.token for row in rows]]
+        if any(row.path for row in rows):
+            known += _paths(rows)
+    # What the host knows, [numbers, rows], in one copy.
+    numbers = upload(np.array(known, np.int64), device)
+    first, visible = numbers[0][:, None], numbers[1][:, None]
     column = torch.arange(width, device=device)
     position = first + torch.minimum(column, visible - 1)  # [rows, width]
-    if any(row.path for row in rows):
-        position = _along_paths(rows, position)
-    everything = len(rows) == num_tokens
-    tokens = None if everything else torch.tensor([row.token for row in rows], device=device)
-    if everything and len(table) == num_tokens:
-        rows_table = table
-    else:
-        rows_table = table.index_select(0, torch.tensor([row.seq for row in rows], device=device))
+    if len(known) > 4:
+        position = _along_paths(numbers[4], numbers[5:], position)
+    rows_table = table if plain else table.index_select(0, numbers[2])
     block = rows_table.gather(1, position // block_size).long()
     keys = block * block_size + position % block_size
     mask = None
     if any(row.visible < width for row in rows):
         mask = _mask(column < visible)[:, None, None, :]
+    tokens = None if everything else numbers[3]
     return DecodeBatch(len(rows), width, tokens, keys.view(-1), mask)
 
 
-def _along_paths(rows: list[DecodeRow], position: Tensor) -> Tensor:
-    """[rows, width], each row's positions where they are in the sequence's places."""
-    paths = torch.zeros(len(rows), max(len(row.path) for row in rows), dtype=torch.int64)
-    for row, path in zip(rows, paths, strict=True):
-        path[: len(row.path)] = torch.tensor(row.path)
-    begins = torch.tensor([[row.first + row.visible - len(row.path)] for row in rows])
-    behind = position - begins.to(position.device)
+def _paths(rows: list[DecodeRow]) -> list[list[int]]:
+    """[1 + longest, rows]: the position at which the path of each row begins, and the path."""
+    begins = [row.first + row.visible - len(row.path) for row in rows]
+    return [begins, *map(list, zip_longest(*(row.path for row in rows), fillvalue=0))]
+
+
+def _along_paths(begins: Tensor, paths: Tensor, position: Tensor) -> Tensor:
+    """[rows, width], each row's positions where they are in the sequence's places.
+
+    Args:
+        begins, paths: see `_paths`.
+    """
+    behind = position - begins[:, None]
     # Without a path this is nowhere >= 0, as no position reaches first + visible.
-    places = paths.to(position.device).gather(1, behind.clamp(min=0))
+    places = paths.t().gather(1, behind.clamp(min=0))
     return torch.where(behind >= 0, places, position)
 
 

@@ -1,4 +1,4 @@
-"""What passes between host and device while steps run: arrays up, results down, nobody waits.
+"""How results come from the device to the host while steps run, and nobody waits.
 
 On a CPU both are the same memory. On a GPU a copy that the host does not wait for needs pinned
 memory on its side, and a result may be read only once its copy has arrived.
@@ -10,20 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.frozen import frozen
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device, without waiting for it. On a CPU it is the same memory."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Arrival(Protocol):

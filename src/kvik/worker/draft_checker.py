@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvik.frozen import frozen
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 from kvik.worker.graphs import Network, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
-from kvik.worker.copies import Copies, upload
+from kvik.kernels.upload import upload
+from kvik.worker.copies import Copies
 from kvik.worker.draft_checker import DraftChecker
 from kvik.worker.graphs import Graph, Network, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
-from kvik.worker.copies import Arrival, Copies, upload
+from kvik.kernels.upload import upload
+from kvik.worker.copies import Arrival, Copies
 from kvik.worker.graphs import Network
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable

@@ -21,7 +21,7 @@ from kvik.core.types import TokenLogprobs
 from kvik.frozen import frozen
 from kvik.kernels.draws import Draws
 from kvik.kernels.ops import Ops
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 from kvik.worker.rejection import coupled, typical
 from kvik.worker.sampling_batch import GuessedRows, SamplingBatch, TypicalRows
 from kvik.worker.scores import Scores, score, told

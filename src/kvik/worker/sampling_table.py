@@ -13,7 +13,7 @@ from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.penalties import Penalties
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 from kvik.worker.logits_rules import TokenRules, gather_edits
 from kvik.worker.noise import ACCEPT, SAMPLE, uniform
 from kvik.worker.sampling_batch import (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 
 
 class StepInputs(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import TokenLogprobs
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 from kvik.worker.draft_checker import CheckedDrafts, DraftChecker
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
