@@ -15,6 +15,7 @@ from kvik.attention.triton import TritonAttention
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import decoding_sizes, drafting_sizes
 from kvik.worker import platforms
+from kvik.worker.captures import Captured
 from kvik.worker.worker import Worker
 
 
@@ -24,9 +25,9 @@ class CalledAgain:
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, call: Callable[[], None]) -> Captured:
         call()
-        return call
+        return Captured(call, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
         drafts = speculation.num_draft_tokens, speculation.max_draft_rows
         sizes += drafting_sizes(seqs, *drafts, tree=speculation.trees)
     runner = replace(
-        resolved.runner, kernels="triton", attention_backend="triton", graph_sizes=sizes
+        resolved.runner,
+        kernels="triton",
+        attention_backend="triton",
+        graph_sizes=sizes,
+        graph_memory=1,  # of which those here take nothing
     )
     return Worker(replace(resolved, runner=runner), copies=LateCopies())

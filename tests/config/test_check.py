@@ -23,6 +23,7 @@ BAD: dict[str, list[Any]] = {
     "num_blocks": [0, 1, -5, 1 << 31, 2.5],
     "memory_utilization": [0, -0.5, 1.01, float("nan"), float("inf"), None, "0.9", True],
     "kv_cache_memory": [0, -1, 1 << 60, 1e9],
+    "graph_memory": [-1, 1 << 60, 1e9],
     "kv_cache_dtype": ["int2", "float32", "fp8_e5m2", "", None, 8],
     "kv_cache_dtype_skip_layers": [None, 3, [0], "0", (-1,), (1.0,), (True,), (1 << 20,)],
     "enable_prefix_caching": [None, 1, "yes"],

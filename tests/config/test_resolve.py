@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError, ConfigError, KvikError
-from kvik.config.graph_sizes import decoding_sizes, graph_bytes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
-from kvik.config.speculative import NO_SOURCE, DraftSource
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -235,58 +233,20 @@ def test_defaults_on_a_gpu() -> None:
     assert decision(resolved, "device") == ("cuda:0", "H100")
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, 64])
-def test_captured_steps_are_planned(max_num_seqs: int) -> None:
-    gpu = replace(SERVER, triton=True)
-    spec, sizes = llama(), {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
-    resolved = plan(spec, gpu, **sizes)
-    captured = resolved.runner.graph_sizes
-    assert captured == decoding_sizes(max_num_seqs)
-    value, reason = decision(resolved, "cuda_graphs")
-    assert value == f"{len(captured)} sizes up to {max_num_seqs} requests" and "planned" in reason
-    without = plan(spec, gpu, kernels="torch", **sizes)
-    assert without.runner.graph_sizes == ()
-    assert "cuda_graphs" not in [d.name for d in without.decisions]
-    # Torch's attention plans a step on the host, so nothing is captured, or planned for.
-    on_the_host = plan(spec, gpu, attention_backend="sdpa", **sizes)
-    assert on_the_host.runner.kernels == "triton" and on_the_host.runner.graph_sizes == ()
-    assert on_the_host.memory.overhead == without.memory.overhead
-    assert "cuda_graphs" not in [d.name for d in on_the_host.decisions]
-    more = resolved.memory.overhead - without.memory.overhead
-    logits = max_num_seqs * spec.vocab_size * 4
-    assert more >= 2 * logits + len(captured) * graph_bytes(16)
-    assert more < 3 * logits + len(captured) * graph_bytes(16) + (65 << 20)
-
-
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_captured_steps_with_drafts_are_planned(method: str) -> None:
-    gpu = replace(SERVER, triton=True)
-    spec, sizes = llama(), {"max_num_seqs": 64, "max_model_len": 4096}
-    source = DraftSource("draft", spec=llama()) if method == "draft_model" else NO_SOURCE
-    config = EngineConfig(spec_method=method, spec_tokens=5, **sizes)
-    if source.spec is not None:
-        config = replace(config, spec_model="draft")
-    resolved = resolve(config, spec, gpu, "", source)
-    check(resolved, config)
-    speculation, captured = resolved.speculation, resolved.runner.graph_sizes
-    assert speculation is not None
-    step = (64, 64 + speculation.max_draft_rows, 6, 64 + speculation.max_draft_rows)
-    for size in captured:  # none is larger than a step can be
-        assert (size.rows, size.tokens, size.longest, size.samples) <= step
-        assert size.tokens <= step[1] and size.longest <= step[2] and not size.tree
-    # Whatever the drafts of any number of requests, there is a size at most four times as large.
-    for rows in (1, 3, 20, 64):
-        for tokens in range(rows + 1, rows + min(rows * 5, speculation.max_draft_rows) + 1):
-            fits = [s.tokens for s in captured if s.serves(rows, tokens, 6, tokens, tree=False)]
-            assert fits and min(fits) <= 4 * tokens
-    drafting = resolved.runner.draft_graph_sizes
-    assert {size.longest for size in drafting} == ({1, 2} if source.spec else set())
-    value, reason = decision(resolved, "cuda_graphs")
-    assert "judging" in reason and ("of the draft model" in value) == bool(drafting)
-    without = resolve(replace(config, kernels="torch"), spec, gpu, "", source)
-    more = resolved.memory.overhead - without.memory.overhead
-    logits = step[1] * spec.vocab_size * 4
-    assert more >= 2 * logits + (len(captured) + len(drafting)) * graph_bytes(16)
+def test_prompts_by_torch_are_planned() -> None:
+    """What the GPU was measured for is used, and its memory counted."""
+    spec = replace(llama(), vocab_size=100, intermediate_size=64)  # attention takes most
+    plain = replace(SERVER, triton=True)
+    faster = replace(plain.gpus[0], torch_prompts=((spec.head_dim, 1024),))
+    sizes = {"max_num_seqs": 8, "max_model_len": 4096, "dtype": "bfloat16"}
+    alone, beside = plan(spec, plain, **sizes), plan(spec, replace(plain, gpus=(faster,)), **sizes)
+    assert (alone.runner.attention_backend, alone.runner.torch_prompts) == ("triton", None)
+    assert (beside.runner.attention_backend, beside.runner.torch_prompts) == ("triton+sdpa", 1024)
+    assert beside.runner.graph_sizes == alone.runner.graph_sizes
+    tokens = beside.scheduler.max_num_batched_tokens + 1023
+    least = tokens * (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2
+    assert beside.memory.activations - alone.memory.activations >= least
+    assert "1024 tokens and more" in decision(beside, "attention_backend")[1]
 
 
 def test_a_toy_model_does_not_grab_the_machine() -> None:

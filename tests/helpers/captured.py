@@ -20,14 +20,17 @@ from kvik.attention.base import (
 )
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
+from kvik.worker.captures import Captured
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Network
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.row_graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import StepSizes
 
 CPU = torch.device("cpu")
+ROOMY = 1 << 40
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Again:
     replayed: int = 0
     captured: list[Callable[[], None]] = field(default_factory=list)
 
-    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, call: Callable[[], None]) -> Captured:
         call()
         self.captured.append(call)
 
@@ -45,7 +48,7 @@ class Again:
             self.replayed += 1
             call()
 
-        return replay
+        return Captured(replay, 1, ROOMY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,16 @@ def captured_steps(
         sizes = [size for size in sizes if size.rows <= most.seqs and size.tokens <= most.tokens]
         inputs = DeviceInputs(most, len(network.groups), self._max_blocks, CPU, sizes, trees=trees)
         context = self._max_blocks * self._block_size
-        graphs = DecodeGraphs(network, inputs, again, sizes, self._block_size, context, lambda: 0.0)
+        graphs = DecodeGraphs(
+            network,
+            inputs,
+            again,
+            sizes,
+            self._block_size,
+            context,
+            lambda: 0.0,
+            GraphMemory(ROOMY, 0),
+        )
         made.append((graphs, again))
         while judged and graphs.rest():
             pass
@@ -151,7 +163,7 @@ def captured_steps(
 
     def rows_graph(self: NativePlatform, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         again = Again()
-        graph = CapturedRows(function, like, rows, again, lambda: 0.0)
+        graph = CapturedRows(function, like, rows, again, lambda: 0.0, GraphMemory(ROOMY, 0))
         if heads is not None:
             heads.append(again)
         while graph.rest():

@@ -3,6 +3,7 @@ or interpreted."""
 
 from __future__ import annotations
 
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -19,12 +20,17 @@ def compilation(kernel: Any, *args: Any, **options: Any) -> str:
         kernel: as the interpreter has it.
         args, options: of a launch, without its grid.
     """
+    _, kinds, others = _binding(kernel)(*args, **options)
+    return f"{kernel.fn.__name__} {kinds} {others}"
+
+
+@cache
+def _binding(kernel: Any) -> Any:
+    """Which takes milliseconds to make."""
     unknown = kernel.kwargs["do_not_specialize"] or ()
     unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
     parameters = [
         KernelParam(i, each, each.name in unknown, each.name in unaligned)
         for i, each in enumerate(signature(kernel.fn).parameters.values())
     ]
-    bind = create_function_from_signature(signature(kernel.fn), parameters, CUDABackend(SM_90))
-    _, kinds, others = bind(*args, **options)
-    return f"{kernel.fn.__name__} {kinds} {others}"
+    return create_function_from_signature(signature(kernel.fn), parameters, CUDABackend(SM_90))

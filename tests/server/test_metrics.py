@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
 from kvik.core.counters import DraftCounts
+from kvik.core.plan import GraphCounts
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.work import Work
 from kvik.engine.async_client import EngineState
@@ -71,6 +72,7 @@ STATS = EngineStats(
     ),
     time=LoopTime(0.5, 0.25, 1.0),
     speculation=SpeculationStats(DraftCounts(4, 10, 6, [4, 3, 3], [3, 2, 1]), 0.1, 0.2, 0.4),
+    graphs=GraphCounts(12, 300, 400),
 )
 
 
@@ -218,6 +220,8 @@ def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
     ours = names(metrics.text(later, 9.0), "kvik:")
     assert ours > OTHERS
     assert "bottleneck" in ours
+    found = read(metrics.text(later, 9.0))
+    assert found["kvik:cuda_graphs"] == 12 and found["kvik:cuda_graph_bytes{kind=taken}"] == 300
     told = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
     assert {name.removesuffix("_total") for name in told} >= {
         name.removesuffix("_total") for name in ours

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from helpers.captured import Again
+from helpers.captured import ROOMY, Again
 from helpers.drafters import (
     METHOD,
     TREE_METHOD,
@@ -29,9 +30,12 @@ from helpers.interpreted_engine import interpret_engines
 from helpers.overlapping import steps_in_flight
 
 from kvik import LLM, SamplingParams
-from kvik.config.config import ResolvedConfig
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
+from kvik.core.plan import GraphCounts
+from kvik.launch import resolve_config
 from kvik.worker import platforms
+from kvik.worker.captures import Captured
 from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.warm_up import WarmUp
@@ -63,8 +67,8 @@ ROOM = 6  # drafts of all requests in a step
 DECODING = GraphSize(4, 4, 1, 4)
 
 
-def tokens(model: Path, **options: Any) -> list[list[int]]:
-    """With all that may be captured before the first request."""
+def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[int]]:
+    """With all that may be captured before the first request, which is so much."""
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
     with LLM(str(model), **COMMON, **limits) as llm:
         loop = llm._client._loop
@@ -72,6 +76,8 @@ def tokens(model: Path, **options: Any) -> list[list[int]]:
             pass
         outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
         assert all(output.completions[0].error is None for output in outputs)
+        told = llm.stats().graphs
+        assert told == (None if graphs is None else GraphCounts(graphs, graphs, ROOMY))
         return [list(output.completions[0].token_ids) for output in outputs]
 
 
@@ -81,7 +87,8 @@ def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again
     again = capturer or Again()
 
     def platform(config: ResolvedConfig) -> platforms.Platform:
-        choice = {"kernels": "triton", "attention_backend": "triton", "graph_sizes": sizes}
+        choice: dict[str, Any] = {"kernels": "triton", "attention_backend": "triton"}
+        choice |= {"graph_sizes": sizes, "graph_memory": ROOMY}
         return platforms.TritonPlatform(replace(config, runner=replace(config.runner, **choice)))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +96,7 @@ def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: again)
         patch.setattr(platforms, "forwards", lambda *args: WarmUp(()))  # tests of its own
-        patch.setattr(platforms, "draws", lambda *args: WarmUp(()))
+        patch.setattr(platforms, "rules", lambda *args: WarmUp(()))
         yield again
     assert len(again.captured) == len(sizes)
 
@@ -104,7 +111,7 @@ def model(tmp_path: Path) -> Path:
 def test_padded_steps_say_the_same(kv, model) -> None:
     expected = tokens(model, attention_backend="reference", kv_cache_dtype=kv)
     with captured(DECODING) as again, steps_in_flight(2):
-        assert tokens(model, kv_cache_dtype=kv) == expected
+        assert tokens(model, 1, kv_cache_dtype=kv) == expected
     assert again.replayed >= 3
 
 
@@ -129,7 +136,7 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
     run = Eager.run
     monkeypatch.setattr(Eager, "run", lambda self, batch: eager.append(batch) or run(self, batch))
     with captured(DECODING, judging) as again, steps_in_flight(2):
-        assert tokens(model, **options) == expected
+        assert tokens(model, 2, **options) == expected
     assert again.replayed >= 3
     assert all(batch.num_drafts is None for batch in eager)
 
@@ -137,10 +144,31 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
 class Called(Again):
     """As a GPU captures: what is replayed holds on to nothing of Python's."""
 
-    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, call: Callable[[], None]) -> Captured:
         call()
         self.captured.append(lambda: None)
-        return lambda: None
+        return Captured(lambda: None, 1, 1)
+
+
+def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
+    """The model, the draft model and heads replay one after another, and nobody looks at what lies
+    in the memory between."""
+    made: list[Again] = []
+    monkeypatch.setattr(platforms, "CudaCapturer", lambda device: made.append(Again()) or made[-1])
+    config = resolve_config(EngineConfig(device="cpu", max_model_len=32))
+    runner = replace(
+        config.runner,
+        kernels="triton",
+        attention_backend="sdpa",
+        draft_graph_sizes=(DECODING,),
+        graph_memory=5,
+    )
+    platform = platforms.TritonPlatform(replace(config, runner=runner))
+    heads = [platform.rows(torch.neg, [torch.zeros(1, 2)]) for _ in range(2)]
+    assert [graph.rest() for graph in heads] == [False, False]
+    assert len(made) == 1 and len(made[0].captured) == 2
+    assert platform.graph_memory is not None
+    assert platform.graph_memory.news() == GraphCounts(2, 2, 5)
 
 
 def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:

@@ -22,9 +22,11 @@ from helpers.optional_native import needs_native
 
 from kvik.config.graph_sizes import GraphSize, decoding_sizes
 from kvik.config.model_source import BUNDLED as STORIES
-from kvik.worker.captures import OFTEN, SHARE
+from kvik.core.plan import GraphCounts
+from kvik.worker.captures import OFTEN, SHARE, Captured
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Eager, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import FreshInputs, StepSizes
@@ -96,6 +98,10 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
 # ------------------------------------------------------------------ when what is captured
 
 
+MIB = 1 << 20
+STEP = 70  # bytes
+
+
 class Network:
     """The output tells what was computed: each token's id and position."""
 
@@ -122,8 +128,9 @@ class Taking:
         self.clock = clock
         self.fails = False
         self.replays = 0
+        self.size = self.left = 1
 
-    def capture(self, call: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, call: Callable[[], None]) -> Captured:
         if self.fails:
             raise RuntimeError("no room for a graph")
         call()
@@ -133,16 +140,21 @@ class Taking:
             self.replays += 1
             call()
 
-        return replay
+        return Captured(replay, self.size, self.left)
 
 
 class Rig:
-    def __init__(self, *sizes: int, judging: Sequence[GraphSize] = ()) -> None:
+    def __init__(
+        self, *sizes: int, judging: Sequence[GraphSize] = (), memory: int = 1 << 40
+    ) -> None:
         self.clock = Clock()
         self.capturer = Taking(self.clock)
         ladder = [*(GraphSize(n, n, 1, n) for n in sizes), *judging]
         self.inputs = DeviceInputs(StepSizes(64, 17, 18), 1, 8, CPU, ladder)
-        self.graphs = DecodeGraphs(Network(), self.inputs, self.capturer, ladder, 4, 32, self.clock)
+        self.memory = GraphMemory(memory, STEP)
+        self.graphs = DecodeGraphs(
+            Network(), self.inputs, self.capturer, ladder, 4, 32, self.clock, self.memory
+        )
 
     def step(self, *lengths: int) -> None:
         """A step of rows of so many tokens; its output must be that of its own inputs."""
@@ -256,6 +268,45 @@ def test_what_cannot_be_captured_runs_eagerly(caplog) -> None:
     assert rig.captured == [2]
     rig.steps(1, 2)
     assert rig.capturer.replays > 1
+
+
+def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
+    """Whatever a graph really takes. The first one brings the memory that all share."""
+    rig = Rig(1, 2, 4, 8, 12, 16, memory=1000 * MIB)
+    rig.capturer.size = 600 * MIB
+    assert rig.graphs.rest()
+    rig.capturer.size = 150 * MIB
+    assert [rig.graphs.rest() for _ in range(4)] == [True, True, False, False]
+    assert rig.captured == [16, 1, 2] and rig.memory.taken == 900 * MIB  # one more would not fit
+    (record,) = caplog.records
+    for part in ("3 CUDA graphs take 900.0 MiB", "one more about 150.0", "1000.0 MiB are planned"):
+        assert part in record.message
+    assert "graph_memory" in record.message
+    rig.steps(1, 2)
+    rig.steps(1, 12)  # as 16
+    assert rig.capturer.replays == 2
+    rig.clock.now += 1 / SHARE
+    rig.steps(3 * OFTEN, 3)  # it is too small for that
+    assert rig.capturer.replays == 2 and len(rig.captured) == 3 and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("left", "kept"), [(STEP, [2]), (STEP - 1, [])])
+def test_one_that_is_far_too_large_leaves_room_for_steps(caplog, left: int, kept) -> None:
+    rig = Rig(2, 8, memory=1000)
+    rig.capturer.size, rig.capturer.left = 5000, left  # more than anybody thought
+    rig.steps(OFTEN + 1, 2)
+    assert rig.captured == kept and rig.capturer.replays == len(kept)
+    rig.clock.now += 1 / SHARE
+    rig.steps(2 * OFTEN, 7)
+    assert rig.captured == kept and rig.memory.taken == 5000 * len(kept)
+    assert not rig.graphs.rest() and len(caplog.records) == 1
+
+
+def test_what_graphs_take_is_told_when_it_changed() -> None:
+    memory = GraphMemory(100, 0)
+    assert memory.news() == GraphCounts(0, 0, 100) and memory.news() is None
+    assert memory.keeps(30, 0) and memory.keeps(0, 0)
+    assert memory.news() == GraphCounts(2, 30, 100) and memory.news() is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from helpers.captured import Again
 from torch import Tensor
 
 from kvik.worker.captures import OFTEN
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.row_graphs import CapturedRows, EagerRows
 
 calls: list[int] = []
@@ -23,11 +24,11 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
 
 def test_rows_are_padded_and_say_the_same() -> None:
     again = Again()
-    graph = CapturedRows(scaled, rows(1), (2, 4), again, lambda: 0.0)
+    graph = CapturedRows(scaled, rows(1), (2, 4), again, lambda: 0.0, GraphMemory(9, 0))
     for count in [3] * OFTEN + [3, 2, 4, 1, 5]:
         inputs = rows(count)
         torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
-    assert again.replayed == 2  # the last of 3, and 4; nobody has asked often for others
+    assert again.replayed == 4  # the last of 3, and those after it that fit, if not too loosely
     assert graph.rest() is False and len(again.captured) == 2
     calls.clear()
     for count in (1, 2, 3, 4, 5):
@@ -39,7 +40,7 @@ def test_rows_are_padded_and_say_the_same() -> None:
 def test_at_rest_the_largest_comes_first() -> None:
     """Others find room in its memory."""
     again = Again()
-    graph = CapturedRows(scaled, rows(1), (1, 2, 4), again, lambda: 0.0)
+    graph = CapturedRows(scaled, rows(1), (1, 2, 4), again, lambda: 0.0, GraphMemory(9, 0))
     calls.clear()
     assert graph.rest() and graph.rest() and not graph.rest() and not graph.rest()
     assert calls == [4, 1, 2]

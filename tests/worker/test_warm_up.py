@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.drafters import TREE_METHOD, install
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
+from helpers.untrained_heads import eagle, medusa
+from torch import Tensor
 
 from kvik import LLM, SamplingParams
 from kvik.worker.warm_up import WarmUp, forwards
@@ -29,6 +33,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "
 OPTIONS |= {"load_format": "random", "quantization": "int8", "max_model_len": 640}
 OPTIONS |= {"max_num_seqs": 2, "max_num_batched_tokens": 600, "kv_cache_memory": 1 << 20}
 OPTIONS |= {"enable_prefix_caching": False}
+SAMPLES = 10  # rows of logits
 
 
 # ------------------------------------------------------------------ without kernels
@@ -38,26 +43,36 @@ class Network:
     """Notes what steps it is to compute."""
 
     groups = (None, None)
-    kv = (SimpleNamespace(k=torch.zeros(1)),)
+    kv = (SimpleNamespace(k=torch.zeros(1), tensors=(torch.zeros(3),)),)
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int, bool]] = []
+        self.copied: list[int] = []
+        self.ops = SimpleNamespace(copy_blocks=self.copy)
+
+    def copy(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        assert not source.any() and not target.any()  # block 0 is nobody's
+        self.copied.append(len(source))
 
     def forward(self, input_ids, positions, layouts, logits_indices) -> None:
         (length, *others) = {len(input_ids), len(positions), *layouts[0].num_scheduled}
         first, second = layouts
-        assert first is second and not others and logits_indices.tolist() == [length - 1]
+        assert first is second and not others
+        assert logits_indices.tolist() == list(range(length))[-SAMPLES:]
         assert first.slot_mapping.tolist() == [-1] * length  # stored nowhere
         assert not first.block_table.any() and first.block_table.shape == (1, 8)
         assert first.query_start_loc.tolist() == [0, length] and first.seq_lens.tolist() == [length]
-        self.steps.append((length, first.contexts[0]))
+        assert first.tree is None or (not first.tree.any() and len(first.tree) == length)
+        self.steps.append((length, first.contexts[0], first.tree is not None))
 
 
 def test_a_step_for_each_length_fresh_and_behind_others() -> None:
     network = Network()
-    warm_up = forwards(network, (30, 8), 4, 30)
-    assert [warm_up.rest() for _ in range(4)] == [True, True, False, False]
-    assert network.steps == [(30, 30), (8, 8), (8, 30)]
+    warm_up = forwards(network, (30, 8), SAMPLES, 4, 30, (5,))
+    assert [warm_up.rest() for _ in range(7)] == [True] * 5 + [False] * 2
+    fresh_and_behind = [(8, 8, False), (8, 30, False), (5, 5, True), (5, 30, True)]
+    assert network.steps == [(30, 30, False), *fresh_and_behind]
+    assert network.copied == [1, 2]
 
 
 def test_one_that_fails_is_told_and_ends_it(caplog) -> None:
@@ -76,9 +91,11 @@ def test_one_that_fails_is_told_and_ends_it(caplog) -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[[], set[str]]]:
     """What Triton would have compiled since it was last asked. Engines launch its kernels, which do
-    nothing: all they should write is 0."""
+    nothing: all they should write is 1. No drafter fails, or requests would go on without it."""
     pytest.importorskip("triton", reason=NO_TRITON)
     from helpers.compilations import compilation
     from helpers.interpreted_engine import interpret_engines
@@ -96,18 +113,39 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
 
     interpret_engines(monkeypatch)
     monkeypatch.setattr(InterpretedFunction, "run", noted)
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    return take
+    monkeypatch.setattr(torch, "empty", torch.ones)
+    yield take
+    assert not [record for record in caplog.get_records("call") if record.exc_info]
 
 
-def ask(llm: LLM) -> None:
-    """Prompts of every class, alone and together, and draws by the usual rules."""
-    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=2, ignore_eos=True)
-    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    for lengths in ((3, 40), (520,), (12,)):
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=2, ignore_eos=True)
+LENGTHS = ((3, 40), (520,), (12,))  # prompts of every class, alone and together
+RARER = [
+    replace(GREEDY, n=2, temperature=1.0),  # which copies a block
+    *(replace(SAMPLED, top_k=top_k, min_p=0.1) for top_k in (0, 5)),
+    *(replace(SAMPLED, seed=None, typical_p=0.9, top_p=top_p) for top_p in (0.9, 1.0)),
+    replace(SAMPLED, top_k=5, top_p=1.0, typical_p=0.9, min_p=0.1, repetition_penalty=1.2),
+    replace(GREEDY, frequency_penalty=0.5, logprobs=3, prompt_logprobs=3),
+    replace(GREEDY, logit_bias={3: 1.0}, bad_words=((4, 5), (6,)), min_tokens=2),
+    replace(SAMPLED, allowed_token_ids=(3, 4, 5), presence_penalty=0.5),
+]
+
+
+def ask(llm: LLM, *wishes: tuple[tuple[int, ...], list[SamplingParams]]) -> None:
+    """Prompts of so many tokens with these parameters."""
+    for lengths, params in wishes:
         prompts = [[7 + i % 50 for i in range(length)] for length in lengths]
-        outputs = llm.generate(prompts, [greedy, sampled][: len(prompts)], progress=False)
+        outputs = llm.generate(prompts, params[: len(prompts)], progress=False)
         assert all(output.completions[0].error is None for output in outputs)
+
+
+def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
+    """What an engine compiles while it is idle."""
+    compiled()
+    while llm._client._loop.rest():
+        pass
+    return compiled()
 
 
 @INTERPRETED_ONLY
@@ -117,15 +155,39 @@ def test_requests_of_an_engine_that_was_idle_wait_for_nothing(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with LLM(str(tmp_path), **(OPTIONS | {"quantization": format})) as llm:
-        loop = llm._client._loop
-        compiled()
-        while loop.rest():
-            pass
-        ready = compiled()
-        names = {launch.split()[0] for launch in ready}
+        known = ready(llm, compiled)
+        names = {launch.split()[0] for launch in known}
         assert {"attention_prefill_kernel", "attention_decode_kernel", "pick_kernel"} <= names
-        ask(llm)
-        assert compiled() - ready == set()
+        ask(llm, *((lengths, [GREEDY, SAMPLED]) for lengths in LENGTHS))
+        assert compiled() - known == set()
+
+
+@INTERPRETED_ONLY
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "medusa", "eagle"])
+def test_nor_do_requests_with_drafts_and_rarer_rules(
+    method: str, tmp_path: Path, compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    small = CONFIG | {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(small))
+    options: dict[str, Any] = {"spec_method": method, "spec_tokens": 4}
+    options["speculative_config"] = {"adaptive": False}
+    if method == "draft_model":
+        options["spec_model"] = str(tmp_path / "small")
+    elif method != "ngram":
+        install(monkeypatch, {"medusa": medusa, "eagle": eagle}[method])
+        options |= {"spec_method": TREE_METHOD, "spec_model": str(tmp_path)}
+        options["speculative_config"]["typical_acceptance"] = method == "medusa"
+    with LLM(str(tmp_path), **(OPTIONS | options)) as llm:
+        known = ready(llm, compiled)
+        names = {launch.split()[0] for launch in known}
+        assert {"penalize_kernel", "limit_kernel", "scatter_kernel"} <= names
+        assert ("shares_kernel" in names) == (method in ("draft_model", "medusa"))
+        longer = [replace(params, max_tokens=4) for params in (GREEDY, SAMPLED)]
+        ask(llm, *((lengths, longer) for lengths in LENGTHS))
+        ask(llm, *(((3, 9), [params, replace(params, max_tokens=4)]) for params in RARER))
+        assert compiled() - known == set()
 
 
 @INTERPRETED_ONLY

@@ -44,6 +44,7 @@ OPTIONAL_RANGES: Mapping[str, tuple[int, int]] = {
     "max_num_batched_tokens": (1, 1 << 20),
     "num_blocks": (2, (1 << 31) - 1),  # block 0 is never handed out; ids are int32
     "kv_cache_memory": (1, 1 << 50),
+    "graph_memory": (0, 1 << 50),
     "threads": (1, 1024),
 }
 

@@ -29,6 +29,8 @@ class EngineConfig:
         num_blocks: KV blocks; None: as many as memory and use allow.
         memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
         kv_cache_memory: bytes for the KV cache; None: planned.
+        graph_memory: bytes for CUDA graphs, which replay what a step computes; 0: steps are not
+            captured; None: planned.
         kv_cache_dtype: of keys and values: "auto" (the model's dtype), "fp32", "bf16", "fp16",
             "fp8", "int8" or "int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.
         kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.
@@ -66,6 +68,7 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
+    graph_memory: int | None = None
     kv_cache_dtype: str = AUTO
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
@@ -136,6 +139,7 @@ class RunnerConfig:
     seed: int = 0
     graph_sizes: tuple[GraphSize, ...] = ()  # of forwards that may be captured on a GPU
     draft_graph_sizes: tuple[GraphSize, ...] = ()  # of the draft model's, or the heads'
+    graph_memory: int = 0  # bytes that all of them together may take
 
 
 @dataclass(frozen=True, slots=True)

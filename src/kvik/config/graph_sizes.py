@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # What a driver keeps of a kernel in a captured graph: its arguments, its launch, and its place
-# among the others. Not measured yet; a guess on the safe side.
+# among the others. Not measured yet; a guess on the safe side. No more is captured than what it
+# comes to (`GraphMemory`).
 BYTES_PER_KERNEL = 16 << 10
+# What all graphs share beside their tensors: the workspace of cuBLAS on the stream that captures
+# (32 MiB on Hopper), and what the allocator takes more than it is asked for, in segments of 20 MiB.
+POOL_BYTES = 96 << 20
 KERNELS_PER_LAYER, OTHER_KERNELS = 16, 32  # launched by one forward
 LONGEST = 64  # tokens of a row, which attention takes by one kernel (kernels/triton)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvik.config.graph_sizes import (
+    POOL_BYTES,
     GraphSize,
     catching_up_sizes,
     decoding_sizes,
@@ -168,6 +169,7 @@ class Footprint:
     mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
     draft: Footprint | None = None  # of the draft model beside it
     heads: HeadsFootprint | None = None  # of draft heads
+    graph_memory: int | None = None  # see `EngineConfig`
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -260,7 +262,7 @@ class Footprint:
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Of the forwards that may be captured."""
-        if not self._captured_steps:
+        if not self._captured_steps or self.graph_memory == 0:
             return ()
         return decoding_sizes(size.max_num_seqs) + self._judging_sizes(size)
 
@@ -272,7 +274,7 @@ class Footprint:
 
     def draft_graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """The same of the draft model, or of the heads."""
-        if self.kernels != "triton" or not size.max_draft_rows:
+        if self.kernels != "triton" or not size.max_draft_rows or self.graph_memory == 0:
             return ()
         rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
         if self.heads is not None:
@@ -282,7 +284,13 @@ class Footprint:
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
 
     def graphs(self, size: StepSize) -> int:
-        total, drafting = 0, self.draft_graph_sizes(size)
+        """Of all that may be captured, as asked for, or as it is expected to take."""
+        drafting = self.draft_graph_sizes(size)
+        if not drafting and not self._captured_steps:
+            return 0
+        if self.graph_memory is not None:
+            return self.graph_memory
+        total = POOL_BYTES
         if self._captured_steps:
             judging, rows = self._judging_sizes(size), size.max_num_seqs
             decoding = GraphSize(rows, rows, 1, rows)  # the largest of them

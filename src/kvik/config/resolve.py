@@ -153,6 +153,7 @@ def resolve(
             seed=config.seed,
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
+            graph_memory=footprint.graphs(size),
         ),
         memory=plan,
         seed=config.seed,
@@ -253,6 +254,7 @@ def choose_footprint(
         config.kv_cache_dtype,
         config.kv_cache_dtype_skip_layers,
         kernels,
+        graph_memory=config.graph_memory,
     )
     return kernels, footprint
 
@@ -429,16 +431,21 @@ def _cut_seqs(
 
 def _note_graphs(footprint: Footprint, size: StepSize, notes: Notes) -> None:
     """Of captured forwards, where any can be."""
-    sizes = footprint.graph_sizes(size)
-    if not sizes:
-        return
-    value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
-    judging = " and judging" if size.max_draft_rows else ""
-    if drafting := footprint.draft_graph_sizes(size):
-        value += f", {len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
-    taken = show_bytes(footprint.graphs(size))
-    reason = f"decoding{judging} steps are replays; {taken} are planned for all of them"
-    notes.add("cuda_graphs", value, reason)
+    able = replace(footprint, graph_memory=None)
+    sizes, drafting = able.graph_sizes(size), able.draft_graph_sizes(size)
+    if footprint.graph_memory == 0 and (sizes or drafting):
+        notes.add("cuda_graphs", "none", ASKED)
+    elif sizes or drafting:
+        what = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
+        value, replayed = what, "drafts are made by replays"
+        if sizes:
+            value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
+            value += f", {what}" if drafting else ""
+            judging = " and judging" if size.max_draft_rows else ""
+            replayed = f"decoding{judging} steps are replays"
+        taken = show_bytes(footprint.graphs(size))
+        planned = "are planned" if footprint.graph_memory is None else "were asked for"
+        notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")
 
 
 def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:

@@ -137,6 +137,11 @@ class ResolvedSpeculation:
         """Whether the drafts of a request are the nodes of a tree."""
         return self.method in TREE_METHODS
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn from a distribution, where a request's tokens are."""
+        return self.method == "draft_model"
+
 
 def speculative_wish(
     config: object, method: object, model: object, tokens: object

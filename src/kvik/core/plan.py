@@ -69,6 +69,20 @@ class DraftTimes:
 
 
 @frozen
+class GraphCounts:
+    """Steps of a GPU that are captured by now, and what they take of it.
+
+    Attributes:
+        captured: CUDA graphs.
+        taken, planned: bytes.
+    """
+
+    captured: int
+    taken: int
+    planned: int
+
+
+@frozen
 class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order.
 
@@ -79,6 +93,7 @@ class ModelRunnerOutput:
         draft_times: None: nothing guesses ahead, or nobody had drafts or was asked for any.
         draft_places: of drafts that form a tree: [n], how deep the first n of them go; None: each
             follows the one before it.
+        graphs: None: as the last step that told, or nothing is captured on this device.
     """
 
     step: int
@@ -92,3 +107,4 @@ class ModelRunnerOutput:
     turn_seconds: float = 0.0
     draft_times: DraftTimes | None = None
     draft_places: Sequence[int] | None = None
+    graphs: GraphCounts | None = None

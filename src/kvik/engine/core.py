@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ParamError
 from kvik.core.counters import RequestSpeculation
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.seeds import derive_seed
 from kvik.core.types import EngineRequest, FinishReason, Request, RequestDelta
@@ -30,6 +30,7 @@ class EngineCore:
         self._proposing = 0.0
         # Of requests that ended; see `RequestSpeculation`.
         self._seconds = self._plain_seconds = 0.0
+        self._graphs: GraphCounts | None = None
 
     def add(self, request: EngineRequest, now: float) -> int:
         """Queue a request.
@@ -109,6 +110,7 @@ class EngineCore:
         """Take in the result of the oldest plan in flight."""
         if output.draft_times is not None:
             self._proposing += output.draft_times.proposing
+        self._graphs = output.graphs or self._graphs
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
@@ -154,6 +156,7 @@ class EngineCore:
             step_sizes=tuple(counters.step_sizes),
             work=scheduler.meter.read(scheduler.running),
             speculation=self._speculation(),
+            graphs=self._graphs,
             pace=PaceStats(
                 scheduler.pace.seconds_per_step, scheduler.pace.prefill_tokens_per_second
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvik.core.counters import DraftCounts
+from kvik.core.plan import GraphCounts
 from kvik.core.work import Work
 
 
@@ -92,6 +93,8 @@ class EngineStats:
     speculation: SpeculationStats | None = None  # None: off
     pace: PaceStats = field(default_factory=PaceStats)
     pinned_blocks: int = 0  # kept in the prefix cache for a while, used or not
+    # When the last step was finished; None: nothing is captured on this device, or was told yet.
+    graphs: GraphCounts | None = None
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -161,6 +161,15 @@ def _engine(families: Families, stats: EngineStats) -> None:
     buckets.append(("+Inf", float(below)))
     note = "Tokens of a step."
     families.buckets("iteration_tokens_total", note, buckets, float(stats.scheduled_tokens))
+    if stats.graphs is not None:
+        note = "Steps that are captured as CUDA graphs."
+        families.gauge("cuda_graphs", note, stats.graphs.captured, ours=True)
+        rows = [
+            ({"kind": "taken"}, stats.graphs.taken),
+            ({"kind": "planned"}, stats.graphs.planned),
+        ]
+        note = "GPU memory of all CUDA graphs, and what was put aside for them."
+        families.gauge("cuda_graph_bytes", note, rows, ours=True)
 
 
 def _cache(families: Families, config: ResolvedConfig, stats: EngineStats) -> None:

@@ -15,6 +15,7 @@ from kvik.models.registry import load_model
 from kvik.nn.engine_folder import Written, stored_bytes, write_weights
 from kvik.nn.opening import open_weights
 from kvik.nn.storage import FreshStorage
+from kvik.worker.current_device import on_device
 from kvik.worker.loading import make_builder
 from kvik.worker.platforms import platform
 
@@ -42,9 +43,16 @@ def build_weights(
         ModelError: the weights do not fit the model.
         OSError: they cannot be written.
     """
+    if config.runner.device == "cpu":
+        torch.set_num_threads(config.runner.threads)
+    with on_device(torch.device(config.runner.device)):
+        return _build_weights(config, file, progress)
+
+
+def _build_weights(
+    config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
+) -> BuiltWeights:
     runner = config.runner
-    if runner.device == "cpu":
-        torch.set_num_threads(runner.threads)
     parts = platform(config).parts
     storage = FreshStorage(parts.ops)
     checkpoint, groups = open_weights(Path(runner.model_path)), config.cache.groups

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import Capturer, Captures
+from kvik.worker.captures import SPARSEST, Capturer, Captures
 from kvik.worker.device_inputs import DeviceInputs
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Eager, Network, StepOutput
 from kvik.worker.input_batch import InputBatch
-
-SPARSEST = 2  # a step is not padded to more than so many times the tokens of its size
 
 
 class DecodeGraphs:
@@ -40,16 +39,19 @@ class DecodeGraphs:
         block_size: int,
         max_context: int,
         clock: Callable[[], float],
+        memory: GraphMemory,
     ) -> None:
         """
         Args:
             inputs: where every batch lies, padded as far as the largest size.
             sizes: that may be captured.
             max_context: keys of a request, at most.
+            memory: see `Captures`.
         """
         self.network = network
         self.inputs = inputs
-        self._captures = Captures(capturer, sorted(sizes, key=_by_tokens), self._laid_out, clock)
+        ordered = sorted(sizes, key=_by_tokens)
+        self._captures = Captures(capturer, ordered, self._laid_out, clock, memory)
         self._most_tokens = max(size.tokens for size in sizes)
         self._most_samples = max(size.samples for size in sizes)
         self._block_size = block_size

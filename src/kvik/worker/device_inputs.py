@@ -41,7 +41,6 @@ class DeviceInputs:
         """
         self.groups = range(num_groups)
         self.trees = trees
-        self._device = device
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
@@ -78,12 +77,14 @@ class DeviceInputs:
             for group in self.groups
         }
         self._changed: tuple[int, int] | None = None  # bytes of the host's that are to be sent
-        self._sent: torch.cuda.Event | None = None  # behind the last copy
+        # Behind the last copy, which may still read the host's memory if something was sent.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._sent = False
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        if self._sent is not None:  # the step before the last one has ended, and so has this copy
-            self._sent.synchronize()
-            self._sent = None
+        if self._sent and self._copied is not None:
+            self._copied.synchronize()  # the step before the last one has ended, and so has this
+            self._sent = False
         if name in self._tables:
             return self._tables[name].put(array)
         whole, count = self._arrays[name], len(array)
@@ -110,9 +111,9 @@ class DeviceInputs:
             self._changed = None
         for table in self._tables.values():
             table.send()
-        if self._device.type == "cuda":
-            self._sent = torch.cuda.Event()
-            self._sent.record()
+        if self._copied is not None:
+            self._copied.record()
+            self._sent = True
 
     def clear(self) -> None:
         """A step without requests."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 
 _Ids = NDArray[np.int64]
 
@@ -93,9 +93,10 @@ class Edits:
         logits.index_put_((rows, ids), values, accumulate=True)
         if len(self.restricted):
             kept = logits[self.allowed]
-            logits[self.restricted] = -torch.inf
+            logits.index_fill_(0, self.restricted, -torch.inf)
             logits[self.allowed] = kept
-        logits[self.banned] = -torch.inf
+        # A plain number would be copied to the device, which waits for it.
+        logits.index_put_(self.banned, logits.new_full((), -torch.inf))
 
 
 def gather_edits(

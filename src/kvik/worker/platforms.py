@@ -15,20 +15,23 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
+from kvik.config.graph_sizes import heads_sizes
 from kvik.config.memory import DRAW_BYTES
+from kvik.config.model_spec import ModelSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.captures import CudaCapturer
+from kvik.worker.captures import Capturer, CudaCapturer
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.device_inputs import DeviceInputs
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.kv_pool import KVPool
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
-from kvik.worker.warm_up import Resting, WarmUp, draws, forwards
+from kvik.worker.warm_up import NOTHING, Resting, forwards, heads, rules
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,11 @@ class Platform(Protocol):
     @property
     def parts(self) -> Parts: ...
 
+    @property
+    def graph_memory(self) -> GraphMemory | None:
+        """Of what is captured on a GPU; None: nothing can be."""
+        ...
+
     def graph(
         self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
@@ -74,12 +82,22 @@ class Platform(Protocol):
         """
         ...
 
-    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
-        """What an idle engine gets ready, before it rests for its graphs and after that.
+    def warm_up(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
+        """What an idle engine gets ready before it rests for the network's graph.
 
         Args:
-            sizes: of the largest step.
+            sizes, trees: as of `graph`.
         """
+        ...
+
+    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        """The same of draft heads. Arguments as of `rows`."""
+        ...
+
+    def warm_up_rules(self) -> Resting:
+        """What an idle engine gets ready at last: the ways to sample."""
         ...
 
     @staticmethod
@@ -91,6 +109,8 @@ class Platform(Protocol):
 
 class TorchPlatform:
     """torch's own kernels, on any of its devices."""
+
+    graph_memory: GraphMemory | None = None
 
     def __init__(self, config: ResolvedConfig) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
@@ -106,8 +126,16 @@ class TorchPlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
-    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
-        return WarmUp(()), WarmUp(())
+    def warm_up(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
+        return NOTHING
+
+    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        return NOTHING
+
+    def warm_up_rules(self) -> Resting:
+        return NOTHING
 
     @staticmethod
     def release_freed() -> None:
@@ -116,6 +144,8 @@ class TorchPlatform:
 
 class NativePlatform:
     """The native kernels for CPUs."""
+
+    graph_memory: GraphMemory | None = None
 
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.cpu.buffers import zeros
@@ -154,8 +184,16 @@ class NativePlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
-    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
-        return WarmUp(()), WarmUp(())
+    def warm_up(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
+        return NOTHING
+
+    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        return NOTHING
+
+    def warm_up_rules(self) -> Resting:
+        return NOTHING
 
     @staticmethod
     def release_freed() -> None:
@@ -180,6 +218,13 @@ class TritonPlatform:
         pool = KVPool(config.memory.kv_cache)
         self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool)
         self._config = config
+        self._graph_memory = GraphMemory(runner.graph_memory, config.memory.activations)
+        self._capturer: Capturer | None = None
+
+    @property
+    def graph_memory(self) -> GraphMemory | None:
+        runner = self._config.runner
+        return self._graph_memory if runner.graph_sizes or runner.draft_graph_sizes else None
 
     def graph(
         self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
@@ -190,15 +235,22 @@ class TritonPlatform:
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
         captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
         if not isinstance(self.parts.backend, TritonAttention):
-            captured = ()  # other backends plan a step on the host
+            # Others plan a step on the host, which must be told anew what each step is.
+            return Eager(network), FreshInputs(device)
         inputs = DeviceInputs(
             sizes, len(network.groups), -(-context // block_size), device, captured, trees=trees
         )
         if not captured:
             return Eager(network), inputs
-        capturer = CudaCapturer(device)
         graphs = DecodeGraphs(
-            network, inputs, capturer, captured, block_size, context, time.monotonic
+            network,
+            inputs,
+            self._one_capturer(),
+            captured,
+            block_size,
+            context,
+            time.monotonic,
+            self._graph_memory,
         )
         return graphs, inputs
 
@@ -206,21 +258,39 @@ class TritonPlatform:
         sizes = [size.rows for size in self._config.runner.draft_graph_sizes]
         if not sizes:
             return EagerRows(function)
-        capturer = CudaCapturer(self.parts.device)
-        return CapturedRows(function, like, sizes, capturer, time.monotonic)
+        capturer, memory = self._one_capturer(), self._graph_memory
+        return CapturedRows(function, like, sizes, capturer, time.monotonic, memory)
 
-    def warm_up(self, network: Network, sizes: StepSizes) -> tuple[Resting, Resting]:
+    def _one_capturer(self) -> Capturer:
+        """Of the model, of drafts and of heads, so that they share memory."""
+        if self._capturer is None:
+            self._capturer = CudaCapturer(self.parts.device)
+        return self._capturer
+
+    def warm_up(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
         from kvik.attention.triton import TritonAttention
+        from kvik.kernels.triton.attention_shapes import SHORT
         from kvik.kernels.triton.shape_classes import lengths
 
-        config, scheduler = self._config, self._config.scheduler
-        model, most = config.model, min(sizes.tokens, scheduler.max_model_len)
-        classes = lengths(model.num_heads, model.num_kv_heads, most)
-        if isinstance(self.parts.backend, TritonAttention):
-            steps = forwards(network, classes, config.cache.block_size, scheduler.max_model_len)
-        else:  # which gathers on its own what the host says there is
-            steps = WarmUp(())
-        return steps, draws(network.ops, model.vocab_size, self.parts.device)
+        if not isinstance(self.parts.backend, TritonAttention):
+            return NOTHING  # others gather on their own what the host says there is
+        context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
+        most = min(sizes.tokens, spec.max_context, context)
+        classes = lengths(spec.num_heads, spec.num_kv_heads, most)
+        nodes = [length for length in classes if trees and length <= SHORT]
+        return forwards(network, classes, sizes.samples, block_size, context, nodes)
+
+    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        if self._config.runner.draft_graph_sizes:
+            return NOTHING  # they are compiled as they are captured
+        sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
+        return heads(function, like, sizes)
+
+    def warm_up_rules(self) -> Resting:
+        config, parts = self._config, self.parts
+        return rules(parts.ops, config.model.vocab_size, parts.device, config.speculation)
 
     @staticmethod
     def release_freed() -> None:

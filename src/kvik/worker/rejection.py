@@ -147,19 +147,25 @@ def coupled(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, uniforms: Tens
     """
     of_draft = drafts[:, None]
     chance, guess = (x.gather(1, of_draft)[:, 0].double() for x in (p, q))
-    rejected = (accept * guess >= chance).nonzero()[:, 0]
+    refused = accept * guess >= chance
+    if p.device.type != "cpu":  # to look at which ones would take longer than to draw for all
+        return torch.where(refused, _drawn_instead(p, q, uniforms), drafts)
+    rejected = refused.nonzero()[:, 0]
     if not len(rejected):
         return drafts
-    p = p[rejected]
-    rest = (p - q[rejected]).clamp_(min=0)
-    mass = rest.cumsum(-1, dtype=torch.float64)
-    # Of equal distributions rounding may leave nothing, or less than nothing.
-    lost = mass[:, -1] <= 0
-    if bool(lost.any()):
-        mass[lost] = p[lost].cumsum(-1, dtype=torch.float64)
-    point = uniforms[rejected, None] * mass[:, -1:]
-    drawn = torch.searchsorted(mass, point, right=True)[:, 0]
+    drawn = _drawn_instead(p[rejected], q[rejected], uniforms[rejected])
     return drafts.index_copy(0, rejected, drawn)
+
+
+def _drawn_instead(p: Tensor, q: Tensor, uniforms: Tensor) -> Tensor:
+    """[n] int64 of norm(max(0, p - q)). Arguments as `coupled`."""
+    mass = (p - q).clamp_(min=0).cumsum(-1, dtype=torch.float64)
+    # Of equal distributions rounding may leave nothing, or less than nothing.
+    lost = mass[:, -1:] <= 0
+    if p.device.type != "cpu" or bool(lost.any()):
+        mass = torch.where(lost, p.cumsum(-1, dtype=torch.float64), mass)
+    point = uniforms[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, point, right=True)[:, 0]
 
 
 def typical(p: Tensor, drawn: Tensor, owners: Tensor, drafts: Tensor, rule: Typical) -> Tensor:

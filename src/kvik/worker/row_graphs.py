@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.worker.captures import Capturer, Captures
+from kvik.worker.captures import SPARSEST, Capturer, Captures
+from kvik.worker.graph_memory import GraphMemory
 
 RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], waiting for nothing
 
@@ -43,6 +44,7 @@ class CapturedRows:
         sizes: Sequence[int],
         capturer: Capturer,
         clock: Callable[[], float],
+        memory: GraphMemory,
     ) -> None:
         """
         Args:
@@ -50,11 +52,14 @@ class CapturedRows:
                 cannot be captured.
             like: its inputs, of any number of rows.
             sizes: numbers of rows, ascending.
+            memory: see `Captures`.
         """
         self._function = function
         self._inputs = [_rows(sizes[-1], tensor) for tensor in like]
         self._output: Tensor | None = None  # of every size, in the first rows
-        self._captures = Captures(capturer, sizes, lambda size: lambda: self._call(size), clock)
+        self._captures = Captures(
+            capturer, sizes, lambda size: lambda: self._call(size), clock, memory
+        )
 
     def run(self, *inputs: Tensor) -> Tensor:
         self._captures.prepare()
@@ -62,9 +67,8 @@ class CapturedRows:
         at = bisect_left(sizes, rows)
         if at == len(sizes):
             return self._function(*inputs)
-        replay = self._captures.captured.get(sizes[at])
+        replay = self._captured(sizes[at])
         if replay is None or self._output is None:
-            self._captures.miss(sizes[at])
             return self._function(*inputs)
         for there, tensor in zip(self._inputs, inputs, strict=True):
             there[:rows].copy_(tensor)
@@ -73,6 +77,18 @@ class CapturedRows:
 
     def rest(self) -> bool:
         return self._captures.rest()
+
+    def _captured(self, best: int) -> Callable[[], None] | None:
+        """Of the size that fits best, or of one that is not much larger; None: there is none."""
+        captures = self._captures
+        replay = captures.captured.get(best)
+        if replay is None:
+            captures.miss(best)
+            sizes = (size for size in captures.sizes if best < size <= SPARSEST * best)
+            replay = next(
+                (captures.captured[size] for size in sizes if size in captures.captured), None
+            )
+        return replay
 
     def _call(self, size: int) -> None:
         found = self._function(*(tensor[:size] for tensor in self._inputs))

@@ -2,10 +2,11 @@
 
 Triton compiles a kernel when it is first launched, for the types and constants of that launch, and
 keeps it on disk: seconds once on a machine, some hundredths in each process after that. So while
-nobody asks for anything, a step is run for each class of lengths for which other kernels run; its
-tokens are stored nowhere. What is asked meanwhile waits for one of these steps at most, which
-compiles what it would have compiled itself. An engine without idle time (`LLM`) compiles what its
-requests need, and nothing else.
+nobody asks for anything, a step is run for each class of lengths for which other kernels run, of
+the model and of one that drafts for it; its tokens are stored nowhere. Then a token is sampled by
+each set of rules that runs others, what requests have most first. What is asked meanwhile waits for
+one of these at most, which compiles what it would have compiled itself. An engine without idle time
+(`LLM`) compiles what its requests need, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,14 +15,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kvik.attention.base import StepLayout
-from kvik.kernels.draws import Draws, Truncation
+from kvik.config.speculative import ResolvedSpeculation
+from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.ops import Ops
+from kvik.kernels.upload import upload
 from kvik.worker.graphs import Network
+from kvik.worker.noise import DRAFT
+from kvik.worker.row_graphs import RowFunction
+from kvik.worker.sampler import Sampler
+from kvik.worker.sampling_batch import Guesses, Offers, Supposed
+from kvik.worker.sampling_table import SamplingTable
 
 log = logging.getLogger(__name__)
 
@@ -48,27 +59,50 @@ class WarmUp:
         return bool(self._calls)
 
 
-def forwards(network: Network, lengths: Sequence[int], block_size: int, max_context: int) -> WarmUp:
+NOTHING = WarmUp(())
+
+
+def forwards(
+    network: Network,
+    lengths: Sequence[int],
+    samples: int,
+    block_size: int,
+    max_context: int,
+    trees: Sequence[int] = (),
+) -> WarmUp:
     """Steps of one request of so many tokens, behind no others and behind as many as there may be:
-    which kernels run depends on both.
+    which kernels run depends on both. Last, blocks are copied.
 
     Args:
         lengths: none exceeds max_context.
+        samples: rows of logits, at most.
+        trees: lengths of requests in steps that hold trees of drafts.
     """
+    steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
     return WarmUp(
         [
-            partial(_forward, network, length, block_size, context, max_context)
-            for length in lengths
-            for context in sorted({length, max_context})
+            *(
+                partial(_forward, network, length, samples, block_size, context, max_context, tree)
+                for length, tree in steps
+                for context in sorted({length, max_context})
+            ),
+            partial(_copy_blocks, network),
         ]
     )
 
 
 def _forward(
-    network: Network, length: int, block_size: int, context: int, max_context: int
+    network: Network,
+    length: int,
+    samples: int,
+    block_size: int,
+    context: int,
+    max_context: int,
+    tree: bool,
 ) -> None:
     """The device is told of a request without others before it, whose keys nobody has written: what
-    it attends to lies in block 0, which is nobody's. Only the host believes in the context."""
+    it attends to lies in block 0, which is nobody's. Only the host believes in the context. As many
+    of its tokens are sampled from as may be, as those of drafts are."""
     device = network.kv[0].k.device
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
@@ -78,27 +112,104 @@ def _forward(
         num_scheduled=(length,),
         contexts=(context,),
         block_size=block_size,
+        tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
     )
     network.forward(
         torch.zeros(length, dtype=torch.int64, device=device),
         torch.arange(length, device=device),
         [layout] * len(network.groups),
-        torch.full((1,), length - 1, dtype=torch.int64, device=device),
+        torch.arange(max(0, length - samples), length, device=device),
     )
 
 
-def draws(ops: Ops, vocab_size: int, device: torch.device) -> WarmUp:
-    """Tokens of a row of equal logits, by the rules that requests have most: a temperature alone,
-    top_p, top_k and top_p."""
-    top_k = torch.full((1,), 20, dtype=torch.int64, device=device)
-    top_p = torch.full((1,), 0.9, dtype=torch.float64, device=device)
-    rules = (Truncation(), Truncation(top_p=top_p), Truncation(top_k=top_k, top_p=top_p))
+def _copy_blocks(network: Network) -> None:
+    """One block or several: the second number of a single pair is not where kernels like it."""
+    for count in (1, 2):
+        pairs = upload(np.zeros((count, 2), np.int64), network.kv[0].k.device)
+        source, target = pairs.unbind(1)
+        for cache in network.kv:
+            for tensor in cache.tensors:
+                network.ops.copy_blocks(tensor, source, target)
 
-    def draw(rule: Truncation) -> None:
-        logits = torch.zeros(1, vocab_size, device=device)
-        temperature = torch.ones(1, device=device)
-        ops.draw(
-            logits, Draws(temperature, torch.zeros(1, dtype=torch.float64, device=device), rule)
-        )
 
-    return WarmUp([partial(draw, rule) for rule in rules])
+def heads(function: RowFunction, like: Sequence[Tensor], sizes: Sequence[int]) -> WarmUp:
+    """Draft heads that are not captured.
+
+    Args:
+        function, like: see `CapturedRows`. sizes: numbers of rows.
+    """
+    return WarmUp(
+        [
+            partial(function, *(x.new_zeros(size, *x.shape[1:]) for x in like))
+            for size in sorted(sizes, reverse=True)
+        ]
+    )
+
+
+_DROPPING = {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9}
+_USUAL = ((), ("top_p",), ("top_k", "top_p"))
+_EVERY = tuple(names for n in range(len(_DROPPING) + 1) for names in combinations(_DROPPING, n))
+
+
+def _by(*names: str) -> SamplingParams:
+    """Rules that drop unlikely tokens."""
+    return SamplingParams(**{name: _DROPPING[name] for name in names})  # type: ignore[arg-type]
+
+
+# A request for each set of rules by which other kernels run, what is asked for most first.
+WISHES = (
+    *(_by(*names) for names in _USUAL),
+    SamplingParams(temperature=0.0, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, logprobs=1),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, bad_words=((0,),), allowed_token_ids=(0,)),
+    *(_by(*names) for names in _EVERY if names not in _USUAL),
+)
+
+
+def rules(
+    ops: Ops, vocab_size: int, device: torch.device, speculation: ResolvedSpeculation | None
+) -> WarmUp:
+    """Tokens of a row of equal logits by each of `WISHES`; and the same where drafts are drawn and
+    judged, if they may be."""
+    sampler = Sampler(ops, looks=False)
+    here = vocab_size, device
+    calls = [partial(_sample, sampler, *here, wish) for wish in WISHES]
+    if speculation is not None and (speculation.draws or speculation.typical is not None):
+        calls += [
+            partial(_judge, sampler, *here, wish, speculation) for wish in WISHES if not wish.greedy
+        ]
+    return WarmUp(calls)
+
+
+_SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # of one row
+
+
+def _set_up(vocab_size: int, device: torch.device, wish: SamplingParams) -> SamplingTable:
+    table = SamplingTable(1, vocab_size, device)
+    table.set(0, wish, 0, [0], [], frozenset())
+    return table
+
+
+def _sample(sampler: Sampler, vocab_size: int, device: torch.device, wish: SamplingParams) -> None:
+    table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
+    for supposed in (Supposed(_SLOTS[:0], _SLOTS[:0]), Supposed(_SLOTS, _SLOTS)):
+        sampler.sample(logits, table.batch(_SLOTS, _PLACES, supposed))
+
+
+def _judge(
+    sampler: Sampler,
+    vocab_size: int,
+    device: torch.device,
+    wish: SamplingParams,
+    speculation: ResolvedSpeculation,
+) -> None:
+    """A draft that is drawn, or that is typical enough."""
+    table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
+    if speculation.draws:
+        guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))
+        assert guess.probs is not None
+        judged = Guesses(_SLOTS, _SLOTS, guess.probs)
+        sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=judged))
+    if speculation.typical is not None:
+        offers = Offers(_SLOTS, _SLOTS, speculation.typical)
+        sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=offers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.nn.context import ForwardContext
 from kvik.worker.copies import AtOnce, Copies, PinnedCopies
+from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.loading import load_network
 from kvik.worker.model_runner import ModelRunner
@@ -40,13 +42,22 @@ class Worker:
         Args:
             copies: how results come to the host; None: as is best on the device.
         """
-        runner, cache, scheduler = config.runner, config.cache, config.scheduler
+        runner = config.runner
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
         self._set_threads()
+        self._device = torch.device(runner.device)
+        self._inference = inference_on(self._device)
+        with on_device(self._device):
+            self._build(config, clock, copies)
+
+    def _build(
+        self, config: ResolvedConfig, clock: Callable[[], float], copies: Copies | None
+    ) -> None:
+        runner, cache, scheduler = config.runner, config.cache, config.scheduler
         chosen = platform(config)
-        self._release_freed = chosen.release_freed
+        self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         network = load_network(
             config,
             chosen,
@@ -61,9 +72,8 @@ class Worker:
             scheduler.max_num_seqs,
             speculation.max_draft_rows if speculation else 0,
         )
-        graph, inputs = chosen.graph(
-            network, sizes, trees=speculation is not None and speculation.trees
-        )
+        trees = speculation is not None and speculation.trees
+        graph, inputs = chosen.graph(network, sizes, trees=trees)
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
         table = RequestTable(
@@ -71,14 +81,14 @@ class Worker:
         )
         sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
         speculator: Speculator | None = None
-        before, after = chosen.warm_up(network, sizes)
-        self._resting: tuple[Resting, ...] = (before, graph)
+        compiled = chosen.warm_up(network, config.model, sizes, trees=trees)
+        self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
             parts = DrafterParts(speculation, config, table, sampling, network, chosen)
             drafter = build_drafter(parts)
-            self._resting += tuple(parts.graphs)
+            self._resting += tuple(parts.resting)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
-        self._resting += (after,)
+        self._resting += (chosen.warm_up_rules(),)
         if copies is None:
             copies = best_copies(device)
         # See `Executor`.
@@ -98,37 +108,40 @@ class Worker:
     def begin(self, plan: SchedulerOutput) -> RunningStep:
         """See `ModelRunner.begin`."""
         runner = self._ready()
-        with torch.inference_mode():
+        with self._inference():
             return runner.begin(plan)
 
     def finish(self, step: RunningStep) -> ModelRunnerOutput:
         """See `ModelRunner.finish`."""
         runner = self._ready()
-        with torch.inference_mode():
-            return runner.finish(step)
+        with self._inference():
+            output = runner.finish(step)
+        if self._graphs is None or (news := self._graphs.news()) is None:
+            return output
+        return replace(output, graphs=news)
 
     def rest(self) -> bool:
         """See `Executor.rest`."""
         self._ready()
-        with torch.inference_mode():
+        with self._inference():
             return any(each.rest() for each in self._resting)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
         runner = self._ready()
-        with torch.inference_mode():
+        with self._inference():
             return runner.read(plan)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of some rows of what `read` returned: [rows, hidden] -> [rows, vocab] fp32."""
         runner = self._ready()
-        with torch.inference_mode():
+        with self._inference():
             return runner.network.model.logits(hidden)
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Tokens [rows] at positions [rows] as the model takes them in: [rows, hidden]."""
         runner = self._ready()
-        with torch.inference_mode():
+        with self._inference():
             return runner.network.model.enter(ids, ForwardContext(positions, (), ()))
 
     def _ready(self) -> ModelRunner:
@@ -146,7 +159,8 @@ class Worker:
         """Drop weights and cache; safe to call twice."""
         self._runner = None
         self._resting = ()
-        with suppress(RuntimeError):  # a GPU that failed has nothing to give back
+        # a GPU that failed has nothing to give back
+        with suppress(RuntimeError), on_device(self._device):
             self._release_freed()  # the next engine of this process plans with what is free
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.eagle import EagleDrafter
+from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.request_table import RequestTable
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction
 
@@ -69,7 +70,7 @@ def test_no_position_lies_behind_the_longest_text():
 
 def captured(function: RowFunction) -> CapturedRows:
     like = (torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
-    graph = CapturedRows(function, (*like, like[1]), (4,), Again(), lambda: 0.0)
+    graph = CapturedRows(function, (*like, like[1]), (4,), Again(), lambda: 0.0, GraphMemory(1, 0))
     assert not graph.rest()
     return graph
 

@@ -259,7 +259,9 @@ class _Rows:
 
     def _search(self, targets: Tensor, *, mass: bool, near: bool = False) -> tuple[Tensor, Tensor]:
         """`lows` and `parts` of the last pass. What is near is searched among what is kept."""
-        lows = torch.empty(2, len(targets), dtype=torch.int64, device=targets.device)
+        # Rows of an even number lie alike in memory, or the second one would be compiled apart.
+        even = len(targets) + len(targets) % 2
+        lows = torch.empty(2, even, dtype=torch.int64, device=targets.device)
         parts = [self._empty(torch.float64, 16) for _ in range(2)]
         *known, _ = self.arguments()
         has_cut, applies_min_p, _, chunk, chunks = self.flags()

@@ -88,7 +88,7 @@ class DraftModel:
             tokens = guessing.draft(depth, *network.logits(output))
         found = np.empty((len(slots), most), np.int64)
         found.fill(NONE)
-        found[chosen] = guessing.found
+        found[chosen] = guessing.told()
         self._ahead[slots, :most] = found
         self._ahead[slots, counts - 1] = NONE  # of the last one there is no K and V
         return Drafts(counts, found[found != NONE], probs=guessing.probs)

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
+from kvik.worker.drafters.guessing import Tokens
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
@@ -72,9 +73,15 @@ class DraftNetwork:
             return output.logits, (output.top, output.top_ids)
         return self._vocabulary.widened(output.logits), None
 
-    def run(self, batch: InputBatch) -> StepOutput:
-        """A forward over the target's tokens."""
+    def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
+        """A forward over the target's tokens.
+
+        Args:
+            tokens: [tokens] int64 on the device, in place of the batch's.
+        """
         self.inputs.send()
+        if tokens is not None:
+            batch.input_ids.copy_(tokens)
         self._vocabulary.narrow_(batch.input_ids)
         return self.graph.run(batch)
 
@@ -153,11 +160,11 @@ class Forwards:
         self._network.table.num_computed[self._slots] = self._ends
         return output
 
-    def follow(self, tokens: np.ndarray) -> StepOutput:
+    def follow(self, tokens: Tokens) -> StepOutput:
         """The next one.
 
         Args:
-            tokens: [rows] int64, the drafts made last.
+            tokens: [rows], the drafts made last.
 
         Returns:
             As `first`, with a row for each row that gets another draft.
@@ -184,14 +191,17 @@ class Forwards:
             self._slots = self._slots[:rows]
             self._tables = [table[:rows] for table in self._tables]
 
-    def _run(self, tokens: np.ndarray, lengths: np.ndarray) -> StepOutput:
+    def _run(self, tokens: Tokens, lengths: np.ndarray) -> StepOutput:
         """
         Args:
-            tokens: [tokens] int64. lengths: [rows] int32, keys of each row.
+            tokens: [tokens]. lengths: [rows] int32, keys of each row.
         """
         network, put = self._network, self._network.inputs.put
         begin, self._used = self._used, self._used + len(tokens)
         self._forwards += 1
+        there: Tensor | None = None
+        if not isinstance(tokens, np.ndarray):
+            there, tokens = tokens, np.zeros(len(tokens), np.int64)
         ids = put("input_ids", tokens)
         positions = put("positions", self._places[begin : self._used])
         put_lengths, mapping = put("seq_lens", lengths), self._mapping[begin : self._used]
@@ -220,4 +230,4 @@ class Forwards:
                 sampling_rows=self._sampling_rows,
                 logits_indices=self._indices,
             )
-        return network.run(self._batch)
+        return network.run(self._batch, there)

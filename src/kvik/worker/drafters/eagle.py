@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.worker.copies import upload
+from kvik.kernels.upload import upload
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
@@ -51,12 +51,16 @@ class _Level:
 
     def on(self, device: torch.device) -> _Level:
         """The same there."""
+
+        def put(here: Tensor) -> Tensor:
+            return upload(here.numpy(), device)
+
         return _Level(
-            self.nodes.to(device),
-            self.parents.to(device),
-            self.children.to(device),
-            self.owners.to(device),
-            self.ranks.to(device),
+            put(self.nodes),
+            put(self.parents),
+            put(self.children),
+            put(self.owners),
+            put(self.ranks),
             self.candidates,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvik.kernels.upload import upload
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.row_graphs import EagerRows, RowFunction, RowGraph
@@ -47,7 +48,7 @@ class MedusaDrafter:
         """[rows, hidden] -> the tokens of the tree [rows, drafts]."""
         if self._depth.device != hidden.device:
             self._depth, self._rank = (
-                tensor.to(hidden.device) for tensor in (self._depth, self._rank)
+                upload(tensor.numpy(), hidden.device) for tensor in (self._depth, self._rank)
             )
         ranks = max(self.tree.ranks) + 1
         likely = torch.topk(self.heads(hidden), ranks, dim=-1).indices  # [rows, depths, ranks]

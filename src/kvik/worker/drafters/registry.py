@@ -26,7 +26,7 @@ from kvik.worker.drafters.heads import load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.medusa import MedusaDrafter
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
-from kvik.worker.graphs import Graph, Network
+from kvik.worker.graphs import Network
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
@@ -35,6 +35,7 @@ from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepSizes
 from kvik.worker.vocabulary import Vocabulary
+from kvik.worker.warm_up import Resting
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class DrafterParts:
     """What a drafter may be built from.
 
     Attributes:
-        graphs: how forwards of its own run; the drafter adds them.
+        resting: what gets ready while nothing is asked, as the drafter adds it.
     """
 
     speculation: ResolvedSpeculation
@@ -51,7 +52,7 @@ class DrafterParts:
     sampling: SamplingTable
     network: Network  # the target's
     platform: Platform
-    graphs: list[Graph | RowGraph] = field(default_factory=list)
+    resting: list[Resting] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
@@ -65,8 +66,9 @@ class DrafterParts:
         """
         width, chosen = self.config.model.hidden_size, self.platform.parts
         hidden = torch.zeros(1, width, dtype=chosen.dtype, device=chosen.device)
-        graph = self.platform.rows(function, (hidden, *more))
-        self.graphs.append(graph)
+        like = (hidden, *more)
+        graph = self.platform.rows(function, like)
+        self.resting.extend((self.platform.warm_up_rows(function, like), graph))
         return graph
 
 
@@ -116,11 +118,10 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         chosen.quantization,
         drafts=True,
     )
+    sizes = StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
     with torch.inference_mode():
-        graph, inputs = parts.platform.graph(
-            network, StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs), drafts=True
-        )
-    parts.graphs.append(graph)
+        graph, inputs = parts.platform.graph(network, sizes, drafts=True)
+    parts.resting.extend((parts.platform.warm_up(network, spec, sizes), graph))
     device = parts.platform.parts.device
     draft = DraftNetwork(
         graph,

@@ -1,0 +1,126 @@
+"""What is planned to be captured on a GPU, and the memory that is put aside for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.draft_heads import MEDUSA, HeadsSpec
+from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.model_spec import ModelSpec
+from kvik.config.resolve import resolve
+from kvik.config.speculative import NO_SOURCE, DraftSource
+
+GIB = 1 << 30
+CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))
+GPU = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset(), gpus=(CARD,), triton=True)
+SPEC = ModelSpec.from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+)
+
+
+def plan(**options: Any) -> ResolvedConfig:
+    return resolve(EngineConfig(**options), SPEC, GPU, "")
+
+
+def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
+    (found,) = [d for d in resolved.decisions if d.name == name]
+    return found.value, found.reason
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 64])
+def test_captured_steps_are_planned(max_num_seqs: int) -> None:
+    spec, sizes = SPEC, {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
+    resolved = plan(**sizes)
+    captured = resolved.runner.graph_sizes
+    assert captured == decoding_sizes(max_num_seqs)
+    value, reason = decision(resolved, "cuda_graphs")
+    assert value == f"{len(captured)} sizes up to {max_num_seqs} requests" and "planned" in reason
+    without = plan(kernels="torch", **sizes)
+    assert without.runner.graph_sizes == ()
+    assert "cuda_graphs" not in [d.name for d in without.decisions]
+    # Torch's attention plans a step on the host, so nothing is captured, or planned for.
+    on_the_host = plan(attention_backend="sdpa", **sizes)
+    assert on_the_host.runner.kernels == "triton" and on_the_host.runner.graph_sizes == ()
+    assert on_the_host.memory.overhead == without.memory.overhead
+    assert "cuda_graphs" not in [d.name for d in on_the_host.decisions]
+    more = resolved.memory.overhead - without.memory.overhead
+    assert more == resolved.runner.graph_memory
+    logits = max_num_seqs * spec.vocab_size * 4
+    assert more >= 2 * logits + len(captured) * graph_bytes(16) + POOL_BYTES
+    assert more < 3 * logits + len(captured) * graph_bytes(16) + POOL_BYTES + (65 << 20)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [(0, ("none", "as asked")), (3 * GIB, ("requests", "3.0 GiB were asked for"))],
+)
+def test_graphs_take_what_they_are_given(asked: int, told: tuple[str, str]) -> None:
+    sizes = {"max_num_seqs": 64, "max_model_len": 4096}
+    resolved = plan(graph_memory=asked, **sizes)
+    assert resolved.runner.graph_memory == asked
+    assert bool(resolved.runner.graph_sizes) == bool(asked)
+    without = plan(kernels="torch", graph_memory=asked, **sizes)
+    assert resolved.memory.overhead - without.memory.overhead == asked
+    assert all(a in b for a, b in zip(told, decision(resolved, "cuda_graphs"), strict=True))
+    assert "cuda_graphs" not in [d.name for d in without.decisions]
+
+
+def test_heads_are_captured_where_the_model_is_not() -> None:
+    """Torch's attention plans a step on the host; heads have none."""
+    spec = SPEC
+    heads = HeadsSpec(MEDUSA, spec.hidden_size, spec.vocab_size, depth=4)
+    config = EngineConfig(
+        spec_method="medusa", spec_model="heads", attention_backend="sdpa", max_num_seqs=64
+    )
+    resolved = resolve(config, spec, GPU, "", DraftSource("heads", heads=heads))
+    assert resolved.runner.graph_sizes == () and resolved.runner.draft_graph_sizes
+    value, reason = decision(resolved, "cuda_graphs")
+    assert value == f"{len(resolved.runner.draft_graph_sizes)} of the heads"
+    assert reason.startswith("drafts are made by replays") and "planned" in reason
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_captured_steps_with_drafts_are_planned(method: str) -> None:
+    spec, sizes = SPEC, {"max_num_seqs": 64, "max_model_len": 4096}
+    source = DraftSource("draft", spec=SPEC) if method == "draft_model" else NO_SOURCE
+    config = EngineConfig(spec_method=method, spec_tokens=5, **sizes)
+    if source.spec is not None:
+        config = replace(config, spec_model="draft")
+    resolved = resolve(config, spec, GPU, "", source)
+    assert resolved.memory.total <= resolved.memory.limit
+    speculation, captured = resolved.speculation, resolved.runner.graph_sizes
+    assert speculation is not None
+    step = (64, 64 + speculation.max_draft_rows, 6, 64 + speculation.max_draft_rows)
+    for size in captured:  # none is larger than a step can be
+        assert (size.rows, size.tokens, size.longest, size.samples) <= step
+        assert size.tokens <= step[1] and size.longest <= step[2] and not size.tree
+    # Whatever the drafts of any number of requests, there is a size at most four times as large.
+    for rows in (1, 3, 20, 64):
+        for tokens in range(rows + 1, rows + min(rows * 5, speculation.max_draft_rows) + 1):
+            fits = [s.tokens for s in captured if s.serves(rows, tokens, 6, tokens, tree=False)]
+            assert fits and min(fits) <= 4 * tokens
+    drafting = resolved.runner.draft_graph_sizes
+    assert {size.longest for size in drafting} == ({1, 2} if source.spec else set())
+    value, reason = decision(resolved, "cuda_graphs")
+    assert "judging" in reason and ("of the draft model" in value) == bool(drafting)
+    without = resolve(replace(config, kernels="torch"), spec, GPU, "", source)
+    more = resolved.memory.overhead - without.memory.overhead
+    logits = step[1] * spec.vocab_size * 4
+    assert more >= 2 * logits + (len(captured) + len(drafting)) * graph_bytes(16)

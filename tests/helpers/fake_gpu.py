@@ -1,0 +1,253 @@
+"""A GPU without one: tensors that say they are on "cuda", compute on the CPU, and note where the
+host waits for the device.
+
+What waits is what torch's documentation and sources say of a real one: reading a value, sizes that
+depend on values, copies that are not told to be non-blocking or do not start or end in pinned
+memory. What a GPU would refuse, operands on two devices, is refused here as well.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from kvik import launch
+from kvik.config.config import ResolvedConfig
+from kvik.worker.worker import Worker
+
+CUDA = torch.device("cuda:0")
+SOURCES = str(Path(__file__).parents[2] / "src" / "kvik")
+# How much there is depends on what they read.
+OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+OF_UNKNOWN_SIZE |= {"bincount", "repeat_interleave"}
+LOOKING = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
+INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
+
+
+class OnDevice(Tensor):
+    """A tensor of the fake GPU. torch's C++ takes it for one of the CPU, kvik does not.
+
+    Attributes:
+        inner: what it holds.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = CUDA  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+    inner: Tensor
+    gpu: FakeGpu
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, gpu: FakeGpu) -> OnDevice:
+        with torch.inference_mode(False):  # what is no inference tensor has views that are none
+            made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+            )
+        made.inner, made.gpu = inner, gpu
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} of a tensor on a GPU that is gone")
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        self.gpu.wait()
+        return self.inner.clone()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self) -> Any:  # type: ignore[override]
+        raise TypeError("can't convert a tensor of a GPU to numpy")
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"  # without reading it
+
+
+class FakeGpu(TorchDispatchMode):
+    """
+    Attributes:
+        waits: how often the host waited, by the function of kvik that did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self._within = False  # an operation that consists of others
+        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other gets it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or it is imported, which takes seconds
+
+    def wait(self) -> None:
+        """Note who does."""
+        for frame in reversed(traceback.extract_stack()):
+            if frame.filename.startswith(SOURCES):
+                self.waits[f"{Path(frame.filename).stem}.{frame.name}"] += 1
+                return
+        self.waits["elsewhere"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        if name in ("pin_memory", "_pin_memory"):
+            return self._pin(args[0].clone())
+        if name == "is_pinned":
+            return self._is_pinned(args[0])
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        device = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)), None)
+        # What C++ makes on the device of a tensor, it takes to be on the CPU.
+        there = device is not None and (self._within or device.type == "cuda")
+        if not there and not any(isinstance(x, OnDevice) for x in tensors):
+            pinned = kwargs.pop("pin_memory", False)
+            made = func(*args, **kwargs)
+            return self._pin(made) if pinned else made
+        if name in ("to", "_to_copy") and device is not None:
+            told = bool(kwargs.get("non_blocking", False))
+            to = CUDA if there else device
+            return self._brought(args[0], to, kwargs.get("dtype"), told)
+        decomposed = self._decomposed(func, args, kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        self._look(name, args, kwargs, tensors)
+        if there:
+            kwargs["device"] = "cpu"
+        known = {id(x.inner): x for x in tensors if isinstance(x, OnDevice)}
+        known |= {id(x): x for x in tensors}
+        found = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+
+        def outer(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return known[id(x)] if id(x) in known else OnDevice(x, self)
+
+        return tree_map(outer, found)
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """By the operations that it consists of."""
+        before, self._within = self._within, True
+        try:
+            with self:
+                return func.decompose(*args, **kwargs)
+        finally:
+            self._within = before
+
+    def _brought(
+        self, source: Tensor, device: torch.device, dtype: torch.dtype | None, told: bool
+    ) -> Tensor:
+        """A tensor on another device, or the same one. told: not to block."""
+        inner = _inner(source)
+        found = inner.clone() if dtype in (None, inner.dtype) else inner.to(dtype)
+        if isinstance(source, OnDevice) and device.type == "cuda":
+            return source if dtype in (None, inner.dtype) else OnDevice(found, self)
+        if isinstance(source, OnDevice):
+            if not told:
+                self.wait()
+            return self._pin(found)  # if told not to block, it lies in pinned memory
+        if not (told and self._is_pinned(source)):
+            self.wait()
+        return OnDevice(found, self)
+
+    def _look(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        """Whether it waits."""
+        if name in LOOKING or name in OF_UNKNOWN_SIZE:
+            self.wait()
+        elif name in INDEXING:
+            indices = [x for x in args[1] if x is not None]
+            masks = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+            value = args[2] if len(args) > 2 else None
+            filled = value is not None and not (value.dim() or isinstance(value, OnDevice))
+            # A number of the host goes into a mask as it is; else it is a copy, as indices are.
+            if masks != filled or not all(isinstance(x, OnDevice) for x in indices):
+                self.wait()
+        elif name == "copy_":
+            (to, source), told = args[:2], kwargs.get("non_blocking", args[2:3] == (True,))
+            if isinstance(to, OnDevice) != isinstance(source, OnDevice):
+                host = source if isinstance(to, OnDevice) else to
+                if not (told and self._is_pinned(host)):
+                    self.wait()
+        elif any(not isinstance(x, OnDevice) and x.dim() for x in tensors):
+            raise RuntimeError(f"{name}: operands are on the host and on the GPU")
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return (
+            not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
+        )
+
+
+def _inner(x: Any) -> Any:
+    return x.inner if isinstance(x, OnDevice) else x
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    """While it is there, torch can use a GPU, in this thread."""
+    gpu = FakeGpu()
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: object = None) -> torch.Generator:
+            return super().__new__(cls, "cpu")
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            gpu.wait()
+
+    calls: dict[str, Callable[..., Any]] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "synchronize": lambda *_: gpu.wait(),
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda *_: (9, 0),
+        "Event": Event,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in calls.items():
+            patch.setattr(torch.cuda, name, call)
+        patch.setattr(torch, "Generator", Generator)
+        torch._C._set_only_lift_cpu_tensors(True)  # a GPU's are copies of them
+        try:
+            with gpu:
+                yield gpu
+        finally:
+            torch._C._set_only_lift_cpu_tensors(False)
+
+
+@contextmanager
+def on_gpu(kernels: str, attention: str) -> Iterator[None]:
+    """Engines that are made within, with device="cpu", have their worker on a GPU."""
+
+    def placed(config: ResolvedConfig) -> ResolvedConfig:
+        choice = {"device": str(CUDA), "kernels": kernels, "attention_backend": attention}
+        return replace(config, runner=replace(config.runner, **choice))
+
+    def load(config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> Worker:
+        return Worker(placed(config), clock)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "load_worker", load)
+        yield

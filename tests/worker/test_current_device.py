@@ -1,0 +1,120 @@
+"""Whoever calls a worker, from whichever thread: its own device is the current one within."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.optional_native import needs_native
+
+from kvik.config.config import EngineConfig
+from kvik.launch import load_worker, resolve_config
+from kvik.worker import current_device
+from kvik.worker import worker as workers
+from kvik.worker.current_device import inference_on, on_device
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.worker import Worker
+
+CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Threads:
+    """A current device for each thread, as CUDA has it: the first, until another is entered."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._each = threading.local()
+        threads = self
+
+        class device:
+            def __init__(self, wanted: torch.device) -> None:
+                self.index = wanted.index
+
+            def __enter__(self) -> None:
+                self.before, threads.current = threads.current, self.index
+
+            def __exit__(self, *error: object) -> None:
+                threads.current = self.before
+
+        patch.setattr(torch.cuda, "device", device)
+
+    @property
+    def current(self) -> int:
+        return getattr(self._each, "index", 0)
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self._each.index = index
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    return Threads(monkeypatch)
+
+
+def test_inference_is_entered_and_left_with_the_device(threads: Threads) -> None:
+    inference = inference_on(SECOND)
+    for _ in range(2):
+        with inference():
+            assert threads.current == 1 and torch.is_inference_mode_enabled()
+        assert threads.current == 0 and not torch.is_inference_mode_enabled()
+    with pytest.raises(ValueError, match="a step failed"), inference():
+        raise ValueError("a step failed")
+    assert threads.current == 0 and not torch.is_inference_mode_enabled()
+
+
+def test_a_cpu_has_nothing_to_enter(threads: Threads) -> None:
+    assert inference_on(CPU) is torch.inference_mode
+    with on_device(CPU):
+        assert threads.current == 0
+
+
+@needs_native
+def test_every_way_into_a_worker_enters_its_device(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker of a CPU that takes itself for one of the second GPU."""
+    for module in (workers, current_device):
+        monkeypatch.setattr(module, "on_device", lambda device: torch.cuda.device(SECOND))
+    monkeypatch.setattr(workers, "inference_on", lambda device: inference_on(SECOND))
+    seen: list[tuple[str, int]] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append((name, threads.current))
+            return real(*args, **options)
+
+        return call
+
+    def nothing(*args: Any) -> torch.Tensor:
+        return torch.zeros(1)
+
+    monkeypatch.setattr(workers, "platform", noted("platform", workers.platform))
+    monkeypatch.setattr(workers, "load_network", noted("load", workers.load_network))
+    for name in ("begin", "finish", "read"):
+        monkeypatch.setattr(ModelRunner, name, noted(name, nothing))
+    worker: Worker = load_worker(resolve_config(EngineConfig(device="cpu", max_model_len=64)))
+
+    def use() -> None:
+        plan: Any = None
+        worker.begin(plan)
+        worker.finish(plan)
+        worker.read(plan)
+        model = worker._ready().network.model
+        monkeypatch.setattr(model, "logits", noted("logits", nothing))
+        monkeypatch.setattr(model, "enter", noted("enter", nothing))
+        worker.logits(torch.zeros(1))
+        worker.enter(torch.zeros(1), torch.zeros(1))
+        worker._resting = (type("Idle", (), {"rest": noted("rest", bool)}),)
+        assert worker.rest() is False
+        worker._release_freed = noted("release", nothing)
+        worker.close()
+        seen.append(("outside", threads.current))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    ways = ["platform", "load", "begin", "finish", "read", "logits", "enter", "rest", "release"]
+    assert seen == [*((name, 1) for name in ways), ("outside", 0)]
