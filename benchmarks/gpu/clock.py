@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from place import REHEARSED, elapsed, sized, synchronize
 
+from kvik.worker.captures import CudaCapturer
+
 Call = Callable[[], object]
 
 # Seconds that a graph should take, so that events cost nothing beside it.
@@ -70,13 +72,10 @@ def _captured(call: Call) -> Callable[[], None] | None:
     """None: it cannot be captured, as it waits for the device."""
     if REHEARSED:
         return None
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:  # if this fails, the next one may still be captured, unlike with `torch.cuda.graph`
+        replay: Callable[[], None] | None = CudaCapturer(device).capture(call).replay
     except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    graph.replay()
+        replay = None
     torch.cuda.synchronize()
-    return graph.replay
+    return replay

@@ -105,7 +105,8 @@ BARS = (
     # A first process 10; copy and read 2, three products of 8192 3 x 1.5, nvidia-smi 2.
     Job("ceilings", "facts", "ceilings", "measure", 30, always=True),
     *_checks(),
-    # Of its bars: 6 + 3, captured 10, 1 x 1k 3, prefill 3, busy 6, load 8: 39. Then others.
+    # Of its bars: 6 + 3, captured 10, 1 x 1k 3, prefill 3, busy 6, load 8, prefill by torch 3, two
+    # decodes 6.5, busy at 32 6: 54.5. Then others.
     _model("8b", "bf16", 65),
     # 6; both bars first: 64 caches of 8k drawn 0.5, timed 0.3; then 12 more of 1 to 2.
     Job("attention kernels", "kernels", "kernels_attention", "measure", 35, needs=12),
@@ -124,6 +125,8 @@ BARS = (
 BEYOND = (
     # 6; 40 layers of 0.2 to 1 (the time is that of drawing and rounding the weights).
     Job("products", "kernels", "kernels_linear", "measure", 45, needs=15),
+    # 6; 20 pairs of at most 0.2, cuDNN's plans 0.1 each, 5 kernels compiled.
+    Job("prompts", "kernels", "prompts", "measure", 30, needs=12),
     _model("8b", "fp8", 40),
     # Dynamo and Inductor take 60 to 100 for 32 layers; a token 8 ms, five answers of 64.
     Job("transformers compiled", "peers", "peers", "compiled", 130, needs=80),

@@ -22,6 +22,8 @@ from notes import Notes
 from place import DEVICE, sized, synchronize
 from shapes import LOAD, write_config
 
+from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.triton import TritonAttention
 from kvik.config.quantization import matrix_scheme
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
@@ -38,6 +40,7 @@ CELLS = sized(
     ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
 USUAL = sized((64, 1024), (2, 8))  # where Python may be what takes time
+BUSY = sized((64, 32), (2, 1))  # of requests; what takes Python's time grows with them less
 LONGEST, SEQS = sized((36_000, 256), (96, 4))
 PREFILL, TIMES = sized((8192, 5), (8, 1))
 BUDGET = sized(8192, 16)  # tokens of a step
@@ -115,12 +118,15 @@ class Measured:
             )
             for batch, context in CELLS
         )
-        parts = [first, ("prefill", self.prefill, 3), ("busy", self.busy, 6)]
+        often, seldom = ((f"busy {batch}", partial(self.busy, batch), 6) for batch in BUSY)
+        parts = [first, ("prefill", self.prefill, 3), often]
         if self.about == LOADED:
             parts.append(("load", self.load, 8))
+            parts.append(("prefill by torch", partial(self.prefill, by_torch=True), 3))
         return [
             *parts,
             *others[:2],
+            seldom,
             ("without graphs", partial(self.decode, *USUAL, eager=True), 3),
             ("without overlap", partial(self.decode, *USUAL, depth=1), 3),
             *others[2:],
@@ -159,21 +165,26 @@ class Measured:
             **self.about,
         )
 
-    def prefill(self) -> None:
-        """A prompt in one step, up to its first token."""
-        times = []
-        for i in range(TIMES):
-            synchronize()
-            started = time.perf_counter()
-            answers(self.engine, [[(7 * j + i) % 100 for j in range(PREFILL)]], 1)
-            times.append(time.perf_counter() - started)
+    def prefill(self, *, by_torch: bool = False) -> None:
+        """A prompt in one step, up to its first token, whose attention is Triton's or torch's."""
+        times, attention = [], self.engine.runner.network.backend
+        assert isinstance(attention, TritonAttention)
+        usual, attention.prompts = attention.prompts, FreshPrompts(PREFILL) if by_torch else None
+        try:
+            for i in range(TIMES):
+                synchronize()
+                started = time.perf_counter()
+                answers(self.engine, [[(7 * j + i) % 100 for j in range(PREFILL)]], 1)
+                times.append(time.perf_counter() - started)
+        finally:
+            attention.prompts = usual
         spec = self.engine.resolved.model
         attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
         layers = spec.linear_layers()
         products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * PREFILL
         head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
         self.notes.rate(
-            "prefill 8k",
+            "prefill 8k" + (", torch's attention" if by_torch else ""),
             median(times),
             "bf16",
             operations=products + attention + head,
@@ -193,13 +204,12 @@ class Measured:
             raise RuntimeError("an answer has another length than was asked for")
         self.notes.fact("load", requests * tokens / seconds, **self.about)
 
-    def busy(self) -> None:
-        """Share of the time in which a kernel or a copy runs, at batch 64: by the profiler."""
+    def busy(self, batch: int) -> None:
+        """Share of the time in which a kernel or a copy runs: by the profiler."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        batch, context = USUAL
-        names = self.fill(batch, context, 2 * batch + MARGIN)
+        names = self.fill(batch, USUAL[1], 2 * batch + MARGIN)
         self.engine.runner.graph = self.real
         try:
             self.warm_up(batch, wait=True)
@@ -216,7 +226,9 @@ class Measured:
             if event.device_type == sized(DeviceType.CUDA, DeviceType.CPU)
         )
         share, longest = busy_share(spans)
-        self.notes.fact("busy", share, kernels=len(spans), longest_gap_us=longest, **self.about)
+        self.notes.fact(
+            f"busy {batch}", share, kernels=len(spans), longest_gap_us=longest, **self.about
+        )
 
     def fill(self, batch: int, context: int, tokens: int) -> list[str]:
         """Requests that have got their first token, and so will decode."""

@@ -26,7 +26,14 @@ FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
 CHOSEN = (
     *("ceilings", "library", "cases 0", "attention 0", "tokens", "tests", "warm fp8, tokens too"),
     *("warm attention", "warm others", "attention kernels", "products", "other kernels"),
-    *("8b bf16", "soak", "transformers compiled", "transformers in batches", "first answer"),
+    *(
+        "prompts",
+        "8b bf16",
+        "soak",
+        "transformers compiled",
+        "transformers in batches",
+        "first answer",
+    ),
 )
 # Takes minutes on a CPU: `run.py --rehearse --only engine`. What engines are warmed by is `measure`
 # of models.py again.
