@@ -67,6 +67,10 @@ def measure(notes: Notes, shape: str, format: str) -> None:
     ends = time.monotonic() + IDLE
     while engine.loop.rest() and time.monotonic() < ends:
         pass  # as a server does before somebody comes: nearly all sizes are captured
+    answers(engine, [[1, 2, 3]], 2)  # with whose steps comes what graphs took
+    if (graphs := engine.loop.stats().graphs) is not None:
+        planned = graphs.planned
+        notes.fact("graph bytes", graphs.taken, planned=planned, of=graphs.captured, **model.about)
     # Each needs few seconds; the last ones are left out when time is short.
     for name, call, needs in model.parts():
         notes.attempt(name, call, needs)

@@ -144,6 +144,10 @@ def _models(found: Found) -> list[str]:
         for name, form in (("busy 64", "{:.1%}"), ("busy 32", "{:.1%}"), ("load", "{:.0f} tok/s")):
             value = found.value(name, **about)
             cells += [] if value is None else [f"{name} {form.format(value)}"]
+        graphs = found.fact("graph bytes", **about)
+        if graphs is not None:
+            taken, planned = (number(graphs, key) / 2**20 for key in ("value", "planned"))
+            cells.append(f"{graphs['of']} graphs {taken:.0f} of {planned:.0f} MiB")
         ready = found.value("ready", **about)
         lines += _packed(f"{shape} {format}" + (f", {ready:.0f} s" if ready else ""), cells)
     return lines

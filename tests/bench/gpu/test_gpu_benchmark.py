@@ -228,6 +228,7 @@ def test_shares_and_bars(script: ModuleType) -> None:
         fact("busy 64", 0.985, **model),
         fact("busy 32", 0.955, **model),
         fact("load", 12000.0, **model),
+        fact("graph bytes", 300 << 20, planned=400 << 20, of=35, **model),
         fact("transformers load", 3000.0),
         fact("first answer", 8.0, bytes=16.1e9),
         fact("first answer: reading", 0.6),
@@ -246,6 +247,7 @@ def test_shares_and_bars(script: ModuleType) -> None:
         "1x1k 5.00ms 90%; 64x1k 10.00ms* 45%; prefill 8k 500.00ms 25%; prefill 8k, torch's" in text
     )
     assert "torch's attention 400.00ms 31%; busy 64 98.5%; busy 32 95.5%" in text
+    assert "35 graphs 300 of 400 MiB" in text
     assert "correct: add 1/2 !" in text and "WRONG b: off" in text
     bars = {line[:46].strip(): line[46:].split() for line in text.splitlines() if "%" in line}
     assert bars["decode 8B bf16, batch 1, 1k: of bandwidth"] == ["85%", "90%", "met"]
