@@ -22,9 +22,11 @@ help:
 demo: $(VENV)/.kvik
 	$(BIN)/kvik generate --echo --seed 7 --max-tokens 200 "Once upon a time"
 
-# Tests start hundreds of processes: without bytecode each would compile the package again.
+# Tests start hundreds of processes: without bytecode each would compile the package again. A worker
+# takes 1.3 GiB of memory, and one of them 3 more for a while.
+WORKERS ?= 2
 test: $(VENV)/.kvik-test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(VENV)/.kvik-dev
 	$(BIN)/ruff check

@@ -151,7 +151,7 @@ def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         ours.sendall(wire.frame(Start(broken)))
-        assert process.wait(30) == 1
+        assert process.wait(120) == 1
     ours.setblocking(False)
     (body,), _ = Frames().receive(ours)
     ours.close()

@@ -119,7 +119,7 @@ def test_a_healthy_scheduler_passes() -> None:
     invariants.check(busy())
 
 
-@pytest.mark.parametrize(("message", "corrupt"), CORRUPTIONS, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(("message", "corrupt"), CORRUPTIONS)
 def test_a_corruption_is_found(message: str, corrupt: Corruption) -> None:
     scheduler = busy()
     corrupt(scheduler)

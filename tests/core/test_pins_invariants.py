@@ -70,7 +70,7 @@ def test_sound_pins_pass() -> None:
     invariants.check(pinned().scheduler)
 
 
-@pytest.mark.parametrize(("message", "corrupt"), CORRUPTIONS, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(("message", "corrupt"), CORRUPTIONS)
 def test_a_corruption_is_found(message: str, corrupt: Corruption) -> None:
     sim = pinned()
     corrupt(sim.scheduler.kv.pins)
