@@ -15,11 +15,8 @@ KVIK_DECLARE(avx2)
 KVIK_DECLARE(avx2_vnni)
 KVIK_DECLARE(avx512)
 KVIK_DECLARE(avx512_bf16)
-KVIK_DECLARE(amx)
-KVIK_DECLARE(amx_emulated)
-KVIK_DECLARE(wrong_bf16)
-KVIK_DECLARE(wrong_i8)
 #undef KVIK_DECLARE
+extern const Kernel linear_amx, linear_amx_emulated, linear_wrong_bf16, linear_wrong_i8;
 
 namespace {
 
@@ -47,6 +44,16 @@ bool may_use_amx() {
 #endif
 #endif
 
+#if defined(KVIK_HAS_AVX512_BF16)
+// What an instruction set runs that has only products of its own.
+[[maybe_unused]] Table with_linear(const char* name, Kernel linear) {
+    Table table = table_avx512_bf16;
+    table.name = name;
+    table.linear = linear;
+    return table;
+}
+#endif
+
 [[maybe_unused]] void add_if_right(const Table& table, Tables& found) {
     (products_agree(table, table_portable) ? found.available : found.rejected).push_back(&table);
 }
@@ -63,7 +70,8 @@ Tables find_tables() {
         avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("avx512vbmi");
 #if defined(KVIK_HAS_AMX)
-    if (avx512_bf16 && may_use_amx()) add_if_right(table_amx, found);
+    static const Table amx = with_linear("amx", linear_amx);
+    if (avx512_bf16 && may_use_amx()) add_if_right(amx, found);
 #endif
 #if defined(KVIK_HAS_AVX512_BF16)
     if (avx512_bf16) found.available.push_back(&table_avx512_bf16);
@@ -80,11 +88,11 @@ Tables find_tables() {
 #endif
     found.available.push_back(&table_portable);
 #if defined(KVIK_HAS_AMX_EMULATED)
-    if (avx512_bf16) {
-        add_if_right(table_amx_emulated, found);
-        add_if_right(table_wrong_bf16, found);
-        add_if_right(table_wrong_i8, found);
-    }
+    static const Table emulations[] = {with_linear("amx_emulated", linear_amx_emulated),
+                                       with_linear("wrong_bf16", linear_wrong_bf16),
+                                       with_linear("wrong_i8", linear_wrong_i8)};
+    if (avx512_bf16)
+        for (const Table& table : emulations) add_if_right(table, found);
 #endif
     return found;
 }

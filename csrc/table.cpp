@@ -16,8 +16,6 @@
 #include "sampling.hpp"
 #include "simd.hpp"
 
-#define KVIK_CONCAT_(a, b) a##b
-#define KVIK_CONCAT(a, b) KVIK_CONCAT_(a, b)
 #define KVIK_STRING_(a) #a
 #define KVIK_STRING(a) KVIK_STRING_(a)
 

@@ -23,6 +23,10 @@ enum KernelId : int {
         kNumKernels
 };
 
+// Names what is compiled once for each instruction set (KVIK_ISA).
+#define KVIK_CONCAT_(a, b) a##b
+#define KVIK_CONCAT(a, b) KVIK_CONCAT_(a, b)
+
 // The kernels by id.
 static inline Kernel kernel_of(const Table& table, int id) {
     static_assert(sizeof(Kernel) == sizeof(void*));
