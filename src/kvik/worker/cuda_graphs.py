@@ -52,6 +52,7 @@ class DecodeGraphs:
         self.inputs = inputs
         ordered = sorted(sizes, key=_by_tokens)
         self._captures = Captures(capturer, ordered, self._laid_out, clock, memory)
+        self._memory = memory
         self._most_tokens = max(size.tokens for size in sizes)
         self._most_samples = max(size.samples for size in sizes)
         self._block_size = block_size
@@ -135,12 +136,14 @@ class DecodeGraphs:
         )
         if self._output is None:
             samples = self._most_samples
-            self._output = StepOutput(
+            self._output = output = StepOutput(
                 hidden=_rows(self._most_tokens, found.hidden),
                 logits=_rows(samples, found.logits),
                 top=_rows(samples, found.top),
                 top_ids=_rows(samples, found.top_ids),
             )
+            every = (output.hidden, output.logits, output.top, output.top_ids)
+            self._memory.share(sum(tensor.nbytes for tensor in every))
         output = self._output
         for whole, part in (
             (output.hidden, found.hidden),

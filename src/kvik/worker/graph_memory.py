@@ -28,7 +28,7 @@ class GraphMemory:
         self.taken = 0
         self.graphs = 0
         self._step = step
-        self._first = 0  # bytes: with the first one comes the memory that all share
+        self._shared = 0  # bytes of those: what comes with the first one, and `share`
         self._full = self._told = False
 
     def news(self) -> GraphCounts | None:
@@ -38,11 +38,17 @@ class GraphMemory:
         self._told = True
         return GraphCounts(self.graphs, self.taken, self.planned)
 
+    def share(self, size: int) -> None:
+        """So many bytes were allocated for all graphs, outside of what captures take."""
+        self.taken += size
+        self._shared += size
+        self._told = False
+
     def has_room(self) -> bool:
         """For one that takes as much as others did on average. The log says once if there is none:
         what is not captured runs eagerly."""
         others = self.graphs - 1
-        expected = (self.taken - self._first) // others if others > 0 else 0
+        expected = (self.taken - self._shared) // others if others > 0 else 0
         if not self._full and self.taken + max(expected, 1) > self.planned:
             self._close(expected)
         return not self._full
@@ -58,20 +64,21 @@ class GraphMemory:
             self._close(size)
             return False
         if not self.graphs:
-            self._first = size
+            self._shared += size
         self.graphs += 1
         self.taken += size
         self._told = False
         return True
 
     def _close(self, next_size: int) -> None:
+        """next_size: bytes of the one that is not captured; 0: nobody knows."""
         self._full = True
         log.warning(
-            "no more steps are captured: %d CUDA graphs take %s of the GPU, one more about %s, and "
-            "%s are planned for all of them. Others run eagerly, which takes longer; a larger "
-            "graph_memory (KVIK_GRAPH_MEMORY) has room for more",
+            "no more steps are captured: %d CUDA graphs take %s of the GPU%s, and %s are planned "
+            "for all of them. Others run eagerly, which takes longer; a larger graph_memory "
+            "(KVIK_GRAPH_MEMORY) has room for more",
             self.graphs,
             show_bytes(self.taken),
-            show_bytes(next_size),
+            f", one more about {show_bytes(next_size)}" if next_size else "",
             show_bytes(self.planned),
         )
