@@ -9,6 +9,7 @@ import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
+from kvik.config.errors import CapacityError
 from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.model_spec import ModelSpec
@@ -80,6 +81,35 @@ def test_graphs_take_what_they_are_given(asked: int, told: tuple[str, str]) -> N
     assert resolved.memory.overhead - without.memory.overhead == asked
     assert all(a in b for a, b in zip(told, decision(resolved, "cuda_graphs"), strict=True))
     assert "cuda_graphs" not in [d.name for d in without.decisions]
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "advice"),
+    [
+        (78 * GIB, {"graph_memory": 70 * GIB}, "; a smaller graph_memory would fit"),
+        (
+            78 * GIB,
+            {"graph_memory": 70 * GIB, "kv_cache_memory": GIB},
+            "; a smaller graph_memory would fit",
+        ),
+        (
+            78 * GIB,
+            {"graph_memory": 71 * GIB, "kv_cache_memory": 70 * GIB},
+            "a smaller graph_memory and a smaller KV cache would fit",
+        ),
+        (78 * GIB, {"kv_cache_memory": 70 * GIB}, "a smaller KV cache would fit"),
+        (42 * GIB // 10, {}, "graph_memory=0 would fit"),
+        (4 * GIB, {"graph_memory": 0}, "max_num_batched_tokens=64 would fit"),
+    ],
+)
+def test_graphs_that_do_not_fit_are_named(free: int, options: dict[str, Any], advice: str) -> None:
+    small = replace(GPU, gpus=(replace(CARD, free_memory=free),))
+    config = EngineConfig(**({"max_num_seqs": 64, "max_model_len": 4096} | options))
+    with pytest.raises(CapacityError) as error:
+        resolve(config, SPEC, small, "")
+    message = str(error.value)
+    assert message.endswith(advice)
+    assert ("for CUDA graphs" in message) == (config.graph_memory != 0)
 
 
 def test_heads_are_captured_where_the_model_is_not() -> None:

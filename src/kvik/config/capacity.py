@@ -65,12 +65,15 @@ def capacity_error(
             "max_model_len",
             f"{length} tokens need {show_bytes(needed)}, {allowed}; up to {longest} would fit",
         )
+    graphs = footprint.graphs(size)
+    captured = (f"{show_bytes(graphs)} for CUDA graphs",) if graphs else ()
     parts = ", ".join(
         (
             f"{show_bytes(footprint.weights)} of weights in {footprint.stored_as}",
             f"{show_bytes(footprint.activations(size))} for a step",
             f"{show_bytes(cache)} of KV cache",
-            f"{show_bytes(footprint.overhead(size))} for the runtime",
+            *captured,
+            f"{show_bytes(footprint.overhead(size) - graphs)} for the runtime",
         )
     )
     advice = _what_would_fit(config, footprint, size, limit)
@@ -88,8 +91,12 @@ def _what_would_fit(
     half = replace(footprint, dtype="bfloat16")
     one_by_one = f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}"
     also = "" if free == config else " and a smaller KV cache"
+    eager = replace(footprint, graph_memory=0)
+    uncaptured = "a smaller graph_memory" if config.graph_memory else "graph_memory=0"
     for advice, trial_config, trial_footprint, trial_size in (
         ("a smaller KV cache", free, footprint, size),
+        (uncaptured, config, eager, size),
+        (f"{uncaptured}{also}", free, eager, size),
         (f"{one_by_one}{also}", free, footprint, small),
         (f"dtype=bfloat16{also}", free, half, size),
         (f"dtype=bfloat16, {one_by_one}{also}", free, half, small),
