@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvik import launch
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
+from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import PROMPT_ROWS
 from kvik.core.plan import SchedulerOutput
 from kvik.evaluate.reader import Reader, check_room, read_together, resolve_reader
@@ -23,6 +25,18 @@ VOCAB = 2048
 def resolved() -> ResolvedConfig:
     config = EngineConfig(device="cpu", threads=1, max_num_batched_tokens=70, block_size=16)
     return resolve_reader(config, WINDOW)
+
+
+def test_no_memory_is_put_aside_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of a server: nothing that reads is captured."""
+    gpus = (Gpu(0, "H100", 80 << 30, 78 << 30, (9, 0)),)
+    there = Hardware("PC", 8, 16 << 30, "RAM", frozenset(), gpus=gpus, triton=True)
+    monkeypatch.setattr(launch, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(launch, "detect", lambda found: there)
+    config = EngineConfig(graph_memory=8 << 30)
+    assert launch.resolve_config(config).runner.graph_sizes
+    runner = resolve_reader(config, WINDOW).runner
+    assert (runner.kernels, runner.graph_sizes, runner.graph_memory) == ("triton", (), 0)
 
 
 @dataclass

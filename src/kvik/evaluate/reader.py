@@ -162,6 +162,7 @@ def _for_one(config: EngineConfig) -> EngineConfig:
         max_num_seqs=1,
         num_blocks=None,
         kv_cache_memory=None,
+        graph_memory=0,  # what reads is no decoding step, and never captured
         speculative_config=None,
         spec_method=None,
         spec_model=None,
