@@ -46,6 +46,17 @@ def test_at_rest_the_largest_comes_first() -> None:
     assert calls == [4, 1, 2]
 
 
+def test_rows_are_not_padded_to_far_more() -> None:
+    """Where no other size is captured, nor will be: there is no memory for more."""
+    again = Again()
+    graph = CapturedRows(scaled, rows(1), (1, 2, 4, 8), again, lambda: 0.0, GraphMemory(1, 0))
+    assert graph.rest() and not graph.rest() and len(again.captured) == 1
+    for count, replayed in ((5, 1), (4, 2), (3, 3), (2, 3), (1, 3)):
+        inputs = rows(count)
+        torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
+        assert again.replayed == replayed
+
+
 def test_what_is_not_captured_has_nothing_to_do_at_rest() -> None:
     graph = EagerRows(scaled)
     assert graph.run(*rows(3)).shape == (3, 3) and not graph.rest()
