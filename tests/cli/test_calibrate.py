@@ -158,11 +158,32 @@ class TestGpu:
             (128, 2048),
         )
 
+    def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+        self,
+        asked: list[object],
+        machine: list[object],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert main(["calibrate", "-o", str(tmp_path / "cpu.json")]) == 2
+        assert not asked and not machine
+        assert "--only cpu leaves GPUs out" in capsys.readouterr().err
+
     def test_with_the_rest(self, asked: list[object], machine: list[object]) -> None:
         assert main(["calibrate", "--only", "cpu"]) == 0
         assert len(asked) == 1 and not machine
         assert main(["calibrate"]) == 0
         assert len(asked) == 2 and len(machine) == 1
+
+    @pytest.mark.parametrize("option", [["-o", "x.json"], ["--threads", "1"], ["--force"]])
+    def test_what_is_about_the_cpu_is_refused(
+        self, option: list[str], machine: list[object], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["calibrate", "--only", "gpu", *option]) == 2
+        assert not machine and "which --only gpu leaves out" in capsys.readouterr().err
 
     def test_without_one(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

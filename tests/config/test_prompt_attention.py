@@ -33,12 +33,18 @@ def test_what_other_versions_did_tells_nothing(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", "null", '{"A": 3}', '{"A": {}}', "torch_from", "not a number", "dims"]
+    "text",
+    [
+        *("", "[]", "3", "null", '{"A": 3}', '{"A": {}}', "[" * 100_000),
+        *("torch_from", "not a number", "infinite", "dims"),
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_broken_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prompt-attention.json"
     save("A", FOUND, path)
     broken = {"torch_from": 3, "not a number": {"64": "many"}, "dims": {"sixty": 64}}
+    broken["infinite"] = {"64": float("inf")}
     if text in broken:
         every = json.loads(path.read_bytes())
         every["A"]["torch_from"] = broken[text]

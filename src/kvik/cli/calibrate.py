@@ -14,6 +14,7 @@ from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect
 from kvik.config.options import parse_int
+from kvik.config.prompt_attention import prompt_attention_path
 from kvik.planner.calibration import Calibration, calibration_path, save
 
 MAX_THREADS = 1024
@@ -53,8 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     gpus = () if arguments.only == "cpu" else usable_gpus()
+    for name in ("output", "threads", "force"):
+        if arguments.only == "gpu" and getattr(arguments, name):
+            raise ConfigError(name, "is about the CPU, which --only gpu leaves out")
     if arguments.only == "gpu" and not gpus:
         raise ConfigError("only", "there is no GPU here that Triton's kernels can run on")
+    path = prompt_attention_path()
+    if gpus and not can_write(path):
+        elsewhere = "XDG_CACHE_HOME names another folder, --only cpu leaves GPUs out"
+        raise ConfigError("calibration", f"cannot write {str(path)!r}: {elsewhere}")
     code = 0 if arguments.only == "gpu" else _calibrate_cpu(arguments)
     for gpu in {gpu.name: gpu for gpu in gpus}.values():  # like ones are alike
         calibrate_gpu(gpu, quick=arguments.quick)

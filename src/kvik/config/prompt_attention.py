@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvik.config.env import cache_folder
+from kvik.config.errors import ConfigError
 from kvik.config.files import write_whole
 
 PACKAGES = ("kvik", "torch", "triton")  # of other versions a measurement tells nothing
@@ -32,7 +33,9 @@ def load(gpu: str, path: Path) -> Thresholds:
         if measured["versions"] != _versions():
             return ()
         pairs = sorted((int(dim), int(least)) for dim, least in measured["torch_from"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return ()
+    except RecursionError:  # of thousands of brackets
         return ()
     return tuple((dim, least) for dim, least in pairs if dim > 0 and least > 0)
 
@@ -41,17 +44,20 @@ def save(gpu: str, found: Thresholds, path: Path) -> None:
     """What is kept of other GPUs stays.
 
     Raises:
-        OSError: it cannot be written.
+        ConfigError: it cannot be written.
     """
     try:
         kept = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         kept = {}
     every = kept if isinstance(kept, dict) else {}
     torch_from = {str(dim): least for dim, least in found}
     every[gpu] = {"versions": _versions(), "torch_from": torch_from}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(every, indent=2).encode() + b"\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(every, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError("calibration", f"cannot write {str(path)!r} ({error.strerror})") from None
 
 
 def _versions() -> dict[str, str]:
