@@ -16,6 +16,7 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
+from kvik.config.speculative import DraftSource
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -247,6 +248,17 @@ def test_prompts_by_torch_are_planned() -> None:
     least = tokens * (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2
     assert beside.memory.activations - alone.memory.activations >= least
     assert "1024 tokens and more" in decision(beside, "attention_backend")[1]
+
+
+def test_a_draft_model_with_heads_too_large_for_the_kernels_is_refused() -> None:
+    asked = EngineConfig(spec_method="draft_model", spec_model="draft", max_model_len=512)
+    source = DraftSource("draft", spec=replace(TINY, head_dim=512))
+    server = replace(SERVER, triton=True)
+    with pytest.raises(ConfigError, match=r"^spec_model: its heads of 512 need attention_"):
+        resolve(asked, TINY, server, "", source)
+    resolved = resolve(replace(asked, attention_backend="sdpa"), TINY, server, "", source)
+    assert resolved.speculation is not None
+    resolve(asked, TINY, server, "", DraftSource("draft", spec=replace(TINY, head_dim=80)))
 
 
 def test_a_toy_model_does_not_grab_the_machine() -> None:

@@ -12,7 +12,7 @@ from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kernels import ASKED, LANES, MAX_HEAD_DIM, Note
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import KVGroup, KVKind
-from kvik.config.memory import Footprint, StepSize
+from kvik.config.memory import TRITON_BACKENDS, Footprint, StepSize
 from kvik.config.speculative import (
     DEFAULT_TOKENS,
     OFF,
@@ -69,11 +69,11 @@ def with_drafter(
     if wish is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
-    unfit = source.spec.head_dim % LANES or source.spec.head_dim > MAX_HEAD_DIM
-    if footprint.attention_backend == "cpu" and unfit:
+    dim, backend = source.spec.head_dim, footprint.attention_backend
+    large = backend in ("cpu", *TRITON_BACKENDS) and dim > MAX_HEAD_DIM
+    if large or (backend == "cpu" and dim % LANES):
         raise ConfigError(
-            "spec_model",
-            f"its heads of {source.spec.head_dim} need attention_backend sdpa, for both models",
+            "spec_model", f"its heads of {dim} need attention_backend sdpa, for both models"
         )
     built = source.spec.built
     if built is not None:
