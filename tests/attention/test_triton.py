@@ -165,16 +165,17 @@ def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch):
 
 
 def test_block_size_does_not_matter(kernel, make_step):
-    first, *others = (attend(make_step([(50, 1), (9, 7)], size, 2, 1)) for size in (16, 1, 48))
+    sequences = [(50, 1), (100, 7)]  # of which one has several tiles that every row sees
+    first, *others = (attend(make_step(sequences, size, 2, 1)) for size in (16, 1, 48))
     assert all(torch.equal(first, other) for other in others)
 
 
 def test_garbage_outside_the_window_is_never_read(kernel, make_step):
     """Blocks that slid out of the window may belong to others by now, or be block 0."""
-    step = make_step([(116, 1), (100, 12)])
+    step = make_step([(116, 1), (106, 12)], 4)
     table = step.layout.block_table.clone()
-    table[0, :7] = 0  # positions 0..111; the window begins at 112
-    table[1, :6] = 0  # positions 0..95; the first query's window begins at 96
+    table[0, :28] = 0  # positions 0..111; the window begins at 112
+    table[1, :25] = 0  # positions 0..99; the first query's window begins at 102, within a tile
     dirty = replace(step, layout=replace(step.layout, block_table=table))
     assert torch.equal(attend(dirty, 5), attend(step, 5))
 
