@@ -19,7 +19,8 @@ from kvik.config.hardware import detect
 from kvik.config.kernels import ASKED
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec
-from kvik.config.resolve import Notes, choose_device, resolve
+from kvik.config.notes import Notes
+from kvik.config.resolve import choose_device, resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.speculative_choice import wish_of
 from kvik.core.sampling_params import SamplingParams

@@ -16,7 +16,9 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.resolve import Notes, choose_footprint, memory_plan, step_size
+from kvik.config.notes import Notes
+from kvik.config.resolve import choose_footprint, memory_plan
+from kvik.config.sizes import step_size
 from kvik.planner.devices import Device
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share

@@ -8,7 +8,8 @@ from kvik.config.capacity import Limit
 from kvik.config.config import EngineConfig
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import Hardware, detect
-from kvik.config.resolve import Notes, choose_dtype
+from kvik.config.notes import Notes
+from kvik.config.resolve import choose_dtype
 from kvik.planner.calibration import calibration_path
 from kvik.planner.devices import Device, find_device, this_device
 from kvik.planner.families import read_shape

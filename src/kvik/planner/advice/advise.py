@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.errors import CapacityError
 from kvik.config.hardware import Hardware
-from kvik.config.resolve import MAX_NUM_SEQS
+from kvik.config.sizes import MAX_NUM_SEQS
 from kvik.planner.advice import levers, reasons
 from kvik.planner.advice.figures import WORTHWHILE, Figures, figures_of, improvement
 from kvik.planner.advice.levers import Position
