@@ -98,7 +98,8 @@ def test_graphs_take_what_they_are_given(asked: int, told: tuple[str, str]) -> N
             "a smaller graph_memory and a smaller KV cache would fit",
         ),
         (78 * GIB, {"kv_cache_memory": 70 * GIB}, "a smaller KV cache would fit"),
-        (42 * GIB // 10, {}, "graph_memory=0 would fit"),
+        (42 * GIB // 10, {"graph_memory": GIB}, "; a smaller graph_memory would fit"),
+        (4 * GIB, {}, "max_num_batched_tokens=64 would fit"),
         (4 * GIB, {"graph_memory": 0}, "max_num_batched_tokens=64 would fit"),
     ],
 )
@@ -109,7 +110,21 @@ def test_graphs_that_do_not_fit_are_named(free: int, options: dict[str, Any], ad
         resolve(config, SPEC, small, "")
     message = str(error.value)
     assert message.endswith(advice)
-    assert ("for CUDA graphs" in message) == (config.graph_memory != 0)
+    assert ("for CUDA graphs" in message) == bool(config.graph_memory)
+
+
+def test_without_graphs_an_engine_starts_that_has_no_room_for_them() -> None:
+    def on(free: int) -> ResolvedConfig:
+        small = replace(GPU, gpus=(replace(CARD, free_memory=free),))
+        return resolve(EngineConfig(max_num_seqs=64, max_model_len=4096), SPEC, small, "")
+
+    crowded = on(42 * GIB // 10)
+    assert crowded.runner.graph_sizes == () and crowded.runner.graph_memory == 0
+    value, reason = decision(crowded, "cuda_graphs")
+    assert value == "none" and "no request would fit" in reason
+    assert crowded.memory.total <= crowded.memory.limit
+    roomy = on(5 * GIB)
+    assert roomy.runner.graph_sizes and roomy.runner.graph_memory
 
 
 def test_heads_are_captured_where_the_model_is_not() -> None:

@@ -92,11 +92,10 @@ def _what_would_fit(
     one_by_one = f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}"
     also = "" if free == config else " and a smaller KV cache"
     eager = replace(footprint, graph_memory=0)
-    uncaptured = "a smaller graph_memory" if config.graph_memory else "graph_memory=0"
     for advice, trial_config, trial_footprint, trial_size in (
         ("a smaller KV cache", free, footprint, size),
-        (uncaptured, config, eager, size),
-        (f"{uncaptured}{also}", free, eager, size),
+        ("a smaller graph_memory", config, eager, size),
+        (f"a smaller graph_memory{also}", free, eager, size),
         (f"{one_by_one}{also}", free, footprint, small),
         (f"dtype=bfloat16{also}", free, half, size),
         (f"dtype=bfloat16, {one_by_one}{also}", free, half, small),

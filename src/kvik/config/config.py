@@ -30,7 +30,7 @@ class EngineConfig:
         memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
         kv_cache_memory: bytes for the KV cache; None: planned.
         graph_memory: bytes for CUDA graphs, which replay what a step computes; 0: steps are not
-            captured; None: planned.
+            captured; None: planned, and none where no request would fit beside them.
         kv_cache_dtype: of keys and values: "auto" (the model's dtype), "fp32", "bf16", "fp16",
             "fp8", "int8" or "int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.
         kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.

@@ -22,7 +22,7 @@ from kvik.config.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from kvik.config.errors import ConfigError
+from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import (
     choose_attention,
@@ -51,6 +51,8 @@ from kvik.config.speculative_choice import (
     wish_of,
     with_drafter,
 )
+
+CROWDED = "no request would fit into memory beside them; decoding takes longer"
 
 
 def resolve(
@@ -91,10 +93,11 @@ def resolve(
     words = SCHEMES[config.quantization]
     words += f" ({spec.quantization})" if spec.quantization else ""
     notes.add("quantization", config.quantization, f"{asked}: {words}")
+    footprint = _captured_if_it_fits(config, footprint, limit)
     size = choose_sizes(config, footprint, limit, notes)
     num_blocks = choose_num_blocks(config, footprint, size, limit, notes)
     size = cut_seqs(config, footprint, size, num_blocks, notes)
-    _note_graphs(footprint, size, notes)
+    _note_graphs(config, footprint, size, notes)
     speculation = choose_speculation(wish, size, footprint.groups, source, notes.add)
     threads = config.threads or hardware.cores
     notes.add(
@@ -227,12 +230,24 @@ def choose_footprint(
     return kernels, footprint
 
 
-def _note_graphs(footprint: Footprint, size: StepSize, notes: Notes) -> None:
+def _captured_if_it_fits(config: EngineConfig, footprint: Footprint, limit: Limit) -> Footprint:
+    """Without captured steps where no request fits beside them and nobody asked for them: an
+    engine that starts is worth more than a fast one that does not."""
+    if footprint.device == "cpu" or config.graph_memory is not None:
+        return footprint
+    try:
+        choose_sizes(config, footprint, limit, Notes())
+    except CapacityError:
+        return replace(footprint, graph_memory=0)
+    return footprint
+
+
+def _note_graphs(config: EngineConfig, footprint: Footprint, size: StepSize, notes: Notes) -> None:
     """Of captured forwards, where any can be."""
     able = replace(footprint, graph_memory=None)
     sizes, drafting = able.graph_sizes(size), able.draft_graph_sizes(size)
     if footprint.graph_memory == 0 and (sizes or drafting):
-        notes.add("cuda_graphs", "none", ASKED)
+        notes.add("cuda_graphs", "none", ASKED if config.graph_memory == 0 else CROWDED)
     elif sizes or drafting:
         what = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
         value, replayed = what, "drafts are made by replays"
