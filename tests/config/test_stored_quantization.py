@@ -10,9 +10,10 @@ import pytest
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
 
 from kvik.config.errors import ModelError
-from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
+from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint
 from kvik.config.model_spec import ModelSpec
 from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
+from kvik.config.step_memory import StepSize
 from kvik.config.stored_quantization import StoredScheme, stored_alike
 
 DOWN = "model.layers.3.mlp.down_proj"

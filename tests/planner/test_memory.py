@@ -10,9 +10,9 @@ from helpers.public_configs import config
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind, block_bytes, group_layers
-from kvik.config.memory import GIB
 from kvik.config.quantization import SCHEMES
 from kvik.config.resolve import resolve
+from kvik.config.units import GIB
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of

@@ -10,7 +10,7 @@ from functools import partial
 from textwrap import wrap
 
 from kvik.cli.flags import Parser, add_question_flag, integer, number
-from kvik.config.capacity import show_bytes
+from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, Report, advise
 from kvik.planner.advice.figures import Figures
 from kvik.planner.advice.reasons import most_served

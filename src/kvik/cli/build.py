@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.config.capacity import show_bytes
 from kvik.config.engine_files import verify
 from kvik.config.engine_manifest import Manifest, is_engine_folder
 from kvik.config.errors import ConfigError
+from kvik.config.units import show_bytes
 
 FIELDS = ("quantization", "dtype", "kernels", "device", "threads", "memory_utilization")
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import Parser
-from kvik.config.capacity import show_bytes
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.model_source import GGUF, find_model
+from kvik.config.units import show_bytes
 
 DEFAULT_TYPE = "q8_0"
 

@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.config.capacity import show_bytes
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
 from kvik.config.gpus import find_gpus
@@ -18,6 +17,7 @@ from kvik.config.model_source import find_model
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.config.quantization import weight_bytes
 from kvik.config.resolve import resolve
+from kvik.config.units import show_bytes
 from kvik.model_files import model_files
 
 

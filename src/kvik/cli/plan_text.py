@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import fill
 
-from kvik.config.capacity import show_bytes
+from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost
 from kvik.planner.plan import Plan
 from kvik.planner.rounded import columns, count, dollars, seconds, three

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import CapacityError
-from kvik.config.memory import GIB, MIB, Footprint, StepSize
+from kvik.config.memory import Footprint
+from kvik.config.step_memory import StepSize
+from kvik.config.units import show_bytes
 
 MIN_BUDGET = 64  # tokens of a step below which even one request crawls
 MIN_CONTEXT = 256  # a planned context shorter than this is of no use to anyone
@@ -18,11 +20,6 @@ class Limit:
 
     size: int
     source: str
-
-
-def show_bytes(count: int) -> str:
-    """1610612736 -> "1.5 GiB"."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def cache_bytes(config: EngineConfig, footprint: Footprint, size: StepSize) -> int:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from kvik.config.env import visible_gpus
 from kvik.config.hardware import Gpu, is_cuda_build
 from kvik.config.prompt_attention import load, prompt_attention_path
+from kvik.config.units import MIB
 
-MIB = 1 << 20
 FIELDS = "index,name,memory.total,memory.free,compute_cap"
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
 from kvik.config.graph_sizes import graph_bytes
 from kvik.config.model_spec import DTYPE_BYTES
+from kvik.config.step_memory import LOGIT_BYTES
 
-LOGIT_BYTES = 4
 # Of one row of logits while the likeliest are looked for, a value and an index each; and in how
 # many rows at once.
 RANKED_BYTES, RANKED_ROWS = 16, 16

@@ -8,8 +8,8 @@ from typing import Protocol
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import TRITON_SDPA, ModelSizes
 from kvik.config.quantization import matrix_scheme
+from kvik.config.step_memory import TRITON_SDPA, ModelSizes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this

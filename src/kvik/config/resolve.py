@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvik.config.built import BUILT_IN, built_in, settled
-from kvik.config.capacity import (
-    Limit,
-    show_bytes,
-)
+from kvik.config.capacity import Limit
 from kvik.config.check import check_config
 from kvik.config.config import (
     CacheConfig,
@@ -38,8 +35,6 @@ from kvik.config.memory import (
     RUNTIME_BYTES,
     THREAD_BYTES,
     Footprint,
-    ModelSizes,
-    StepSize,
 )
 from kvik.config.model_spec import ModelSpec
 from kvik.config.notes import ASKED, Notes
@@ -51,6 +46,8 @@ from kvik.config.speculative_choice import (
     wish_of,
     with_drafter,
 )
+from kvik.config.step_memory import ModelSizes, StepSize
+from kvik.config.units import show_bytes
 
 CROWDED = "no request would fit into memory beside them; decoding takes longer"
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvik.config.capacity import (
-    MIN_BUDGET,
-    MIN_CONTEXT,
-    Limit,
-    cache_bytes,
-    capacity_error,
-    show_bytes,
-)
+from kvik.config.capacity import MIN_BUDGET, MIN_CONTEXT, Limit, cache_bytes, capacity_error
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.memory import GIB, Footprint, StepSize
+from kvik.config.memory import Footprint
 from kvik.config.notes import ASKED, Notes
 from kvik.config.speculative_choice import draft_tokens, wish_of, with_draft_rows
+from kvik.config.step_memory import StepSize
+from kvik.config.units import GIB, show_bytes
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic

@@ -12,7 +12,7 @@ from kvik.config.heads_memory import HeadsFootprint
 from kvik.config.kernels import ASKED, LANES, MAX_HEAD_DIM, Note
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import KVGroup, KVKind
-from kvik.config.memory import TRITON_BACKENDS, Footprint, StepSize
+from kvik.config.memory import Footprint
 from kvik.config.speculative import (
     DEFAULT_TOKENS,
     OFF,
@@ -22,6 +22,7 @@ from kvik.config.speculative import (
     Typical,
     speculative_wish,
 )
+from kvik.config.step_memory import TRITON_BACKENDS, StepSize
 
 # Drafts of a step beyond which it is bound by arithmetic, so that wrong ones cost what right ones
 # gain. Each is a row of logits.

@@ -17,6 +17,7 @@ import msgspec
 from kvik.config.errors import ConfigError
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import Gpu, Hardware, detect
+from kvik.config.units import MIB
 from kvik.planner.calibration import (
     Calibration,
     Machine,
@@ -26,7 +27,6 @@ from kvik.planner.calibration import (
     this_machine,
 )
 
-MIB = 1 << 20
 ARITHMETICS = ("fp32", "bf16", "fp16", "int8", "fp8")
 # What multiplies in place of a unit that a device lacks.
 STAND_INS: Mapping[str, tuple[str, ...]] = {

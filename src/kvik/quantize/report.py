@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvik.config.capacity import show_bytes
+from kvik.config.units import show_bytes
 from kvik.quantize.output import SavedLayer
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.save import Saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvik.config.capacity import show_bytes
+from kvik.config.units import show_bytes
 from kvik.core.plan import GraphCounts
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import heads_sizes
-from kvik.config.memory import DRAW_BYTES
 from kvik.config.model_spec import ModelSpec
+from kvik.config.step_memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN

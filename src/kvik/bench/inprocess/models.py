@@ -22,12 +22,12 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import formats_of
+from kvik.config.units import MIB
 from kvik.evaluate.quality import Progress, Quality, Reading, check_same, prepare, read
 from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader
 from kvik.evaluate.windows import choose_window
 from kvik.launch import resolve_config
 
-MIB = 1 << 20
 CHARTS = (
     Chart("bars", "Distance from the reference", "KL"),
     Chart("bars", "Perplexity", "perplexity"),

@@ -19,9 +19,9 @@ from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
-from kvik.config.capacity import show_bytes
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
+from kvik.config.units import show_bytes
 
 ROUND_BY_ROUND = "with speculation / without, round by round"
 UP_TO = "of the checks with so many drafts, those in which this one and all before it were right"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MIB = 1 << 20
+from kvik.config.units import MIB
+
 KINDS = ("fp32", "bf16", "int8", "int8-weight-only", "int4-g128", "int4-g64", "int4-g32")
 
 

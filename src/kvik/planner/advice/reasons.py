@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvik.config.capacity import show_bytes
+from kvik.config.units import show_bytes
 from kvik.planner.advice.figures import Figures
 from kvik.planner.formats import weight_facts
 from kvik.planner.memory import bytes_of
