@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
-from kvik.config.graph_sizes import heads_sizes
-from kvik.config.model_spec import ModelSpec
 from kvik.config.step_memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import Packing
@@ -31,7 +29,7 @@ from kvik.worker.graphs import Eager, Graph, Network
 from kvik.worker.kv_pool import KVPool
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
-from kvik.worker.warm_up import NOTHING, Resting, forwards, heads, rules
+from kvik.worker.warm_up import NoWarmUps, WarmUps
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +49,7 @@ class Parts:
     draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
     kv_zeros: Zeros  # where the memory of the KV cache comes from
+    warm_ups: WarmUps = field(default_factory=NoWarmUps)
 
 
 class Platform(Protocol):
@@ -82,24 +81,6 @@ class Platform(Protocol):
         """
         ...
 
-    def warm_up(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
-        """What an idle engine gets ready before it rests for the network's graph.
-
-        Args:
-            sizes, trees: as of `graph`.
-        """
-        ...
-
-    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        """The same of draft heads. Arguments as of `rows`."""
-        ...
-
-    def warm_up_rules(self) -> Resting:
-        """What an idle engine gets ready at last: the ways to sample."""
-        ...
-
     @staticmethod
     def release_freed() -> None:
         """Give the system back what was freed and is kept for the next allocation: after loading,
@@ -125,17 +106,6 @@ class TorchPlatform:
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
-
-    def warm_up(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
-        return NOTHING
-
-    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        return NOTHING
-
-    def warm_up_rules(self) -> Resting:
-        return NOTHING
 
     @staticmethod
     def release_freed() -> None:
@@ -184,17 +154,6 @@ class NativePlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
-    def warm_up(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
-        return NOTHING
-
-    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        return NOTHING
-
-    def warm_up_rules(self) -> Resting:
-        return NOTHING
-
     @staticmethod
     def release_freed() -> None:
         from kvik.kernels.cpu._native import release_freed
@@ -208,6 +167,7 @@ class TritonPlatform:
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packing import GPU
+        from kvik.worker.triton_warm_ups import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = triton_ops(device)
@@ -216,7 +176,8 @@ class TritonPlatform:
             runner.attention_backend, ops, device, dtype, torch_prompts=runner.torch_prompts
         )
         pool = KVPool(config.memory.kv_cache)
-        self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool)
+        warm_ups = TritonWarmUps(config, ops, device, backend)
+        self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool, warm_ups)
         self._config = config
         self._graph_memory = GraphMemory(runner.graph_memory, config.memory.activations)
         self._capturer: Capturer | None = None
@@ -266,31 +227,6 @@ class TritonPlatform:
         if self._capturer is None:
             self._capturer = CudaCapturer(self.parts.device)
         return self._capturer
-
-    def warm_up(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
-        from kvik.attention.triton import TritonAttention
-        from kvik.kernels.triton.attention_shapes import SHORT
-        from kvik.kernels.triton.shape_classes import lengths
-
-        if not isinstance(self.parts.backend, TritonAttention):
-            return NOTHING  # others gather on their own what the host says there is
-        context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
-        most = min(sizes.tokens, spec.max_context, context)
-        classes = lengths(spec.num_heads, spec.num_kv_heads, most)
-        nodes = [length for length in classes if trees and length <= SHORT]
-        return forwards(network, classes, sizes.samples, block_size, context, nodes)
-
-    def warm_up_rows(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        if self._config.runner.draft_graph_sizes:
-            return NOTHING  # they are compiled as they are captured
-        sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
-        return heads(function, like, sizes)
-
-    def warm_up_rules(self) -> Resting:
-        config, parts = self._config, self.parts
-        return rules(parts.ops, config.model.vocab_size, parts.device, config.speculation)
 
     @staticmethod
     def release_freed() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
+from kvik.config.model_spec import ModelSpec
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.ops import Ops
@@ -33,6 +34,7 @@ from kvik.worker.row_graphs import RowFunction
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
 from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import StepSizes
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,43 @@ class WarmUp:
 
 
 NOTHING = WarmUp(())
+
+
+class WarmUps(Protocol):
+    """What an idle engine gets ready for what it computes with."""
+
+    def steps(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
+        """Before it rests for the network's graph.
+
+        Args:
+            sizes, trees: as of `Platform.graph`.
+        """
+        ...
+
+    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        """The same of draft heads. Arguments as of `Platform.rows`."""
+        ...
+
+    def rules(self) -> Resting:
+        """At last: the ways to sample."""
+        ...
+
+
+class NoWarmUps:
+    """Of kernels that were compiled long ago."""
+
+    def steps(
+        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> Resting:
+        return NOTHING
+
+    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+        return NOTHING
+
+    def rules(self) -> Resting:
+        return NOTHING
 
 
 def forwards(

@@ -81,14 +81,14 @@ class Worker:
         )
         sampling = SamplingTable(scheduler.max_num_seqs, vocab_size, device, draw_bytes)
         speculator: Speculator | None = None
-        compiled = chosen.warm_up(network, config.model, sizes, trees=trees)
+        compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
         self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
             parts = DrafterParts(speculation, config, table, sampling, network, chosen)
             drafter = build_drafter(parts)
             self._resting += tuple(parts.resting)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
-        self._resting += (chosen.warm_up_rules(),)
+        self._resting += (chosen.parts.warm_ups.rules(),)
         if copies is None:
             copies = best_copies(device)
         # See `Executor`.

@@ -68,7 +68,7 @@ class DrafterParts:
         hidden = torch.zeros(1, width, dtype=chosen.dtype, device=chosen.device)
         like = (hidden, *more)
         graph = self.platform.rows(function, like)
-        self.resting.extend((self.platform.warm_up_rows(function, like), graph))
+        self.resting.extend((chosen.warm_ups.heads(function, like), graph))
         return graph
 
 
@@ -121,7 +121,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     sizes = StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
     with torch.inference_mode():
         graph, inputs = parts.platform.graph(network, sizes, drafts=True)
-    parts.resting.extend((parts.platform.warm_up(network, spec, sizes), graph))
+    parts.resting.extend((parts.platform.parts.warm_ups.steps(network, spec, sizes), graph))
     device = parts.platform.parts.device
     draft = DraftNetwork(
         graph,
