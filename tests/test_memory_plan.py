@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.configs import PUBLIC
 from helpers.paged_model import PagedModel
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -21,13 +22,14 @@ from tokenizers.models import BPE
 
 from kvik import LLM
 from kvik.attention.decode_batches import MAX_KEYS
+from kvik.attention.fresh_prompts import PADDED
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.engine_manifest import WEIGHTS
 from kvik.config.hardware import detect
 from kvik.config.memory import LOADING_BYTES, QUANTIZED_SCRATCH_BYTES
 from kvik.config.model_spec import ModelSpec
-from kvik.config.step_memory import GATHERED_KEYS
+from kvik.config.step_memory import GATHERED_KEYS, PROMPT_PADDING
 from kvik.config.units import GIB, MIB
 from kvik.kernels.rounding import PIECE
 from kvik.nn.checkpoint import RUN_BYTES, SINGLE
@@ -52,20 +54,7 @@ SMALL = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-# The sizes of Llama-3.2-1B.
-LLAMA_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+LLAMA_1B = PUBLIC["Llama-3.2-1B"]
 
 # Everything that takes memory: all blocks of the cache in use at once, a step of all the tokens it
 # may have, sampling with every rule on, and the logprobs of a prompt.
@@ -260,4 +249,5 @@ def test_the_buffers_of_a_tape_are_planned(
 def test_the_plan_knows_the_limits_it_relies_on() -> None:
     assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
     assert GATHERED_KEYS >= MAX_KEYS
+    assert PROMPT_PADDING >= PADDED
     assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

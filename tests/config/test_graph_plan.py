@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
@@ -19,21 +20,7 @@ from kvik.config.speculative import NO_SOURCE, DraftSource
 GIB = 1 << 30
 CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))
 GPU = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset(), gpus=(CARD,), triton=True)
-SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-)
+SPEC = ModelSpec.from_config(PUBLIC["Llama-3.2-1B"])
 
 
 def plan(**options: Any) -> ResolvedConfig:

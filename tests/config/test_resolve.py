@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,20 +28,7 @@ SERVER = replace(PC, gpus=(H100,))
 
 def llama(**changes: object) -> ModelSpec:
     """Llama-3.2-1B, or something like it."""
-    config: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    return ModelSpec.from_config(config | changes)
+    return ModelSpec.from_config(PUBLIC["Llama-3.2-1B"] | changes)
 
 
 TINY = llama(

@@ -13,7 +13,6 @@ from kvik.config.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,12 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.bench.report.facts import run_facts
     from kvik.config.hardware import detect
     from kvik.config.model_source import find_model
-    from kvik.config.model_spec import read_model_spec
+    from kvik.config.model_spec import SHORT_DTYPES, read_model_spec
 
     folder = find_model(arguments.model)
     spec = read_model_spec(folder)
     if arguments.config is None:
-        formats = arguments.format or [FORMATS[spec.dtype]]
+        formats = arguments.format or [SHORT_DTYPES[spec.dtype]]
         engines = installed_engines(arguments.engines, formats)
     else:
         engines = engines_of_file(arguments.config, arguments.engines, arguments.format)

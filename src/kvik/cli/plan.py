@@ -10,11 +10,11 @@ from functools import partial
 
 from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.plan_text import as_text
+from kvik.config.model_spec import SHORT_DTYPES
 from kvik.planner.plan import Plan, plan
 from kvik.planner.question import Question
 
 # Weight and KV formats go by short names; the engine's own names of its dtypes will do too.
-SHORT: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 # Flags that the question calls otherwise.
 FIELDS: Mapping[str, str] = {
@@ -73,4 +73,4 @@ def as_object(answer: Plan) -> dict[str, object]:
 
 
 def _format(text: str) -> str:
-    return SHORT.get(text, text)
+    return SHORT_DTYPES.get(text, text)

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.model_spec import SHORT_DTYPES
 from kvik.config.quantization import matrix_scheme
 from kvik.config.step_memory import TRITON_SDPA, ModelSizes
 
@@ -19,7 +20,7 @@ TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
 # Tokens from which torch's attention takes prompts where it is asked for and nothing was measured.
 TORCH_FROM = 2048
-SAME_AS = {"bf16": "bfloat16", "fp16": "float16"}  # formats of the cache that are a model's dtype
+FUSED_DTYPES = ("bfloat16", "float16")  # of torch's fused attention
 ASKED = "as asked"
 
 
@@ -175,8 +176,8 @@ def _triton_or_sdpa(
 def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
     """Why torch's fused kernels cannot take prompts; None if they can."""
     kv = config.kv_cache_dtype
-    if dtype not in SAME_AS.values():
+    if dtype not in FUSED_DTYPES:
         return f"torch's fused kernels have no {dtype}"
-    if kv != "auto" and SAME_AS.get(kv) != dtype:
+    if kv not in ("auto", SHORT_DTYPES[dtype]):
         return f"keys that are stored as {kv} are read by Triton's alone"
     return None

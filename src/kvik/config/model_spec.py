@@ -22,6 +22,7 @@ from kvik.config.stored_quantization import (
 )
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 # Sizes above these are mistakes or attacks, not models.
 MAX_VOCAB = 1 << 24

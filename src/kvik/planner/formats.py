@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvik.config.errors import ConfigError
 from kvik.config.kv_formats import KV_FORMATS, KVFacts
-from kvik.config.model_spec import DTYPE_BYTES
+from kvik.config.model_spec import DTYPE_BYTES, SHORT_DTYPES
 from kvik.config.quantization import INT4_GROUPS, SCALE_BYTES, layer_scheme
 
 
@@ -56,8 +56,6 @@ WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
     )
 }
 
-_SHORT: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
 
 def weight_facts(name: str) -> WeightFacts:
     """Raises ConfigError, which names the formats there are."""
@@ -75,7 +73,7 @@ def kv_facts(name: str) -> KVFacts:
 
 def weight_format(dtype: str, quantization: str = "none") -> str:
     """The format's name for a resolved dtype ("bfloat16", ...) and `EngineConfig.quantization`."""
-    return _SHORT[dtype] if quantization == "none" else quantization
+    return SHORT_DTYPES[dtype] if quantization == "none" else quantization
 
 
 def arithmetic(weight_format: str, device_kind: str) -> str:

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from helpers.optional_triton import device
 
+from kvik.config.step_memory import TRITON_WORKSPACE
 from kvik.kernels.triton.attention_paged import Run, runs_of
 from kvik.kernels.triton.attention_shapes import (
     TALLEST,
+    WORKSPACE,
     Tiles,
     most_queries,
     most_splits,
@@ -98,3 +100,7 @@ def test_a_number_of_tokens_of_every_class() -> None:
     assert lengths(14, 2, 8192) == (293, 292, 64, 32, 16, 8, 4, 2, 1)
     assert lengths(128, 1, 8192)[:3] == (65, 64, 32)  # more heads than a tile has rows
     assert lengths(32, 8, 20) == (20, 16, 8, 4, 1)
+
+
+def test_the_plan_knows_how_much_room_is_made():
+    assert TRITON_WORKSPACE >= WORKSPACE
