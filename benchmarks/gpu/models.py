@@ -183,7 +183,7 @@ class Measured:
         finally:
             attention.prompts = usual
         spec = self.engine.resolved.model
-        attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
+        scores = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
         layers = spec.linear_layers()
         products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * PREFILL
         head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
@@ -191,7 +191,7 @@ class Measured:
             "prefill 8k" + (", torch's attention" if by_torch else ""),
             median(times),
             "bf16",
-            operations=products + attention + head,
+            operations=products + scores + head,
             tokens_per_second=PREFILL / median(times),
             **self.about,
         )
