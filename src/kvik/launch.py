@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -23,10 +23,8 @@ from kvik.config.notes import Notes
 from kvik.config.resolve import choose_device, resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.speculative_choice import wish_of
-from kvik.core.sampling_params import SamplingParams
-from kvik.engine.client import EngineClient, InprocClient
+from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore
-from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
 from kvik.model_files import model_files
 from kvik.text.shared_vocabulary import shared_vocabulary
@@ -41,17 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A running engine and what a frontend needs to know of its model."""
-
-    resolved: ResolvedConfig
-    client: EngineClient
-    tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
-    default_params: SamplingParams
-    executor: Executor
-
-
 def launch(config: EngineConfig) -> Engine:
     """Decide, plan the memory, load, and hand over a client.
 
@@ -61,10 +48,13 @@ def launch(config: EngineConfig) -> Engine:
     return start(resolve_config(config))
 
 
-def start(resolved: ResolvedConfig, record: Path | None = None) -> Engine:
+def start(
+    resolved: ResolvedConfig, sleep: Sleep = time.sleep, *, record: Path | None = None
+) -> Engine:
     """Load what was decided on.
 
     Args:
+        sleep: how the client waits while a policy waits for company.
         record: file that what happens is written to, for `kvik replay`.
 
     Raises:
@@ -78,7 +68,7 @@ def start(resolved: ResolvedConfig, record: Path | None = None) -> Engine:
 
     tokenizer = reading.result()
     loop = load_loop(resolved, record)
-    client = InprocClient(loop, time.sleep)
+    client = InprocClient(loop, sleep)
     return Engine(resolved, client, tokenizer, default_params, loop.executor)
 
 

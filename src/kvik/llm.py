@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import finalize
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason
+from kvik.core.types import EngineRequest
 from kvik.engine.embedding import EmbeddingOutput, normalise
-from kvik.engine.output import OutputProcessor, Processed, RequestOutput, TextDelta
+from kvik.engine.output import RequestOutput, TextDelta
 from kvik.engine.stats import EngineStats
-from kvik.interrupts import deferred_interrupt
-from kvik.launch import launch
+from kvik.engine.thread import Call, EngineThread
+from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.progress import BatchProgress
 from kvik.text.bad_words import bad_word_ids
@@ -31,7 +34,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A loaded model. Use it as a context manager, or `close` it, to free everything.
 
-    One thread at a time may use it: a call runs the engine's steps itself.
+    Any number of threads may use it at once: their calls share one batch, and each gets its own
+    results. The engine runs in a thread of its own, so Ctrl-C leaves a call at once. In a forked
+    process every call raises `RuntimeError`.
 
     Args:
         model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled story model.
@@ -46,16 +51,14 @@ class LLM:
         for name in config:
             if name not in known:
                 raise ConfigError(name, f"is no engine option (known: {', '.join(sorted(known))})")
-        engine = launch(EngineConfig(model=model, **config))
-        self.resolved: ResolvedConfig = engine.resolved
-        self.default_params: SamplingParams = engine.default_params
-        self._client = engine.client
-        self._tokenizer = engine.tokenizer
+        self.resolved: ResolvedConfig = resolve_config(EngineConfig(model=model, **config))
+        self._engine = EngineThread(partial(start, self.resolved))
+        finalize(self, self._engine.close)  # when the program ends or forgets it
+        self.default_params: SamplingParams = self._engine.engine.default_params
+        self._client = self._engine.engine.client
+        self._tokenizer = self._engine.engine.tokenizer
         self._chat_template: ChatTemplate | None = None
-        self._processor = OutputProcessor(engine.tokenizer)
-        self._streams: dict[str, Stream] = {}
-        self._serial = 0
-        self._closed = False
+        self._serial = itertools.count(1)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -152,14 +155,12 @@ class LLM:
         return self._chat_template.render(messages)
 
     def stats(self) -> EngineStats:
-        return self._client.stats()
+        return self._engine.ask(self._client.stats)
 
     def close(self) -> None:
-        """Free the model and its cache; a closed LLM cannot be used again."""
-        for stream in list(self._streams.values()):
-            stream.close()
-        self._client.close()
-        self._closed = True
+        """Free the model and its cache; a closed LLM cannot be used again. Calls that other threads
+        wait for raise `RuntimeError`."""
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -182,8 +183,6 @@ class LLM:
         add_special_tokens: bool,
         pooling: str | None = None,
     ) -> EngineRequest:
-        if self._closed:
-            raise RuntimeError("this LLM is closed")
         if params.stop and self._tokenizer is None:
             raise ParamError("stop", "needs a tokenizer, and this model has none")
         if isinstance(prompt, str):
@@ -194,8 +193,9 @@ class LLM:
             ids = list(prompt)
         if params.bad_words:
             params = params.with_changes(bad_words=bad_word_ids(params.bad_words, self._tokenizer))
-        self._serial += 1
-        return EngineRequest(f"llm-{self._serial}", ids, params, pooling=pooling)
+        request = EngineRequest(f"llm-{next(self._serial)}", ids, params, pooling=pooling)
+        self._client.check(request)
+        return request
 
     def _run(
         self,
@@ -211,78 +211,31 @@ class LLM:
             self._request(prompt, p, add_special_tokens=add_special_tokens, pooling=pooling)
             for prompt, p in zip(prompts, each, strict=True)
         ]
-        for request in requests:
-            self._client.check(request)
-        texts = {
-            r.request_id: p if isinstance(p, str) else None
-            for r, p in zip(requests, prompts, strict=True)
-        }
+        if not requests:
+            return []
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        call = Call(zip(requests, texts, strict=True), streaming=False)
         outputs: dict[str, RequestOutput] = {}
-        unsent = deque(requests)
         with BatchProgress(len(requests), progress) as bar:
             try:
+                self._engine.submit(call)
                 while len(outputs) < len(requests):
-                    while unsent and self._has_room(unsent[0]):
-                        request = unsent.popleft()
-                        self._add(request, texts[request.request_id], streaming=False)
-                    for output in self._step().finished:
-                        if output.request_id in texts:
-                            outputs[output.request_id] = output
-                            bar.finished(output)
+                    output = self._engine.progress(call).output
+                    assert output is not None
+                    outputs[output.request_id] = output
+                    bar.finished(output)
             finally:
-                for request in requests:
-                    if request.request_id not in outputs:
-                        self._abort(request.request_id)
-        return [outputs[r.request_id] for r in requests]
+                if len(outputs) < len(requests):
+                    self._engine.abandon(call)
+        return [outputs[request.request_id] for request in requests]
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Stream:
         (one,) = self._params_for(1, params)
         request = self._request(prompt, one, add_special_tokens=add_special_tokens)
-        self._client.check(request)
-        stream = Stream(self, request.request_id)
-        self._streams[request.request_id] = stream
-        try:
-            self._add(request, prompt if isinstance(prompt, str) else None, streaming=True)
-        except BaseException:  # refused or interrupted: nobody will read it
-            self._abort(request.request_id)
-            raise
-        return stream
-
-    def _has_room(self, request: EngineRequest) -> bool:
-        """Whether the queue takes it now: batches of any length keep within the limits."""
-        limits, stats, n = self.resolved.scheduler, self._client.stats(), request.params.n
-        if stats.num_waiting + n > min(_LOOKAHEAD, limits.max_queued_requests):
-            return False
-        tokens = stats.queued_tokens + n * len(request.prompt_token_ids)
-        return stats.num_waiting == 0 or tokens <= limits.max_queued_tokens
-
-    def _add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
-        with deferred_interrupt():
-            self._processor.add(request, prompt, streaming=streaming)
-            self._client.add(request)
-
-    def _step(self) -> Processed:
-        """One step of the engine; streams get what is theirs."""
-        with deferred_interrupt():
-            processed = self._processor.process(self._client.poll(_PATIENCE))
-            for request_id, index, reason, error in processed.to_end:
-                self._client.end(request_id, index, reason, error)
-            for delta in processed.deltas:
-                if delta.request_id in self._streams:
-                    self._streams[delta.request_id].pending.append(delta)
-            for output in processed.finished:
-                stream = self._streams.pop(output.request_id, None)
-                if stream is not None:
-                    stream.output = output
-        return processed
-
-    def _abort(self, request_id: str) -> None:
-        with deferred_interrupt():
-            self._processor.discard(request_id)
-            self._streams.pop(request_id, None)
-            self._client.end(request_id, None, FinishReason.ABORT)
+        text = prompt if isinstance(prompt, str) else None
+        return Stream(self, self._engine, Call([(request, text)], streaming=True))
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -298,32 +251,39 @@ class LLM:
         return list(params)
 
 
-_LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
-_PATIENCE = 0.1  # seconds that a step may wait for company, deaf to Ctrl-C
-
-
 class Stream(Iterator[TextDelta]):
-    """The deltas of one request. After the last one, `output` holds the whole result."""
+    """The deltas of one request. After the last one, `output` holds the whole result.
 
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm = llm
-        self.request_id = request_id
-        self.pending: deque[TextDelta] = deque()
+    Text is generated whether or not it is read; a stream that is closed or forgotten ends.
+    """
+
+    def __init__(self, llm: LLM, engine: EngineThread, call: Call) -> None:
         self.output: RequestOutput | None = None
-        self._closed = False
+        self._llm = llm  # lives as long as its streams
+        self._engine = engine
+        self._call = call
+        self._deltas: deque[TextDelta] = deque()
+        self._end = finalize(self, engine.abandon, call)
+        self._end.atexit = False
+        engine.submit(call)
 
     def __next__(self) -> TextDelta:
-        while not self.pending:
-            if self._closed or self.output is not None:
+        while not self._deltas:
+            if not self._end.alive or self.output is not None:
                 raise StopIteration
-            self._llm._step()
-        return self.pending.popleft()
+            progress = self._engine.progress(self._call)
+            self._deltas += progress.deltas
+            self.output = progress.output
+        return self._deltas.popleft()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next delta is there already."""
+        return bool(self._deltas) or not self._call.progress.empty()
 
     def close(self) -> None:
         """Stop generating; what came so far has been delivered."""
-        if not self._closed and self.output is None:
-            self._llm._abort(self.request_id)
-        self._closed = True
+        self._end()
 
     def __enter__(self) -> Stream:
         return self

@@ -9,7 +9,8 @@ import pytest
 
 from kvik.bench.inprocess.inproc import loaded
 from kvik.config.config import EngineConfig
-from kvik.launch import Engine, resolve_config
+from kvik.engine.client import Engine
+from kvik.launch import resolve_config
 
 
 @pytest.fixture

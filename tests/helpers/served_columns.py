@@ -13,11 +13,12 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, Pin, RequestDelta
+from kvik.engine.client import Engine
 from kvik.engine.executor import Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.record_file import RecordReader, open_recording
 from kvik.engine.stats import EngineStats
-from kvik.launch import Engine, launch, play, resolve_config, start
+from kvik.launch import launch, play, resolve_config, start
 
 Rounds = Sequence[Sequence[EngineRequest]]
 Served = tuple[list[RequestOutput], EngineStats]  # the last round in order, and then

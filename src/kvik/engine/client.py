@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from kvik.config.config import ResolvedConfig
+from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.engine.executor import Executor
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
+from kvik.text.tokenizer import Tokenizer
 
 
 class EngineClient(Protocol):
@@ -81,3 +86,14 @@ class InprocClient:
 
 class Sleep(Protocol):
     def __call__(self, seconds: float, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine and what a frontend needs to know of its model."""
+
+    resolved: ResolvedConfig
+    client: EngineClient
+    tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
+    default_params: SamplingParams
+    executor: Executor

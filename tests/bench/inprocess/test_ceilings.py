@@ -14,7 +14,8 @@ from kvik.bench.inprocess.inproc import Job, run_jobs
 from kvik.bench.report.result import Figure
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
-from kvik.launch import Engine, resolve_config
+from kvik.engine.client import Engine
+from kvik.launch import resolve_config
 from kvik.planner.calibration import calibration_path, save, this_machine
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Traffic

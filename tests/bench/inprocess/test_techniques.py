@@ -20,7 +20,8 @@ from kvik.bench.inprocess.techniques import (
 )
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
-from kvik.launch import Engine, reschedule, resolve_config
+from kvik.engine.client import Engine
+from kvik.launch import reschedule, resolve_config
 
 LOAD = LadderLoad(Requests(3, fixed(4, 5), prefix_tokens=16), alone=2)
 

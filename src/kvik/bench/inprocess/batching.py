@@ -28,7 +28,8 @@ from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.errors import ParamError
-from kvik.launch import Engine, reschedule
+from kvik.engine.client import Engine
+from kvik.launch import reschedule
 
 MAX_RATE = 1e6  # requests a second
 

@@ -17,9 +17,10 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.errors import CapacityError, KvikError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, RequestDelta
+from kvik.engine.client import Engine
 from kvik.engine.output import OutputProcessor
 from kvik.engine.stats import EngineStats
-from kvik.launch import Engine, start
+from kvik.launch import start
 
 PATIENCE = 0.1  # seconds the engine may wait for company, deaf to Ctrl-C
 LOOK_PERIOD = 0.005  # seconds between looks at the KV cache: a look takes a tenth of a small step

@@ -27,7 +27,7 @@ from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ParamError
-from kvik.launch import Engine
+from kvik.engine.client import Engine
 
 CHARTS = (
     Chart("curve", "Output by batch size", "output", "batch"),

@@ -22,7 +22,8 @@ from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError, ParamError
 from kvik.config.speculative import OFF
-from kvik.launch import Engine, reschedule
+from kvik.engine.client import Engine
+from kvik.launch import reschedule
 from kvik.planner.serving import Traffic
 
 PLAIN = "none"  # weights as they are stored

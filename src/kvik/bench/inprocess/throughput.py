@@ -25,7 +25,7 @@ from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.load.metrics import e2es, ttfts
 from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Result, Row
-from kvik.launch import Engine
+from kvik.engine.client import Engine
 
 MEASURES = (
     *(REQUESTS, INPUT, OUTPUT, TOTAL, WALL, *TTFTS, *E2ES),

@@ -1,0 +1,295 @@
+"""An engine in a thread of its own, for callers in any number of threads.
+
+The engine, the model and the text are touched by that one thread only. Others post what they want
+and wait: the thread takes it in between two steps, so all calls share one batch. A caller that is
+interrupted stops waiting at once, and no step is torn apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
+
+from kvik.core.types import EngineRequest, FinishReason
+from kvik.engine.client import Engine, Sleep
+from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
+
+LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
+_PATIENCE = 0.1  # seconds that a policy waits for company at most before it looks again
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step brought for one call.
+
+    Attributes:
+        deltas: of calls that stream.
+        output: of the request that finished.
+        error: why the call cannot be answered; nothing follows.
+    """
+
+    deltas: tuple[TextDelta, ...] = ()
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+
+class Call:
+    """The requests of one caller, who reads `progress` until each has its output.
+
+    Args:
+        requests: each with the text of its prompt, if it was given as text.
+    """
+
+    def __init__(
+        self, requests: Iterable[tuple[EngineRequest, str | None]], *, streaming: bool
+    ) -> None:
+        self.progress: SimpleQueue[Progress] = SimpleQueue()
+        self.streaming = streaming
+        # The rest is the engine thread's alone.
+        self.unsent = deque(requests)
+        self.sent: set[str] = set()  # not finished yet
+
+
+class EngineThread:
+    """Runs the steps of an engine whenever it has work.
+
+    Args:
+        load: makes the engine, in the thread, as much of what it sets is a thread's own (torch's
+            number of threads, OpenMP's team, the current GPU). It is given a way to sleep that
+            ends early when something is posted.
+
+    Raises:
+        BaseException: what `load` raises.
+    """
+
+    def __init__(self, load: Callable[[Sleep], Engine]) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may post while its thread does
+        self._posted: deque[Callable[[], None]] = deque()
+        self._woken = threading.Event()
+        self._stopping = False
+        self._calls: list[Call] = []
+        self._unsent: deque[Call] = deque()  # in turn; those that have nothing to send leave late
+        self._owner: dict[str, Call] = {}  # by id of a request that was sent
+        loaded: SimpleQueue[Engine | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._main, args=(load, loaded), name="kvik-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            found = loaded.get()
+        except BaseException:  # Ctrl-C, of which the loading thread knows nothing
+            self._interrupt()
+            raise
+        if isinstance(found, BaseException):
+            raise found
+        self.engine = found
+
+    # -- for any thread --------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Let the engine work on a call; what comes of it is in `call.progress`.
+
+        Raises:
+            RuntimeError: the engine is closed, or this process is a fork of the engine's.
+        """
+        self._post(lambda: self._begin(call))
+
+    def progress(self, call: Call) -> Progress:
+        """Wait for what a call gets next.
+
+        Raises:
+            RuntimeError: the engine failed or was closed, or this process is a fork.
+            KvikError: the engine refused a request.
+        """
+        self._check_process()
+        progress = call.progress.get()
+        if progress.error is not None:
+            raise progress.error
+        return progress
+
+    def abandon(self, call: Call) -> None:
+        """End what a call has not got yet; does not wait. Does nothing if it has everything, or the
+        engine is gone."""
+        with suppress(RuntimeError):
+            self._post(lambda: self._end(call))
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer to a question that only the engine's thread can answer."""
+        answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((question(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        self._post(run)
+        found, error = answer.get()
+        if error is not None:
+            raise error
+        return found  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Fail the calls that wait, free the engine, and end the thread; safe to call twice."""
+        if os.getpid() != self._process:
+            return  # the engine is that of the parent
+        with self._lock:
+            self._stopping = True
+        self._woken.set()
+        if threading.current_thread() is not self._thread:  # the garbage collector may run there
+            self._thread.join()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this LLM was loaded in process {self._process}; process {os.getpid()} is a fork "
+                "of it, in which the engine's threads do not exist. Load the LLM after the fork, "
+                'or start processes with the "spawn" method.'
+            )
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._check_process()
+        with self._lock:
+            if self._stopping:
+                raise RuntimeError("this LLM is closed")
+            self._posted.append(work)
+        self._woken.set()
+
+    def _interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the thread, which may load for minutes, and wait for it."""
+        with self._lock:
+            self._stopping = True
+        self._woken.set()
+        ident = self._thread.ident
+        assert ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt)
+        )
+        self._thread.join()
+
+    # -- in the engine's thread ------------------------------------------------------------------
+
+    def _main(
+        self, load: Callable[[Sleep], Engine], loaded: SimpleQueue[Engine | BaseException]
+    ) -> None:
+        try:
+            engine = load(self._woken.wait)
+        except BaseException as error:
+            loaded.put(error)
+            return
+        self._client = engine.client
+        self._processor = OutputProcessor(engine.tokenizer)
+        self._limits = engine.resolved.scheduler
+        loaded.put(engine)
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            pass  # sent by `_interrupt` when loading had just ended
+        finally:
+            self._stopping = True
+            for call in self._calls:
+                call.progress.put(Progress(error=RuntimeError("this LLM was closed")))
+            self._client.close()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            while self._posted:
+                self._posted.popleft()()
+            if self._stopping and not self._posted:
+                return
+            try:
+                busy = self._advance()
+            except (
+                Exception
+            ) as error:  # of the engine as a whole; what fails in a request ends that
+                self._fail(error)
+                continue
+            if not busy:
+                self._woken.wait()
+
+    def _advance(self) -> bool:
+        """Run one step. Returns whether there may be more to do."""
+        self._send()
+        if not self._client.has_requests:
+            return False
+        processed = self._processor.process(self._client.poll(_PATIENCE))
+        for request_id, index, reason, error in processed.to_end:
+            self._client.end(request_id, index, reason, error)
+        deltas: dict[str, list[TextDelta]] = {}
+        for delta in processed.deltas:
+            deltas.setdefault(delta.request_id, []).append(delta)
+        for output in processed.finished:
+            call = self._owner.pop(output.request_id)
+            call.sent.discard(output.request_id)
+            if not call.sent and not call.unsent:
+                self._calls.remove(call)
+            call.progress.put(Progress(tuple(deltas.pop(output.request_id, ())), output))
+        for request_id, some in deltas.items():
+            self._owner[request_id].progress.put(Progress(tuple(some)))
+        return True
+
+    def _send(self) -> None:
+        """Hand over requests while the queue has room, one of each call in turn."""
+        while self._unsent:
+            call = self._unsent[0]
+            if not call.unsent:
+                self._unsent.popleft()
+                continue
+            request, prompt = call.unsent[0]
+            if not self._has_room(request):
+                return
+            self._unsent.rotate(-1)
+            call.unsent.popleft()
+            call.sent.add(request.request_id)
+            self._owner[request.request_id] = call
+            try:
+                self._processor.add(request, prompt, streaming=call.streaming)
+                self._client.add(request)
+            except Exception as error:
+                self._end(call)
+                call.progress.put(Progress(error=error))
+
+    def _has_room(self, request: EngineRequest) -> bool:
+        """Whether the queue takes it now: batches of any length keep within the limits."""
+        stats, n = self._client.stats(), request.params.n
+        if stats.num_waiting == 0:
+            return True  # refused if it never fits
+        if stats.num_waiting + n > min(LOOKAHEAD, self._limits.max_queued_requests):
+            return False
+        tokens = stats.queued_tokens + n * len(request.prompt_token_ids)
+        return tokens <= self._limits.max_queued_tokens
+
+    def _begin(self, call: Call) -> None:
+        self._calls.append(call)
+        self._unsent.append(call)
+
+    def _end(self, call: Call) -> None:
+        call.unsent.clear()
+        while call.sent:
+            request_id = call.sent.pop()
+            del self._owner[request_id]
+            self._processor.discard(request_id)
+            self._client.end(request_id, None, FinishReason.ABORT)
+        if call in self._calls:
+            self._calls.remove(call)
+
+    def _fail(self, error: Exception) -> None:
+        """End all calls."""
+        for call in self._calls[:]:
+            failure = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            try:
+                self._end(call)
+            finally:
+                call.progress.put(Progress(error=failure))

@@ -1,0 +1,198 @@
+"""One `LLM`, many threads; and a process that forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvik import LLM, ParamError, SamplingParams
+
+CONFIG = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 8}
+THREADS = 16
+PROMPTS = ["Once upon a time", "The old king", "A bear", "One day, Tom", "The sea", "Lily had a"]
+KINDS = [
+    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=9, stop=["the", "."]),
+    SamplingParams(seed=5, max_tokens=5, n=2, logprobs=1),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**CONFIG, threads=2) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(llm: LLM) -> Iterator[None]:
+    yield
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def texts(outputs) -> list[list[str]]:
+    return [[completion.text for completion in output.completions] for output in outputs]
+
+
+def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[object]:
+    with ThreadPoolExecutor(count) as pool:
+        return [done.result(120) for done in [pool.submit(work, i) for i in range(count)]]
+
+
+@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_calls_of_many_threads_get_what_one_thread_gets(llm: LLM, calls: int) -> None:
+    """Whole batches, streams, embeddings, streams that are given up, and bad calls, all at once."""
+    jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]
+    right = [texts(llm.generate(prompt, params)) for prompt, params in jobs]
+    vectors = [llm.embed(prompt)[0].embedding for prompt in PROMPTS]
+
+    def work(thread: int) -> int:
+        wrong = 0
+        for call in range(calls):
+            i = (thread * 7 + call * 5) % len(jobs)
+            prompt, params = jobs[i]
+            kind = (thread + call) % 8
+            if kind == 0:
+                with llm.stream(prompt, KINDS[0].with_changes(max_tokens=100)) as stream:
+                    next(stream)
+            elif kind == 1:
+                with pytest.raises(ParamError):
+                    llm.generate([10**9], params)
+            elif kind == 2:
+                wrong += llm.embed(prompt)[0].embedding != vectors[i // len(KINDS)]
+            elif kind == 3 and params.n == 1:
+                stream = llm.stream(prompt, params)
+                wrong += "".join(delta.text for delta in stream) != right[i][0][0]
+            else:
+                others = jobs[i : i + 3]
+                found = llm.generate([one for one, _ in others], [one for _, one in others])
+                wrong += texts(found) != [one for each in right[i : i + 3] for one in each]
+        return wrong
+
+    assert in_threads(work) == [0] * THREADS
+
+
+def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
+    alone = llm.stats().steps
+    llm.generate("Once", KINDS[0].with_changes(max_tokens=200))
+    alone = llm.stats().steps - alone
+    before = llm.stats().steps
+    in_threads(lambda i: llm.generate(PROMPTS[i], KINDS[0].with_changes(max_tokens=200)), 6)
+    assert llm.stats().steps - before < 3 * alone
+
+
+def test_ctrl_c_in_one_thread_hurts_no_other(llm: LLM, default_sigint) -> None:
+    params = KINDS[0].with_changes(max_tokens=120)
+    right = texts(llm.generate(PROMPTS, params))
+    began = threading.Event()
+
+    def work() -> list[list[str]]:
+        began.set()
+        return texts(llm.generate(PROMPTS, params))
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        began.wait(60)
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate(["The old king"] * 4, params)
+        assert other.result(60) == right
+
+
+def test_closing_fails_the_calls_of_other_threads() -> None:
+    llm = LLM(**CONFIG, threads=1)
+    began = threading.Event()
+
+    def work() -> None:
+        with llm.stream("Once", KINDS[0].with_changes(max_tokens=200)) as stream:
+            next(stream)
+            began.set()
+            for _ in range(50):
+                llm.generate(PROMPTS, KINDS[0].with_changes(max_tokens=200))
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(work)
+        began.wait(60)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(60)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("Once", KINDS[0])
+
+
+def test_an_engine_that_is_forgotten_ends() -> None:
+    before = set(threading.enumerate())
+    llm = LLM(**CONFIG, threads=1)
+    stream = llm.stream("Once", KINDS[0])
+    gone = weakref.ref(llm)
+    del llm
+    assert sum(len(delta.token_ids) for delta in stream) == 6  # a stream keeps its engine
+    del stream
+    gc.collect()
+    assert gone() is None
+    assert set(threading.enumerate()) == before
+
+
+def test_a_stream_that_is_forgotten_ends(llm: LLM) -> None:
+    stream = llm.stream("Once", KINDS[0].with_changes(max_tokens=200))
+    next(stream)
+    assert llm.stats().num_running == 1
+    del stream
+    gc.collect()
+    assert llm.stats().num_running == 0
+
+
+def in_fork(work: Callable[[], str]) -> str:
+    """What `work` returns in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            told = work()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    until = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the fork hangs")
+        time.sleep(0.01)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_says_that_it_has_no_engine_and_can_load_one(llm: LLM) -> None:
+    (right,) = llm.generate("Once upon a time", KINDS[0])
+    stream = llm.stream("Once upon a time", KINDS[0])
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate("Once", KINDS[0]),
+        lambda: next(stream),
+        lambda: llm.stats(),
+        lambda: llm.stream("Once"),
+    ]
+    for use in uses:
+        told = in_fork(lambda use=use: str(use()))
+        assert told.startswith("RuntimeError") and str(os.getpid()) in told and "fork" in told
+
+    def load() -> str:
+        llm.close()  # does nothing: it is the parent's
+        with LLM(**CONFIG, threads=2) as other:
+            return other.generate("Once upon a time", KINDS[0])[0].text
+
+    assert in_fork(load) == right.text
+    assert "".join(delta.text for delta in stream) == right.text
