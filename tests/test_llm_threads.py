@@ -182,7 +182,7 @@ def test_a_fork_says_that_it_has_no_engine_and_can_load_one(llm: LLM) -> None:
     uses: list[Callable[[], object]] = [
         lambda: llm.generate("Once", KINDS[0]),
         lambda: next(stream),
-        lambda: llm.stats(),
+        llm.stats,
         lambda: llm.stream("Once"),
     ]
     for use in uses:
