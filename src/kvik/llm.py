@@ -220,7 +220,7 @@ class LLM:
             try:
                 self._engine.submit(call)
                 while len(outputs) < len(requests):
-                    output = self._engine.progress(call).output
+                    output = self._engine.next_update(call).output
                     assert output is not None
                     outputs[output.request_id] = output
                     bar.finished(output)
@@ -271,15 +271,15 @@ class Stream(Iterator[TextDelta]):
         while not self._deltas:
             if not self._end.alive or self.output is not None:
                 raise StopIteration
-            progress = self._engine.progress(self._call)
-            self._deltas += progress.deltas
-            self.output = progress.output
+            update = self._engine.next_update(self._call)
+            self._deltas += update.deltas
+            self.output = update.output
         return self._deltas.popleft()
 
     @property
     def pending(self) -> bool:
         """Whether the next delta is there already."""
-        return bool(self._deltas) or not self._call.progress.empty()
+        return bool(self._deltas) or not self._call.updates.empty()
 
     def close(self) -> None:
         """Stop generating; what came so far has been delivered."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CallUpdate:
     """What one step brought for one call.
 
     Attributes:
@@ -43,7 +43,7 @@ class Progress:
 
 
 class Call:
-    """The requests of one caller, who reads `progress` until each has its output.
+    """The requests of one caller, who reads `updates` until each has its output.
 
     Args:
         requests: each with the text of its prompt, if it was given as text.
@@ -52,7 +52,7 @@ class Call:
     def __init__(
         self, requests: Iterable[tuple[EngineRequest, str | None]], *, streaming: bool
     ) -> None:
-        self.progress: SimpleQueue[Progress] = SimpleQueue()
+        self.updates: SimpleQueue[CallUpdate] = SimpleQueue()
         self.streaming = streaming
         # The rest is the engine thread's alone.
         self.unsent = deque(requests)
@@ -97,14 +97,14 @@ class EngineThread:
     # -- for any thread --------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """Let the engine work on a call; what comes of it is in `call.progress`.
+        """Let the engine work on a call; what comes of it is in `call.updates`.
 
         Raises:
             RuntimeError: the engine is closed, or this process is a fork of the engine's.
         """
         self._post(lambda: self._begin(call))
 
-    def progress(self, call: Call) -> Progress:
+    def next_update(self, call: Call) -> CallUpdate:
         """Wait for what a call gets next.
 
         Raises:
@@ -112,10 +112,10 @@ class EngineThread:
             KvikError: the engine refused a request.
         """
         self._check_process()
-        progress = call.progress.get()
-        if progress.error is not None:
-            raise progress.error
-        return progress
+        update = call.updates.get()
+        if update.error is not None:
+            raise update.error
+        return update
 
     def abandon(self, call: Call) -> None:
         """End what a call has not got yet; does not wait. Does nothing if it has everything, or the
@@ -198,7 +198,7 @@ class EngineThread:
         finally:
             self._stopping = True
             for call in self._calls:
-                call.progress.put(Progress(error=RuntimeError("this LLM was closed")))
+                call.updates.put(CallUpdate(error=RuntimeError("this LLM was closed")))
             self._client.close()
 
     def _run(self) -> None:
@@ -234,9 +234,9 @@ class EngineThread:
             call.sent.discard(output.request_id)
             if not call.sent and not call.unsent:
                 self._calls.remove(call)
-            call.progress.put(Progress(tuple(deltas.pop(output.request_id, ())), output))
+            call.updates.put(CallUpdate(tuple(deltas.pop(output.request_id, ())), output))
         for request_id, some in deltas.items():
-            self._owner[request_id].progress.put(Progress(tuple(some)))
+            self._owner[request_id].updates.put(CallUpdate(tuple(some)))
         return True
 
     def _send(self) -> None:
@@ -258,7 +258,7 @@ class EngineThread:
                 self._client.add(request)
             except Exception as error:
                 self._end(call)
-                call.progress.put(Progress(error=error))
+                call.updates.put(CallUpdate(error=error))
 
     def _has_room(self, request: EngineRequest) -> bool:
         """Whether the queue takes it now: batches of any length keep within the limits."""
@@ -292,4 +292,4 @@ class EngineThread:
             try:
                 self._end(call)
             finally:
-                call.progress.put(Progress(error=failure))
+                call.updates.put(CallUpdate(error=failure))
