@@ -50,6 +50,13 @@ def table(calls: Calls) -> list[Route]:
 
         return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]
 
+    async def stream(request: Request) -> Response:
+        async def pieces() -> object:
+            for number in range(3):
+                yield b"data: %d\n\n" % number
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]
+
     errors = {
         "param": ParamError("top_p", "must be in (0, 1]"),
         "context": ParamError("prompt", "has 9 tokens", too_long=True),
@@ -69,6 +76,7 @@ def table(calls: Calls) -> list[Route]:
         Route("/v1/models/{model:path}", read, "GET"),
         Route("/v1/fail", fail, "GET"),
         Route("/v1/late", late, "GET"),
+        Route("/v1/stream", stream, "GET"),
         Route("/v1/refuse/{which}", refuse, "GET"),
         Route("/health", read, "GET", open=True),
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
+from helpers import chromium
 from helpers.edge import KEY, Calls, edge_server
 from helpers.http_server import HttpServer, ask, raw
 
@@ -106,6 +108,53 @@ def test_pages_that_the_operator_lists(server: HttpServer, calls: Calls) -> None
     assert reply.headers["access-control-allow-origin"] == "https://good.example"
     assert reply.headers["vary"] == "origin"
     assert "access-control-allow-credentials" not in reply.headers
+
+
+@pytest.mark.parametrize("origin", ["https://good.example", "*"])
+@pytest.mark.parametrize(
+    ("target", "fields", "status"),
+    [
+        ("OPTIONS /v1/echo", "Access-Control-Request-Method: POST\r\n", 204),
+        ("GET /v1/models", "Authorization: Bearer right\r\n", 200),
+        ("GET /v1/models", "", 401),
+        ("GET /none", "Authorization: Bearer right\r\n", 404),
+        ("GET /v1/fail", "Authorization: Bearer right\r\n", 500),
+        ("GET /v1/stream", "Authorization: Bearer right\r\n", 200),
+    ],
+)
+def test_every_answer_names_the_origin_once(
+    origin: str, target: str, fields: str, status: int
+) -> None:
+    """A browser refuses an answer that names it twice."""
+    head = (
+        f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://good.example\r\n"
+        f"{fields}Connection: close\r\n\r\n"
+    )
+    with edge_server(["right"], Edge(loopback=True, cors_origin=(origin,))) as running:
+        answer = raw(running, head.encode())
+    lines = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")
+    assert lines[0].split()[1] == str(status)
+    named = [line for line in lines if line.startswith("access-control-allow-origin:")]
+    assert named == [f"access-control-allow-origin: {origin}"]
+    names = [line.partition(":")[0] for line in lines[1:]]
+    assert len(names) == len(set(names)), names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.find() is None, reason="there is no Chromium")
+@pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux alone")
+def test_a_page_of_another_origin_in_a_browser() -> None:
+    program = chromium.find()
+    assert program is not None
+    script = """fetch(%r, {method: "POST", body: "{\\"number\\": 7}", headers: {
+        authorization: "Bearer right", "content-type": "application/json"}})
+        .then(answer => answer.json()).then(value => value.number, error => String(error))"""
+    with edge_server([], Edge(loopback=True)) as page, chromium.Browser(program) as browser:
+        browser.go(page.url + "/health")
+        with edge_server(["right"], Edge(loopback=True, cors_origin=(page.url,))) as listed:
+            assert browser.evaluate(script % f"{listed.url}/v1/echo") == 7
+        with edge_server(["right"], Edge(loopback=True)) as unlisted:
+            assert "TypeError" in browser.evaluate(script % f"{unlisted.url}/v1/echo")
 
 
 def test_every_page_if_the_operator_says_so_but_never_with_credentials() -> None:

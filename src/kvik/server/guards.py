@@ -65,14 +65,12 @@ class Origins:
         }
 
     def preflight(self, headers: Headers) -> dict[str, str] | None:
-        """The answer to a browser that asks whether it may send a request; None: it did not ask,
-        or may not."""
-        allowed = self.headers(headers)
-        if not allowed or "access-control-request-method" not in headers:
+        """What the answer to a browser that asks whether it may send a request has beside
+        `headers`; None: it did not ask, or may not."""
+        if not self.headers(headers) or "access-control-request-method" not in headers:
             return None
         asked = headers.get("access-control-request-headers", "")
         return {
-            **allowed,
             "access-control-allow-methods": "GET, POST",
             "access-control-allow-headers": re.sub(r"[^A-Za-z0-9_, -]", "", asked),
             "access-control-max-age": MAX_AGE,
