@@ -18,10 +18,12 @@ from helpers.served_engine import engine_in_thread
 from helpers.story_site import Site, story_site
 
 from kvik.engine.async_client import EngineState
-from kvik.server import engine_view, native
+from kvik.server import native
+from kvik.server.all_routes import all_routes
 from kvik.server.engine_view import EngineView, Feed
 from kvik.server.keys import read_keys
 from kvik.server.parts import Parts
+from kvik.server.request_metrics import RequestMetrics
 from kvik.server.route import Route
 
 MAX_WATCHERS = 2
@@ -32,7 +34,6 @@ def routes(parts: Parts) -> list[Route]:
     """The view, quicker and for fewer than users have it."""
     view = EngineView(
         parts.engine,
-        parts.keys,
         parts.drain,
         parts.model_name,
         interval=0.01,
@@ -43,6 +44,14 @@ def routes(parts: Parts) -> list[Route]:
         Route("/v1/engine/live", view.live, "GET"),
         *native.routes(parts),
     ]
+
+
+def every_route(parts: Parts) -> list[Route]:
+    return all_routes(parts, RequestMetrics())
+
+
+async def drain(site: Site) -> None:
+    site.parts.drain.start()
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +180,26 @@ def test_a_watcher_who_comes_later_is_told_everything(site: Site) -> None:
 def test_only_administrators_where_there_are_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("operator: boss admin\nuser: common\n")
-    with story_site(engine_view.routes, read_keys([], str(file))) as site:
-        for path in ("/v1/engine", "/v1/engine/live"):
+    with story_site(every_route, read_keys([], str(file))) as site:
+        for path in ("/v1/engine", "/v1/engine/live", "/metrics"):
             assert ask(site.server, "GET", path).status == 401
             assert ask(site.server, "GET", path, authorization="Bearer wrong").status == 401
             reply = ask(site.server, "GET", path, authorization="Bearer common")
             assert (reply.status, reply.error["code"]) == (403, "admin_key_needed")
-        assert ask(site.server, "GET", "/v1/engine", authorization="Bearer boss").status == 200
+        for path in ("/v1/engine", "/metrics"):
+            assert ask(site.server, "GET", path, authorization="Bearer boss").status == 200
         with watch(site, "boss") as stream:
             assert next_frame(stream)["state"] == "ready"
+
+
+def test_while_the_server_stops_operators_still_see_it() -> None:
+    with story_site(every_route) as site:
+        site.server.call(drain(site))
+        assert ask(site.server, "GET", "/v1/engine").status == 200
+        figures = ask(site.server, "GET", "/metrics")
+        assert figures.status == 200 and b"kvik:num_requests_running" in figures.body
+        for path in ("/v1/engine/live", "/v1/models"):
+            assert ask(site.server, "GET", path).status == 503
 
 
 def test_only_get(site: Site) -> None:
@@ -240,10 +260,6 @@ def test_an_engine_that_is_not_ready_has_no_view() -> None:
 def test_a_server_that_stops_does_not_wait_for_watchers() -> None:
     with story_site(routes) as site, watch(site) as stream:
         next_frame(stream)
-
-        async def stop() -> None:
-            site.parts.drain.start()
-
-        site.server.call(stop())
+        site.server.call(drain(site))
         rest = stream.read()  # it ends
         assert rest.count(b"data: ") <= 2

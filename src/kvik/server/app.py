@@ -122,10 +122,10 @@ class App:
         route, params, methods = self._table.find(request.method, request.scope["path"])
         if route is None or not route.open:
             self._origins.check(headers)
-            exchange.caller = self._authenticate(request)
+            exchange.caller = self._authenticate(request, route)
         if route is None:
             raise self._no_route(request.scope["path"], methods)
-        if self._drain.started and not route.open and not self._edge.admin:
+        if self._drain.started and not (route.open or route.operator):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
@@ -140,12 +140,13 @@ class App:
             message += "; there is below /v1, which belongs to the base URL that a client is given"
         return HttpError(404, message, code="not_found")
 
-    def _authenticate(self, request: Request) -> Caller:
+    def _authenticate(self, request: Request, route: Route | None) -> Caller:
         caller = self._keys.caller(request.headers)
         if caller is None:
             message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, code="invalid_api_key", headers=NO_CREDENTIALS)
-        if self._edge.admin and not caller.is_admin:
+        operator = self._keys.needed and route is not None and route.operator
+        if (operator or self._edge.admin) and not caller.is_admin:
             raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
         return caller
 

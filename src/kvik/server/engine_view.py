@@ -1,6 +1,6 @@
 """What the engine decided and what it is doing: `/v1/engine`, and as a stream `/v1/engine/live`.
 
-Both tell how much others use the server, so where keys are needed they are for administrators.
+Both show how all callers use the server, so where there are keys they are for administrators.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from kvik.config.errors import OverloadError, UnavailableError
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
 from kvik.server.drain import Drain
-from kvik.server.errors import HttpError
-from kvik.server.exchange import CLOSE_EXTENSION, caller_of
-from kvik.server.keys import Keys
+from kvik.server.exchange import CLOSE_EXTENSION
 from kvik.server.parts import Parts
 from kvik.server.route import Route
 from kvik.server.sse import CONTENT_TYPE, json_event
@@ -102,7 +100,6 @@ class EngineView:
     def __init__(
         self,
         engine: AsyncEngineClient,
-        keys: Keys,
         drain: Drain,
         model_name: str,
         *,
@@ -110,7 +107,6 @@ class EngineView:
         max_watchers: int = MAX_WATCHERS,
     ) -> None:
         self._engine = engine
-        self._keys = keys
         self._drain = drain
         self._model_name = model_name
         self._feed = Feed(engine, interval)
@@ -118,7 +114,6 @@ class EngineView:
         self._num_watchers = 0
 
     async def facts(self, request: Request) -> Response:
-        self._check(request)
         config = self._engine.config
         frame = await self._feed.after(None)
         facts = EngineFacts(
@@ -134,17 +129,14 @@ class EngineView:
         return Response(msgspec.json.encode(facts), media_type="application/json", headers=HEADERS)
 
     async def live(self, request: Request) -> Response:
-        self._check(request)
+        if self._drain.started:
+            raise UnavailableError("server", "is being stopped")
         if self._num_watchers >= self._max_watchers:
             raise OverloadError(
                 "engine", f"is watched by {self._max_watchers} already", 10.0, own=False
             )
         self._num_watchers += 1
         return Watch(self._events(), self._leave)
-
-    def _check(self, request: Request) -> None:
-        if self._keys.needed and not caller_of(request).is_admin:
-            raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
 
     def _leave(self) -> None:
         self._num_watchers -= 1
@@ -190,8 +182,9 @@ class Watch(StreamingResponse):
 
 
 def routes(parts: Parts) -> list[Route]:
-    view = EngineView(parts.engine, parts.keys, parts.drain, parts.model_name)
+    view = EngineView(parts.engine, parts.drain, parts.model_name)
+    what, live = "What was decided, and what is going on.", "The latter as server-sent events."
     return [
-        Route("/v1/engine", view.facts, "GET", note="What was decided, and what is going on."),
-        Route("/v1/engine/live", view.live, "GET", note="The latter as server-sent events."),
+        Route("/v1/engine", view.facts, "GET", operator=True, note=what),
+        Route("/v1/engine/live", view.live, "GET", operator=True, note=live),
     ]

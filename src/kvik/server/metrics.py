@@ -46,7 +46,7 @@ class Metrics:
 
     def routes(self) -> list[Route]:
         note = "Metrics for Prometheus."
-        return [Route("/metrics", self.answer, "GET", note=note)]
+        return [Route("/metrics", self.answer, "GET", operator=True, note=note)]
 
     async def answer(self, request: Request) -> Response:
         if not self._model_read:

@@ -21,6 +21,8 @@ class Route:
         handler: takes the request, gives the answer. It may raise any `KvikError`.
         method: GET also serves HEAD.
         open: served without an API key. Whatever is not said to be open needs one.
+        operator: shows how all callers use the server. Where there are keys it needs that of an
+            administrator, and it is served while the server stops.
         body: what `read_body` decodes; None: there is none.
         answer: what a JSON answer looks like, where it is described.
         note: what it is for, in one sentence.
@@ -30,6 +32,7 @@ class Route:
     handler: Handler
     method: str = "POST"
     open: bool = False
+    operator: bool = False
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
     note: str = ""
