@@ -78,7 +78,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
         (["--port", "x"], "port: must be an integer"),
         (["--port", "70000"], "port: must be in"),
         (["--metrics-compat", "x"], "metrics_compat: must be one of"),
-        (["--admin-port", "0"], "admin_port: needs a key marked admin"),
+        (["--admin-port", "0"], "admin_port: needs a single API key, or one marked admin"),
         (["--api-key", ""], "api_key: must be printable"),
         (["--config", "/no/such"], "config: '/no/such' cannot be read"),
         (["--host", "no.such.host.invalid"], "host: "),

@@ -20,6 +20,7 @@ from rich.console import Console
 from kvik.cli import top
 from kvik.cli.main import main
 from kvik.cli.top import frames, read
+from kvik.config.env import server_environment
 from kvik.config.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.keys import read_keys
@@ -60,6 +61,21 @@ def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFi
     assert main(["top", "--url", f"{site.url}/v1/"]) == 0
     out = capsys.readouterr().out
     assert out.count("queue: empty") == 1 and "\x1b" not in out
+
+
+def test_the_only_key_of_a_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server and those who watch it take it from the same variable."""
+    monkeypatch.setenv("KVIK_API_KEY", "sesame")
+    with story_site(routes, read_keys(server_environment()["api_key"])) as site:
+        url = ("--url", site.url, "--once")
+        assert main(["top", *url]) == 0
+        assert "ready" in capsys.readouterr().out
+        assert error_of(capsys, *url, "--api-key", "wrong").startswith("api_key: ")
+        monkeypatch.delenv("KVIK_API_KEY")
+        assert error_of(capsys, *url).startswith("api_key: ")
+        assert main(["top", *url, "--api-key", "sesame"]) == 0
 
 
 def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

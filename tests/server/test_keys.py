@@ -54,6 +54,31 @@ def test_a_file_with_names_administrators_and_hashes(tmp_path: Path) -> None:
     assert (bob.tenant, bob.is_admin) == ("bob", True)
 
 
+@pytest.mark.parametrize(
+    ("given", "lines", "administrators"),
+    [
+        (["a"], None, {"a"}),
+        ([], "a", {"a"}),
+        ([], f"sha256:{sha256(b'a').hexdigest()}", {"a"}),
+        ([], "user: a", set()),
+        ([], "user: a admin", {"a"}),
+        (["a", "b"], None, set()),
+        (["a"], "b", set()),
+        (["a"], "b admin", {"b"}),
+        ([], "a\nb", set()),
+    ],
+)
+def test_the_key_of_a_server_with_a_single_user_is_an_administrators(
+    tmp_path: Path, given: list[str], lines: str | None, administrators: set[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(lines or "")
+    keys = read_keys(given, None if lines is None else str(file))
+    callers = {text: keys.caller(Headers({"x-api-key": text})) for text in ("a", "b")}
+    assert {text for text, who in callers.items() if who and who.is_admin} == administrators
+    assert keys.has_admin == bool(administrators)
+
+
 def test_only_hashes_are_kept() -> None:
     keys = read_keys(["sesame"])
     assert "sesame" not in repr(vars(keys))

@@ -133,5 +133,6 @@ def test_a_key_opens_it(browser: chromium.Browser) -> None:
         browser.type("#say", " there")
         browser.click("#send")
         browser.wait(f"document.querySelector('{LAST}').innerText.length > 20")
+        browser.wait("document.querySelector('#state').innerText === 'ready'")
         stored = "localStorage.length + sessionStorage.length + document.cookie.length"
         assert browser.evaluate(stored) == 0

@@ -10,15 +10,17 @@ from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvik.config.env import client_key
 from kvik.config.errors import ConfigError
 
 _IN_A_HEADER = re.compile(r"[!-~]*")
 _SHOWN = 60  # characters of what is wrong
-KEY_HELP = "the key, or @FILE that holds it"
+KEY_HELP = "the key"
 
 
 def add_key_flag(add: argparse._ActionsContainer, help: str = KEY_HELP) -> None:
-    add.add_argument("--api-key", default="", metavar="KEY", help=help)
+    note = f"{help}, or @FILE that holds it (default: the environment's KVIK_API_KEY)"
+    add.add_argument("--api-key", metavar="KEY", help=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,11 @@ class RemoteServer:
     key: str = field(default="", repr=False)
 
     @classmethod
-    def at(cls, url: str, key: str = "") -> RemoteServer:
+    def at(cls, url: str, key: str | None = None) -> RemoteServer:
         """From what a user types: http:// may be left out, and a /v1 at the end is as good as none.
+
+        Args:
+            key: as typed; None: the environment's.
 
         Raises:
             ConfigError: url or api_key cannot be.
@@ -41,7 +46,10 @@ class RemoteServer:
         whole = url if "://" in url else f"http://{url}"
         if not _is_http(whole):
             raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {_shown(url)!r}")
-        return cls(whole.rstrip("/").removesuffix("/v1").rstrip("/"), _read_key(key))
+        return cls(
+            whole.rstrip("/").removesuffix("/v1").rstrip("/"),
+            _checked(client_key() if key is None else _read_key(key)),
+        )
 
     def connection(self, timeout: float) -> HTTPConnection:
         """Not connected yet. `timeout`: seconds that the server may be silent."""
@@ -76,6 +84,10 @@ def _read_key(given: str) -> str:
             key = Path(given[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):  # ValueError: no text, or no name of a file
             raise ConfigError("api_key", f"cannot be read from {_shown(given[1:])!r}") from None
+    return key
+
+
+def _checked(key: str) -> str:
     if not _IN_A_HEADER.fullmatch(key):
         raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
     return key

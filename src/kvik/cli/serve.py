@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, server = read_configs(arguments)
     keys = read_keys(server.api_key, server.api_key_file)
     if server.admin_port is not None and not keys.has_admin:
-        raise ConfigError("admin_port", "needs a key marked admin in api_key_file")
+        message = "needs a single API key, or one marked admin in api_key_file"
+        raise ConfigError("admin_port", message)
     level = server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:

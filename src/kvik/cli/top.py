@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
     )
-    add_key_flag(parser, "of an administrator, if the server has keys; or @FILE that holds it")
+    add_key_flag(parser, "of an administrator, if the server has keys")
     parser.add_argument(
         "--interval", type=number, default=0.5, metavar="S", help="seconds (default: %(default)s)"
     )

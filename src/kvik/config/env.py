@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
@@ -28,15 +29,25 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, o
     return _options(EngineConfig, environ)
 
 
-def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:
+def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Fields of ServerConfig that KVIK_ variables set; raises as `environment_options` does."""
     return _options(ServerConfig, environ)
 
 
-def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, object]:
+def client_key(environ: Mapping[str, str] | None = None) -> str:
+    """The API key that a command sends to a server: the first of KVIK_API_KEY, or "".
+
+    Raises:
+        ConfigError: as `environment_options`.
+    """
+    keys: tuple[str, ...] = server_environment(environ).get("api_key", ("",))
+    return keys[0]
+
+
+def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
     kinds: tuple[type, ...] = (EngineConfig, ServerConfig)
     tables = {cls: _variables(cls) for cls in kinds}
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue

@@ -20,10 +20,11 @@ class ServerConfig:
     Attributes:
         host: address to listen on; 0.0.0.0 is every one.
         port: to listen on; 0 takes a free one.
-        api_key: a key that clients must send; without any, everybody may use the server. In the
-            environment several are separated by commas.
+        api_key: a key that clients must send; without any, everybody may use the server. A flag
+            shows it to everybody on the machine (ps); rather set KVIK_API_KEY, where commas
+            separate several.
         api_key_file: more keys, one on a line: [NAME:] KEY [admin]; KEY is the key or
-            sha256:<64 hexadecimal digits> of it.
+            sha256:<64 hexadecimal digits> of it. A single key without a name is an administrator's.
         served_model_name: what clients call the model; the first one is what answers call it.
         admin_port: of the admin routes, on the loopback address; none: there are no such routes.
         shutdown_timeout: seconds that running requests have to end when the server is stopped.

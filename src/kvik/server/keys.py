@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -85,14 +85,19 @@ def presented(headers: Headers) -> list[str]:
 
 
 def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
-    """Keys given one by one, then those of a file.
+    """Keys given one by one, then those of a file. A single key without a name is an
+    administrator's: the server has one user.
 
     Raises:
         ConfigError: `api_key` or `api_key_file` holds something that cannot be a key.
     """
-    keys = [Key(_digest("api_key", text), _named(f"key-{i + 1}")) for i, text in enumerate(texts)]
+    keys = [Key(_digest("api_key", text), _caller(f"key-{i + 1}")) for i, text in enumerate(texts)]
+    named = False
     if file is not None:
-        keys += _of_file(file)
+        found, named = _of_file(file)
+        keys += found
+    if len(keys) == 1 and not named:
+        keys = [replace(keys[0], caller=replace(keys[0].caller, is_admin=True))]
     names = [key.caller.name for key in keys]
     for name in names:
         if names.count(name) > 1:
@@ -100,13 +105,14 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
     return Keys(keys)
 
 
-def _of_file(file: str) -> list[Key]:
+def _of_file(file: str) -> tuple[list[Key], bool]:
+    """The keys of a file, and whether one of them has a name."""
     try:
         lines = Path(file).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError("api_key_file", f"{file!r} cannot be read: {reason}") from None
-    keys = []
+    keys, named = [], False
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -116,15 +122,16 @@ def _of_file(file: str) -> list[Key]:
         if parts is None:
             raise ConfigError("api_key_file", f"line {number} must be [NAME:] KEY [admin]")
         name, key, admin = parts.groups()
-        caller = _named(name or f"line-{number}", admin=admin is not None)
+        named = named or name is not None
+        caller = _caller(name or f"line-{number}", admin=admin is not None)
         keys.append(Key(_digest("api_key_file", key), caller))
     if not keys:
         # Nobody who names a file of keys wants an open server.
         raise ConfigError("api_key_file", f"{file!r} holds no key")
-    return keys
+    return keys, named
 
 
-def _named(name: str, *, admin: bool = False) -> Caller:
+def _caller(name: str, *, admin: bool = False) -> Caller:
     return Caller(tenant=name, name=name, is_admin=admin)
 
 
