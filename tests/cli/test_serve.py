@@ -61,11 +61,13 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
         "max-num-seqs = 1\nblock-size = 1\nnum-blocks = 7\nageing = 2.5\n"
     )
     monkeypatch.setenv("KVIK_PORT", "2")
+    monkeypatch.setenv("KVIK_ALLOWED_HOST", "one.example,*")
     monkeypatch.setenv("KVIK_LOG_LEVEL", "error")
     monkeypatch.setenv("KVIK_MAX_NUM_SEQS", "2")
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "2")
     engine, server = configs("--config", str(file), "--port", "3", "--max-num-seqs", "3")
     assert (server.port, server.log_level, server.shutdown_timeout) == (3, "error", 5.0)
+    assert server.allowed_host == ("one.example", "*")
     assert (engine.max_num_seqs, engine.block_size) == (3, 2)
     assert (engine.num_blocks, engine.ageing) == (7, 2.5)  # these are no flags here
     assert engine.model == "file"
@@ -78,6 +80,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
         (["--port", "x"], "port: must be an integer"),
         (["--port", "70000"], "port: must be in"),
         (["--metrics-compat", "x"], "metrics_compat: must be one of"),
+        (["--allowed-host", "gpu.example:80"], "allowed_host: must be a name without a port"),
         (["--admin-port", "0"], "admin_port: needs a single API key, or one marked admin"),
         (["--api-key", ""], "api_key: must be printable"),
         (["--config", "/no/such"], "config: '/no/such' cannot be read"),
@@ -104,6 +107,21 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(
         assert main(["serve", "/no/such/model", "--port", port]) == 2
     error = capsys.readouterr().err
     assert f"port: cannot listen on 127.0.0.1 port {port}" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--api-key", "a"], False),
+        (["--host", "127.0.0.1"], False),
+    ],
+)
+def test_a_server_for_everybody_is_warned_of(
+    arguments: list[str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
+    assert ("without an API key" in caplog.text) == warned
 
 
 def test_what_clients_call_the_model(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def drain() -> Drain:
 
 @pytest.fixture(scope="module")
 def server(drain: Drain) -> Iterator[HttpServer]:
-    with edge_server(["right"], Edge(loopback=True), drain=drain) as running:
+    with edge_server(["right"], Edge("127.0.0.1"), drain=drain) as running:
         yield running
 
 

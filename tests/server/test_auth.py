@@ -18,7 +18,7 @@ def calls() -> Calls:
 
 @pytest.fixture(scope="module")
 def server(calls: Calls) -> Iterator[HttpServer]:
-    with edge_server(["right", "other"], Edge(loopback=True), calls) as running:
+    with edge_server(["right", "other"], Edge("127.0.0.1"), calls) as running:
         yield running
 
 

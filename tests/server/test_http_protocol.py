@@ -76,7 +76,7 @@ def server(state: State) -> Iterator[HttpServer]:
     async def make() -> App:
         routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
         limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
-        return App(routes, Keys(), Drain(), Edge(loopback=True, limits=limits))
+        return App(routes, Keys(), Drain(), Edge("127.0.0.1", limits=limits))
 
     with http_server(make, LIMITS) as running:
         yield running

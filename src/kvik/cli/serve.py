@@ -25,10 +25,11 @@ from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.engine_process import engine_in_process
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
-from kvik.server.admin import make_admin_app
+from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.all_routes import all_routes
 from kvik.server.app import make_app
 from kvik.server.assemble import assemble, model_names
+from kvik.server.guards import is_loopback
 from kvik.server.keys import Keys, read_keys
 from kvik.server.listener import bind
 from kvik.server.observer import Observer
@@ -36,6 +37,8 @@ from kvik.server.request_metrics import RequestMetrics
 from kvik.server.run import Port, serve
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
+
+log = logging.getLogger(__name__)
 
 # The rest of them can be set in the environment and in the file.
 ENGINE_FLAGS = (
@@ -60,7 +63,6 @@ ENGINE_FLAGS = (
     "spec_model",
     "spec_tokens",
 )
-LOOPBACK = "127.0.0.1"
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
 
 
@@ -104,6 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
         sockets = [stack.enter_context(bind(server.host, server.port))]
         if server.admin_port is not None:
             sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
+        if not keys.needed and not is_loopback(server.host):
+            what = "without an API key everybody who reaches %s may use the server (--api-key-file)"
+            log.warning(what, _url(server.host, sockets[0]))
         resolved = resolve_config(config)
         for line in _decisions(resolved):
             _tell(line)

@@ -10,6 +10,7 @@ from kvik.config.errors import ConfigError
 METRICS_COMPAT = ("none", "vllm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_SECONDS = 86_400.0
+HOST_NAME = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
 
 
@@ -19,6 +20,8 @@ class ServerConfig:
 
     Attributes:
         host: address to listen on; 0.0.0.0 is every one.
+        allowed_host: a name under which the server may be reached, as gpu.example.org; * is any.
+            Without keys others are refused, but for addresses, localhost and the machine's name.
         port: to listen on; 0 takes a free one.
         api_key: a key that clients must send; without any, everybody may use the server. A flag
             shows it to everybody on the machine (ps); rather set KVIK_API_KEY, where commas
@@ -41,6 +44,7 @@ class ServerConfig:
     """
 
     host: str = "127.0.0.1"
+    allowed_host: tuple[str, ...] = ()
     port: int = 8000
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
@@ -81,6 +85,10 @@ def check_server_config(config: ServerConfig) -> None:
     for name in config.served_model_name:
         if not name or len(name) > 512 or not name.isprintable():
             raise ConfigError("served_model_name", "must be printable, and 1 to 512 characters")
+    for host in config.allowed_host:
+        if not HOST_NAME.fullmatch(host):
+            message = f"must be a name without a port, as gpu.example.org, not {host[:60]!r}"
+            raise ConfigError("allowed_host", message)
     for origin in config.cors_origin:
         if not ORIGIN.fullmatch(origin.rstrip("/")):
             raise ConfigError("cors_origin", f"must be as https://example.org, not {origin[:60]!r}")

@@ -14,6 +14,8 @@ from kvik.server.health import routes as health
 from kvik.server.parts import Parts
 from kvik.server.route import Route
 
+LOOPBACK = "127.0.0.1"
+
 
 class AbortRequest(msgspec.Struct):
     """`request_id`: as /v1/engine shows it."""
@@ -71,7 +73,7 @@ class Admin:
 
 def make_admin_app(parts: Parts) -> App:
     """Its answers do not hold up the end of the server."""
-    return App(routes(parts), parts.keys, Drain(), Edge(loopback=True, admin=True))
+    return App(routes(parts), parts.keys, Drain(), Edge(LOOPBACK, admin=True))
 
 
 def routes(parts: Parts) -> list[Route]:

@@ -26,7 +26,7 @@ from kvik.server.drain import Drain
 from kvik.server.errors import HttpError, describe, in_messages
 from kvik.server.escape import escaped
 from kvik.server.exchange import CLOSE_EXTENSION, SCOPE_KEY, Exchange
-from kvik.server.guards import Origins, check_host, is_loopback
+from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
 from kvik.server.parts import Parts
 from kvik.server.route import Route
@@ -42,12 +42,14 @@ class Edge:
     """How an app meets the world.
 
     Attributes:
-        loopback: it listens on this machine alone.
+        host: it listens on; "" is every address.
+        allowed_host: names under which it may be reached, beside those that are always known.
         cors_origin: pages that may use it.
         admin: every route that is not open needs the key of an administrator.
     """
 
-    loopback: bool = False
+    host: str = ""
+    allowed_host: Sequence[str] = ()
     cors_origin: Sequence[str] = ()
     admin: bool = False
     limits: BodyLimits = DEFAULT_LIMITS
@@ -56,7 +58,7 @@ class Edge:
 def make_app(parts: Parts, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
     """What everybody sees of a server, on its main port."""
     config = parts.config
-    edge = Edge(is_loopback(config.host), config.cors_origin, limits=limits)
+    edge = Edge(config.host, config.allowed_host, config.cors_origin, limits=limits)
     return App(routes, parts.keys, parts.drain, edge)
 
 
@@ -69,6 +71,7 @@ class App:
         self._keys = keys
         self._drain = drain
         self._edge = edge
+        self._hosts = Hosts(edge.host, edge.allowed_host, keyed=keys.needed)
         self._origins = Origins(edge.cors_origin)
         self._budget = BodyBudget(edge.limits)
         self._log = AccessLog()
@@ -113,8 +116,7 @@ class App:
 
     async def _respond(self, request: Request, exchange: Exchange) -> Response:
         headers = request.headers
-        version = request.scope["http_version"]
-        check_host(headers, loopback=self._edge.loopback, http_version=version)
+        self._hosts.check(headers, request.scope["http_version"])
         if request.method == "OPTIONS":
             allowed = self._origins.preflight(headers)
             if allowed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
@@ -18,7 +19,7 @@ MAX_AGE = "600"  # seconds that a browser remembers what it may do
 
 def is_loopback(host: str) -> bool:
     """Whether an address, or a name of one, is reached from this machine alone."""
-    name = host.strip("[]").lower().rstrip(".")
+    name = _plain(host)
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -27,24 +28,59 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(headers: Headers, *, loopback: bool, http_version: str) -> None:
-    """Refuse a Host that cannot be, or that is not this machine where only it may connect: a page
-    whose own name leads here (DNS rebinding) says so in this header.
+class Hosts:
+    """The names under which a server may be reached. A page whose own name leads here (DNS
+    rebinding) says that name in the Host header.
 
-    Raises:
-        HttpError: 400 or 403.
+    Loopback names are always known. A server that others can reach is also known by any address,
+    which no stranger can make lead elsewhere, and by the name of its machine. A page cannot send
+    a key that it does not know, so where keys are needed any name will do, unless some are listed.
+
+    Args:
+        host: the server listens on; "" is every address.
+        allowed: more names; * is any.
+        keyed: the server needs keys.
     """
-    hosts = headers.getlist("host")
-    if not hosts and http_version == "1.0":
-        return  # no browser
-    if len(hosts) != 1:
-        raise HttpError(400, "there must be one Host header")
-    parts = HOST.fullmatch(hosts[0])
-    if parts is None:
-        raise HttpError(400, "the Host header is malformed")
-    if loopback and not is_loopback(parts[1]):
-        message = "the server listens on this machine alone and is not known by that name"
-        raise HttpError(403, message)
+
+    def __init__(self, host: str, allowed: Sequence[str], *, keyed: bool) -> None:
+        self._public = not is_loopback(host)
+        self._names = {_plain(name) for name in allowed}
+        self._any = ANY in self._names or (keyed and self._public and not self._names)
+        if self._public:
+            self._names |= {_plain(host), _plain(socket.gethostname())}
+
+    def check(self, headers: Headers, http_version: str) -> None:
+        """Refuse a Host that cannot be, or that is no name of the server.
+
+        Raises:
+            HttpError: 400 or 403.
+        """
+        hosts = headers.getlist("host")
+        if not hosts and http_version == "1.0":
+            return  # no browser
+        if len(hosts) != 1:
+            raise HttpError(400, "there must be one Host header")
+        parts = HOST.fullmatch(hosts[0])
+        if parts is None:
+            raise HttpError(400, "the Host header is malformed")
+        if not self._any and not self._knows(parts[1]):
+            raise HttpError(403, "the server is not known by this Host (--allowed-host)")
+
+    def _knows(self, host: str) -> bool:
+        name = _plain(host)
+        return name in self._names or is_loopback(name) or (self._public and _is_address(name))
+
+
+def _plain(host: str) -> str:
+    return host.strip("[]").lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Origins:
