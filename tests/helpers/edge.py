@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -53,6 +54,7 @@ def table(calls: Calls) -> list[Route]:
     async def stream(request: Request) -> Response:
         async def pieces() -> object:
             for number in range(3):
+                await asyncio.sleep(0.01)
                 yield b"data: %d\n\n" % number
 
         return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
 from collections.abc import Iterator
 
 import pytest
 from helpers.edge import KEY, edge_server
 from helpers.http_server import HttpServer, ask, raw
+from helpers.raw_http import read_all
 
 from kvik.server.app import Edge
 from kvik.server.drain import Drain
@@ -120,6 +123,55 @@ def test_an_answer_that_fails_underway_has_no_end(server: HttpServer) -> None:
     except ConnectionResetError:
         return
     assert not answer.endswith(b"0\r\n\r\n")  # the last chunk, which would say it was complete
+
+
+# Clients of HTTP/1.0, and those that send no more
+
+EVENTS = b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
+def request(target: str, version: str = "1.1") -> bytes:
+    fields = "Host: 127.0.0.1\r\nConnection: keep-alive\r\nAuthorization: Bearer right\r\n"
+    return f"{target} HTTP/{version}\r\n{fields}\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "body"),
+    [
+        ("GET /v1/stream", 200, EVENTS),
+        ("HEAD /v1/stream", 200, b""),
+        ("GET /health", 200, b'{"path":null}'),
+        ("GET /v1/none", 404, None),
+    ],
+)
+def test_http_1_0_has_no_chunks(
+    server: HttpServer, target: str, status: int, body: bytes | None
+) -> None:
+    head, _, found = raw(server, request(target, "1.0")).partition(b"\r\n\r\n")
+    assert head.split()[1] == str(status).encode()
+    assert b"transfer-encoding" not in head.lower()
+    assert found == body if body is not None else json.loads(found)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_who_closes_one_half_gets_the_whole_answer(server: HttpServer, version: str) -> None:
+    count = 1 if version == "1.0" else 3  # that were sent ahead
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(request("GET /v1/stream", version) * count)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.count(b" 200 OK\r\n") == answer.count(b"data: 2\n\n") == count
+    assert version == "1.0" or answer.endswith(b"\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "part", [b"", b"GET", request("POST /v1/echo")[:-2] + b"Content-Length: 9\r\n\r\n{"]
+)
+def test_who_closes_one_half_too_early_is_not_waited_for(server: HttpServer, part: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(part)
+        connection.shutdown(socket.SHUT_WR)
+        assert b" 200 " not in read_all(connection)
 
 
 def test_the_log_has_no_text_of_others_unescaped(

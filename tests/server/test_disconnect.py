@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 import time
 
 import pytest
-from helpers.raw_http import connect, post, read_until
+from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
@@ -94,6 +95,55 @@ def test_queued(stream, how):
         first.close()
         server.at_rest()
         assert steps.begun <= 12
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_only_sends_no_more_gets_the_whole_answer(stream, version):
+    steps = Steps()
+    with served(routes, steps) as server, connect(server.http.port) as sock:
+        post(sock, "/v1/generate", {**LONG, "max_tokens": 20, "stream": stream}, version)
+        sock.shutdown(socket.SHUT_WR)
+        until(lambda: server.inner.generations.live)
+        time.sleep(0.4)  # longer than it takes to find out that a client is gone
+        steps.allowed = math.inf
+        answer = read_all(sock)
+        assert b'"tokens_generated":20' in answer
+        # HTTP/1.0 knows neither interim answers nor chunks
+        assert (b" 100 Continue" in answer) == (version == "1.1")
+        server.at_rest()
+        assert list(server.inner.watcher.ended.values()) == ["length"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_sends_no_more_and_then_leaves(stream):
+    steps = Steps()
+    with served(routes, steps) as server:
+        sock = connect(server.http.port)
+        post(sock, "/v1/generate", {**LONG, "stream": stream})
+        sock.shutdown(socket.SHUT_WR)
+        read_until(sock, b" 100 Continue")
+        sock.close()
+        until(lambda: not server.inner.generations.live)
+        steps.allowed = math.inf
+        server.at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="keepalive is set on Linux alone")
+def test_a_client_of_http_1_0_that_leaves_is_noticed_by_its_silence():
+    """It cannot be sent an interim answer, which one that is gone would refuse."""
+    steps = Steps()
+    with served(routes, steps) as server:
+        sock = connect(server.http.port)
+        # else the kernel answers a minute for the program that is gone
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
+        post(sock, "/v1/generate", LONG, "1.0")
+        until(lambda: server.inner.generations.live)
+        sock.close()
+        until(lambda: not server.inner.generations.live, 30.0)
+        steps.allowed = math.inf
+        server.at_rest()
 
 
 @pytest.mark.parametrize("stream", [True, False])

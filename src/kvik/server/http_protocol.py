@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvik.server.errors import HttpError, describe
@@ -40,6 +44,9 @@ class ConnectionLimits:
 
 
 DEFAULT_LIMITS = ConnectionLimits()
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_LOOK = 0.25  # seconds after which a client that sends no more is looked at again
+LONGEST_LOOK = 15.0
 ASKS_TO_LEAVE = (b"upgrade", b"http2-settings", b"connection")
 
 
@@ -94,6 +101,35 @@ class Connection(HttpToolsProtocol):
         self._stop_unread()
         self._shared.idle.pop(self, None)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open when the client sends no more. It may have closed one
+        half and wait for its answer, or all and be gone, which looks the same from here."""
+        if self._leaving or self._in_body or not self._is_busy():
+            return False
+        self.cycle.keep_alive = False
+        if sys.platform == "linux":  # elsewhere these are not there, or are called otherwise
+            line = self.transport.get_extra_info("socket")
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        self._look(FIRST_LOOK)
+        return True
+
+    def _look(self, seconds: float) -> None:
+        """Break the connection if the client is gone. A system whose program is gone refuses what
+        it is sent, so an answer that has not begun sends an interim one, which clients skip (RFC
+        9110, section 15.2). HTTP/1.0 has none: there, keepalive finds out."""
+        if self.transport.is_closing() or not self._is_busy():
+            return
+        line = self.transport.get_extra_info("socket")
+        if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+            return
+        begun = self.pipeline or self.cycle.response_started
+        if not begun and self.scope["http_version"] != "1.0":
+            self.transport.write(CONTINUE)
+        self._after(seconds, partial(self._look, min(4 * seconds, LONGEST_LOOK)))
 
     def abort(self) -> None:
         """Break it, with what was not sent."""
@@ -157,6 +193,8 @@ class Connection(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            if self.scope["http_version"] == "1.0":
+                _without_chunks(self.cycle)
             self.cycle.transport = _Line(self.transport, self._answered)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
@@ -275,3 +313,16 @@ class Connection(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the answer to a client of HTTP/1.0 end with the connection: it knows no chunks."""
+    send = cycle.send
+
+    async def plain(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.chunked_encoding = False
+    cycle.send = plain  # type: ignore[method-assign]
