@@ -60,6 +60,39 @@ def test_a_conversation_is_streamed(browser: chromium.Browser, site: Site) -> No
     site.at_rest()
 
 
+FROM_THE_END = (
+    "(() => { const log = document.querySelector('#messages');"
+    " return log.scrollHeight - log.scrollTop - log.clientHeight })()"
+)
+
+
+@pytest.mark.parametrize("scrolls_up", [False, True])
+def test_a_long_answer_stays_in_view_unless_the_reader_scrolls_up(
+    browser: chromium.Browser, site: Site, scrolls_up: bool
+) -> None:
+    browser.resize(360, 780, phone=True)  # few words in a line
+    opened(browser, site)
+    browser.evaluate("document.querySelector('#param-ignore_eos').click()")
+    browser.evaluate("document.querySelector('#param-max_tokens').value = 300")
+    if scrolls_up:  # once some of the answer has come
+        browser.evaluate(
+            "new MutationObserver((changes, observer) => {"
+            f" if (document.querySelector('{LAST}.assistant')?.innerText.length > 40) {{"
+            " document.querySelector('#messages').scrollTop = 0; observer.disconnect() } })"
+            ".observe(document.querySelector('#messages'), {childList: true, subtree: true}); 0"
+        )
+    browser.type("#say", "A story about a fox. " * 25)  # more than the list can show
+    browser.press("Enter", 13, "\r")
+    browser.wait(f"document.querySelector('{LAST}.assistant')?.innerText.length > 400", 60)
+    browser.wait("document.querySelector('#stop-chat').disabled", 60)
+    if scrolls_up:
+        assert browser.evaluate("document.querySelector('#messages').scrollTop") == 0
+        assert browser.evaluate(FROM_THE_END) > 400
+    else:
+        assert browser.evaluate(FROM_THE_END) < 2
+    at_peace(browser, site)
+
+
 def test_stop_ends_the_request_in_the_engine(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     browser.click("#tab-completion")

@@ -4,6 +4,15 @@ import { make } from "./dom.js";
 
 const SHADES = [0.1, 0.3, 0.6, 0.9]; // probability below which a token gets shade p0, p1, ...
 
+const NEAR = 40; // pixels from the end of a log that still count as its end
+
+// Changes a log. A reader who was at its end stays there; one who scrolled up is not moved.
+export function following(log, change) {
+  const follow = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+  change();
+  if (follow) log.scrollTop = log.scrollHeight;
+}
+
 export class Answer {
   text = "";
 
@@ -15,11 +24,8 @@ export class Answer {
 
   add(text, tokens) {
     this.text += text;
-    const log = this.element.closest("[role=log]");
-    const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
     if (tokens.length) this.body.append(...tokens.map(coloured));
     else if (text) this.body.append(text);
-    if (follow) log.scrollTop = log.scrollHeight;
   }
 
   end(reason) {

@@ -1,6 +1,6 @@
 // Chat and completion: what is asked, the stream of the answer, and how it ends.
 
-import { Answer, tokensOf } from "./answer.js";
+import { Answer, following, tokensOf } from "./answer.js";
 import { byId, make, setText } from "./dom.js";
 
 const REASONS = { length: "cut at the length limit" }; // "stop" is how answers should end
@@ -83,13 +83,15 @@ export class Talk {
         for (const choice of event.choices ?? []) {
           const text = textOf(choice) ?? "";
           if (text) first ??= performance.now();
-          const answer = (answers[choice.index] ??= add(choice.index));
-          answer.add(text, tokensOf(choice));
-          if (REASONS[choice.finish_reason]) answer.end(REASONS[choice.finish_reason]);
+          following(log, () => {
+            const answer = (answers[choice.index] ??= add(choice.index));
+            answer.add(text, tokensOf(choice));
+            if (REASONS[choice.finish_reason]) answer.end(REASONS[choice.finish_reason]);
+          });
         }
       }
     } catch (error) {
-      if (running.signal.aborted) answers.forEach((answer) => answer.end("stopped"));
+      if (running.signal.aborted) following(log, () => answers.forEach((answer) => answer.end("stopped")));
       else this.#fail(error.message);
     } finally {
       this.#running = null;
