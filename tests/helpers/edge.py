@@ -11,7 +11,7 @@ from helpers.http_server import HttpServer, http_server
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvik.config.errors import CapacityError, OverloadError, ParamError
+from kvik.config.errors import CapacityError, Overflow, OverloadError, ParamError
 from kvik.server.app import App, Edge
 from kvik.server.body import read_body
 from kvik.server.drain import Drain
@@ -61,7 +61,7 @@ def table(calls: Calls) -> list[Route]:
 
     errors = {
         "param": ParamError("top_p", "must be in (0, 1]"),
-        "context": ParamError("prompt", "has 9 tokens", too_long=True),
+        "context": ParamError("prompt", "has 9 tokens", overflow=Overflow(8, 9)),
         "capacity": CapacityError("n", "never fits"),
         "own": OverloadError("queue", "is full", 2.4, own=True),
         "all": OverloadError("queue", "is full", 0.0, own=False),

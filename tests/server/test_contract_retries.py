@@ -20,6 +20,7 @@ from starlette.responses import Response
 from kvik.config.errors import (
     CapacityError,
     KvikError,
+    Overflow,
     OverloadError,
     ParamError,
     UnavailableError,
@@ -35,7 +36,7 @@ from kvik.server.route import Route
 # name -> how it is raised, its status, and whether a client should come back
 ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
     "param": (lambda: ParamError("top_p", "must be in (0, 1]"), 400, False),
-    "long": (lambda: ParamError("prompt", "is too long", too_long=True), 400, False),
+    "long": (lambda: ParamError("prompt", "is too long", overflow=Overflow(8, 9)), 400, False),
     "capacity": (lambda: CapacityError("n", "never fits"), 400, False),
     "other": (lambda: KvikError("field", "is wrong"), 400, False),
     "key": (lambda: HttpError(401, "no key"), 401, False),

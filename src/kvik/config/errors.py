@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class KvikError(ValueError):
     """Base of everything a caller can fix; `field` names what to change."""
@@ -15,13 +17,32 @@ class KvikError(ValueError):
         return f"{self.field}: {self.message}"
 
 
-class ParamError(KvikError):
-    """A sampling parameter or prompt that the engine refuses. `too_long`: the prompt, perhaps with
-    the output that was asked for, does not fit into the context."""
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """The counts of a request that does not fit into the context.
 
-    def __init__(self, field: str, message: str, *, too_long: bool = False) -> None:
+    Attributes:
+        limit: tokens of prompt and output together, at most.
+        num_prompt: tokens of the prompt.
+        num_output: tokens of output that were asked for; 0 if none are made, or it is not known.
+        counted: whether `num_prompt` is the whole prompt. If not, the prompt has more tokens.
+        prompt: the field of the request that holds the prompt.
+    """
+
+    limit: int
+    num_prompt: int
+    num_output: int = 0
+    counted: bool = True
+    prompt: str = "prompt"
+
+
+class ParamError(KvikError):
+    """A sampling parameter or prompt that the engine refuses. `overflow`: the counts, if the
+    prompt, perhaps with the output that was asked for, does not fit into the context."""
+
+    def __init__(self, field: str, message: str, *, overflow: Overflow | None = None) -> None:
         super().__init__(field, message)
-        self.too_long = too_long
+        self.overflow = overflow
 
 
 class ConfigError(KvikError):

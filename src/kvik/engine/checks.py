@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import CapacityError, ParamError
+from kvik.config.errors import CapacityError, Overflow, ParamError
 from kvik.config.kv_spec import max_blocks
 from kvik.core.types import POOLINGS, EngineRequest
 
@@ -25,11 +25,11 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     _check_pooling(request)
     samples = request.pooling is None and params.max_tokens != 0
     if len(prompt) + samples > limit:
+        room = ", which leaves no room for output in" if samples else ", which do not fit into"
         raise ParamError(
             "prompt",
-            f"has {len(prompt)} tokens, which leaves no room for output in the context of "
-            f"{limit} (max_model_len)",
-            too_long=True,
+            f"has {len(prompt)} tokens{room} the context of {limit} (max_model_len)",
+            overflow=Overflow(limit, len(prompt), (params.max_tokens or 1) if samples else 0),
         )
     _check_tokens(prompt, vocab_size)
     params.check_against(vocab_size, limit)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
 
-from kvik.config.errors import KvikError
+from kvik.config.errors import KvikError, ParamError
 from kvik.server.beside import beside
 from kvik.server.errors import model_not_found
 from kvik.server.parts import Parts
@@ -28,6 +29,9 @@ def called(**names: str) -> Iterator[None]:
         yield
     except KvikError as error:
         error.field = names.get(error.field, error.field)
+        if isinstance(error, ParamError) and error.overflow is not None:
+            prompt = error.overflow.prompt
+            error.overflow = replace(error.overflow, prompt=names.get(prompt, prompt))
         raise
 
 

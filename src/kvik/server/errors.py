@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from kvik.config.errors import KvikError, OverloadError, ParamError, UnavailableError
+from kvik.config.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -60,6 +60,7 @@ class ErrorAnswer:
         type: what OpenAI calls it.
         param: the parameter that is wrong, if it is one.
         code: for programs to read.
+        in_anthropic: the message in Anthropic's words, where clients look for those.
     """
 
     status: int
@@ -68,6 +69,7 @@ class ErrorAnswer:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    in_anthropic: str | None = None
 
     def openai(self) -> dict[str, object]:
         return {
@@ -80,8 +82,9 @@ class ErrorAnswer:
         }
 
     def anthropic(self) -> dict[str, object]:
+        message = self.in_anthropic or self.message
         kind = ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def response(self, *, anthropic: bool = False) -> Response:
         body = self.anthropic() if anthropic else self.openai()
@@ -113,9 +116,8 @@ def describe(error: Exception) -> ErrorAnswer:
         case UnavailableError():
             headers = {"retry-after": "1", "x-should-retry": "true"}
             answer = ErrorAnswer(503, _short(str(error)), SERVER, None, "unavailable", headers)
-        case ParamError(too_long=True):
-            code = "context_length_exceeded"
-            answer = ErrorAnswer(400, _short(str(error)), INVALID, error.field, code)
+        case ParamError(overflow=Overflow() as overflow):
+            answer = _too_long(error.field, overflow)
         case KvikError():
             answer = ErrorAnswer(400, _short(str(error)), INVALID, error.field or None)
         case _:
@@ -130,6 +132,31 @@ def in_messages(path: str) -> bool:
 
 def model_not_found(model: str) -> HttpError:
     return HttpError(404, f"the model {model[:60]!r} does not exist", "model", "model_not_found")
+
+
+def _too_long(field: str, overflow: Overflow) -> ErrorAnswer:
+    """In the words of OpenAI and of Anthropic: clients that make a conversation shorter and try
+    again find out by them (LiteLLM, LangChain, coding agents)."""
+    limit, prompt = overflow.limit, overflow.prompt
+    count = f"{'' if overflow.counted else 'more than '}{overflow.num_prompt}"
+    requested, shorten = f"{count} tokens in the {prompt}", prompt
+    if overflow.num_output:
+        requested = (
+            f"{overflow.num_prompt + overflow.num_output} tokens ({count} in the {prompt}, "
+            f"{overflow.num_output} in the completion)"
+        )
+        shorten = f"{prompt} or completion"
+    return ErrorAnswer(
+        400,
+        f"{field}: This model's maximum context length is {limit} tokens. However, you requested "
+        f"{requested}. Please reduce the length of the {shorten}.",
+        INVALID,
+        field,
+        "context_length_exceeded",
+        # One token of output is the least that must fit behind the prompt.
+        in_anthropic=f"{field}: prompt is too long: {count} tokens > "
+        f"{limit - (overflow.num_output > 0)} maximum",
+    )
 
 
 def _later(status: int, error: OverloadError, kind: str, code: str) -> ErrorAnswer:

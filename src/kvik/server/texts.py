@@ -8,7 +8,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvik.config.errors import ModelError, ParamError
+from kvik.config.errors import ModelError, Overflow, ParamError
 from kvik.server.templates import WORKERS, Templates
 from kvik.server.turns import Room, Turns
 from kvik.text.chat_template import ChatTemplate
@@ -142,9 +142,9 @@ class Texts:
     def _too_long(self, at_least: int) -> ParamError:
         return ParamError(
             "prompt",
-            f"has more than {at_least} tokens, which leaves no room for output in the context of "
+            f"has more than {at_least} tokens, which do not fit into the context of "
             f"{self.max_model_len} (max_model_len)",
-            too_long=True,
+            overflow=Overflow(self.max_model_len, at_least, counted=False),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import anthropic
@@ -69,6 +70,18 @@ def test_bad_input_names_its_field(server: HttpServer, field: str, changes: dict
     assert body.keys() == {"type", "error"} and body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert field in body["error"]["message"]
+
+
+@pytest.mark.parametrize("words", [600, 9000])
+def test_a_prompt_that_is_too_long(server: HttpServer, words: int) -> None:
+    """LiteLLM, LangChain and coding agents look for these words."""
+    long = {"messages": [{"role": "user", "content": "dog " * words}]}
+    answer = httpx2.post(f"{server.url}/v1/messages", json={**GOOD, **long}, timeout=60)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    found = re.search(r"prompt is too long: (?:more than )?(\d+) tokens > (\d+) maximum", message)
+    assert found, message
+    assert int(found[1]) > int(found[2]) >= 511
 
 
 @pytest.mark.parametrize(

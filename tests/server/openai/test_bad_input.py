@@ -255,16 +255,32 @@ def test_what_is_no_request(http: httpx2.Client, path: str, body: str, status: i
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_both_counts_of_a_prompt_that_is_too_long(http: httpx2.Client) -> None:
-    for path, body in (
-        ("completions", {"prompt": [1] * 600}),
-        ("completions", {"prompt": [1] * 500, "max_tokens": 13}),
-        ("chat/completions", {"messages": [{"role": "user", "content": "word " * 600}]}),
-    ):
-        error = http.post(f"/v1/{path}", json=body).json()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert "512" in error["message"]
-    assert "500" in http.post("/v1/completions", json={"prompt": [1] * 500, "max_tokens": 13}).text
+LONG_CHAT = [{"role": "user", "content": "word " * 600}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "counts"),
+    [
+        ("completions", {"prompt": [1] * 600}, "616 tokens (600 in the prompt, 16 in the"),
+        ("completions", {"prompt": [1] * 500, "max_tokens": 13}, "513 tokens (500 in the prompt,"),
+        ("chat/completions", {"messages": LONG_CHAT}, "in the messages, 1 in the completion)"),
+        ("chat/completions", {"messages": LONG_CHAT, "max_tokens": 7}, ", 7 in the completion)"),
+        ("chat/completions", {**CHAT, "max_tokens": 600}, "in the messages, 600 in the completion"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "word " * 9000}]}, "more"),
+        ("embeddings", {"input": [1] * 600}, "600 tokens in the input"),
+    ],
+    ids=ids,
+)
+def test_both_counts_of_a_prompt_that_is_too_long(
+    http: httpx2.Client, path: str, body: dict[str, Any], counts: str
+) -> None:
+    answer = http.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    # LangChain looks for the code, LiteLLM for these words; others read the counts.
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 512 tokens." in error["message"]
+    assert counts in error["message"]
 
 
 def test_more_logprobs_than_can_be_held(http: httpx2.Client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvik.config.errors import ParamError
+from kvik.config.errors import Overflow, ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin, TokenLogprobs
 from kvik.engine.output import RequestOutput
@@ -53,7 +53,7 @@ def check_room(parts: Parts, num_prompt: int, asked: int | None, name: str) -> N
             name,
             f"{asked} tokens do not fit behind a prompt of {num_prompt} tokens in the context of "
             f"{limit}: at most {limit - num_prompt} do",
-            too_long=True,
+            overflow=Overflow(limit, num_prompt, asked),
         )
 
 
