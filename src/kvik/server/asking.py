@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -20,6 +21,18 @@ def check_model(parts: Parts, model: str | None) -> None:
     """Raises `HttpError` 404 if it is not the one served; who names none means it."""
     if model and model not in parts.model_names:
         raise model_not_found(model)
+
+
+def either(body: msgspec.Struct, name: str, other: str) -> Any:
+    """The value of a field that has two names; None if it has none.
+
+    Raises:
+        ParamError: they contradict each other.
+    """
+    value, same = getattr(body, name), getattr(body, other)
+    if None not in (value, same) and value != same:
+        raise ParamError(other, f"must be left out, or be {value} as {name} is, not {same}")
+    return same if value is None else value
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from kvik.server.body_budget import BodyLimits, BodyShare
 from kvik.server.errors import HttpError
 from kvik.server.escape import escaped
 from kvik.server.exchange import exchange_of
+from kvik.server.unhonoured import NOTHING, Table, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)
 Data = bytes | bytearray
@@ -39,21 +40,28 @@ MAX_SHOWN = 24  # characters of a number
 MAX_IGNORED = 16  # fields that are told of
 
 
-async def read_body(request: Request, kind: type[T]) -> T:
+async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:
     """The body as `kind`. Fields that `kind` does not have are told in `x-kvik-ignored-fields`.
+
+    Args:
+        unhonoured: fields that are refused if they ask for something, unless `kind` has them.
 
     Raises:
         HttpError: 400, 408, 413 or 415, naming the field where it is one.
+        ParamError: a field is not honoured.
         OverloadError: many large bodies are being read.
     """
-    return await read_chosen(request, lambda value: kind)
+    return await read_chosen(request, lambda value: (kind, unhonoured))
 
 
-async def read_chosen(request: Request, choose: Callable[[dict[str, Any]], type[T]]) -> T:
+async def read_chosen(
+    request: Request, choose: Callable[[dict[str, Any]], tuple[type[T], Table]]
+) -> T:
     """As `read_body`, where the body itself tells of which kind it is.
 
     Args:
-        choose: takes the JSON object; may raise `HttpError`.
+        choose: from the JSON object to its kind, and the fields that are not honoured; may raise
+            `HttpError`.
     """
     exchange = exchange_of(request)
     _check_headers(request, exchange.budget.limits)
@@ -69,15 +77,16 @@ async def read_chosen(request: Request, choose: Callable[[dict[str, Any]], type[
 
 
 def _decode(
-    data: Data, choose: Callable[[dict[str, Any]], type[T]], limits: BodyLimits
+    data: Data, choose: Callable[[dict[str, Any]], tuple[type[T], Table]], limits: BodyLimits
 ) -> tuple[T, list[str]]:
     """The body, and the names of what was ignored."""
     value = parse_json(data, limits)
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object")
-    kind = choose(value)
-    known = kind.__struct_encode_fields__
-    ignored = [escaped(name, 64) for name in value if name not in known][:MAX_IGNORED]
+    kind, unhonoured = choose(value)
+    unknown = {name: value[name] for name in value if name not in kind.__struct_encode_fields__}
+    refuse(unknown, unhonoured)
+    ignored = [escaped(name, 64) for name in unknown if name not in unhonoured][:MAX_IGNORED]
     return convert(value, kind), ignored
 
 

@@ -14,15 +14,18 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_LIST_ENTRIES, MAX_STOP_STRINGS, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
+from kvik.server.asking import either
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation
 from kvik.server.intake import GenerationRequest
+from kvik.server.openai.fields import Limit, limit_of
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
 from kvik.server.route import Route
 from kvik.server.speculation import Speculation, speculation_of
 from kvik.server.sse import Template, json_event
+from kvik.server.unhonoured import SAMPLING, Table, missing
 
 _HOLE = "\ue000text\ue000"
 
@@ -33,12 +36,14 @@ class GenerateRequest(Struct, kw_only=True):
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     stream: bool = False
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    n_predict: Limit | None = None  # another name of it
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None  # another name of it
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -79,8 +84,12 @@ class Piece(Struct):
     text: str
 
 
+UNHONOURED: Table = {
+    **SAMPLING,
+    **missing(GenerateRequest.__struct_fields__),
+    "max_completion_tokens": ((), "give max_tokens"),
+}
 _SAMPLING = (
-    "max_tokens",
     "min_tokens",
     "temperature",
     "top_p",
@@ -111,7 +120,7 @@ def routes(parts: Parts) -> list[Route]:
 
 async def generate(parts: Parts, request: Request) -> Response:
     """A text in one piece, or `Piece` events and at last a `Generated` without text."""
-    body = await read_body(request, GenerateRequest)
+    body = await read_body(request, GenerateRequest, UNHONOURED)
     wish = GenerationRequest(
         body.prompt,
         _params(body, parts.default_params),
@@ -175,4 +184,8 @@ class GenerateEvents:
 
 def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
     given = {name: getattr(body, name) for name in _SAMPLING}
-    return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})
+    given["repetition_penalty"] = either(body, "repetition_penalty", "repeat_penalty")
+    changes = {name: value for name, value in given.items() if value is not None}
+    if (limit := either(body, "max_tokens", "n_predict")) is not None:
+        changes["max_tokens"] = limit_of(limit)
+    return defaults.with_changes(**changes)

@@ -1,34 +1,182 @@
 """Fields that are known, are not honoured, and would change the answer: refused by name.
 
-Each stands with the values that ask for nothing, which some clients always send.
+A table is the one place that knows such a field. It stands with the values that ask for nothing,
+which some clients always send: those are taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-
-from msgspec import Meta, Struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 
 from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
 
 # field -> (values that ask for nothing, beside null; why others are refused)
 Table = Mapping[str, tuple[Sequence[object], str]]
-# The type of such a field.
-Unhonoured = Annotated[
-    Any, Meta(description="Not supported: leave it out, or give what asks for nothing.")
-]
+
+NOTHING: Table = {}
+
+STRUCTURED = "constrained output is not supported yet"
+TOOLS = "tools are not supported yet"
+BEAMS = "beam search is not supported"
+
+_OFF = (0, False)
+_TRUNCATED = "tokens are cut off with top_k, top_p, min_p and typical_p alone"
+_TEMPERED = "the temperature is one number: give temperature"
+_PENALISED = (
+    "repetition is penalised with repetition_penalty, presence_penalty and frequency_penalty alone"
+)
+_WHOLE = "penalties count all tokens of the prompt and the output"
+_GUIDED = "there is no guidance by a second prompt"
+_ADAPTERS = "there are no adapters"
+_COUNTED = "give max_tokens"
+_FIXED_ORDER = "the order of the samplers is fixed"
+
+# Of other engines (vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui) and their clients,
+# on every route that samples. A parameter that means nothing unless another one switches it on
+# may have the value that it has anyway.
+SAMPLING: Table = {
+    # what the output must look like
+    "grammar": (("", []), STRUCTURED),
+    "grammar_lazy": (_OFF, STRUCTURED),
+    "grammar_triggers": (([],), STRUCTURED),
+    "json_schema": (("",), STRUCTURED),
+    "regex": (("",), STRUCTURED),
+    "ebnf": (("",), STRUCTURED),
+    "structural_tag": (("",), STRUCTURED),
+    "response_format": (({"type": "text"},), STRUCTURED),
+    "structured_outputs": (({},), STRUCTURED),
+    "format": (("",), STRUCTURED),
+    "guided_json": ((), STRUCTURED),
+    "guided_json_object": (_OFF, STRUCTURED),
+    "guided_regex": (("",), STRUCTURED),
+    "guided_choice": (([],), STRUCTURED),
+    "guided_grammar": (("",), STRUCTURED),
+    "guided_whitespace_pattern": (("",), STRUCTURED),
+    # adapters
+    "lora": (("", [], {}), _ADAPTERS),
+    "lora_path": (("",), _ADAPTERS),
+    "lora_request": (({},), _ADAPTERS),
+    "adapter_id": (("",), _ADAPTERS),
+    # which tokens are left, and how likely they are
+    "top_a": (_OFF, _TRUNCATED),
+    "tfs": ((1, *_OFF), _TRUNCATED),
+    "tfs_z": ((1, *_OFF), _TRUNCATED),
+    "typical": ((1, *_OFF), "give typical_p"),
+    "typ_p": ((1, *_OFF), "give typical_p"),
+    "top_n_sigma": ((-1, *_OFF), _TRUNCATED),
+    "nsigma": ((-1, *_OFF), _TRUNCATED),
+    "epsilon_cutoff": (_OFF, _TRUNCATED),
+    "eta_cutoff": (_OFF, _TRUNCATED),
+    "min_keep": ((1, *_OFF), _TRUNCATED),
+    "xtc_probability": (_OFF, _TRUNCATED),
+    "xtc_threshold": ((0.1, *_OFF), _TRUNCATED),
+    "mirostat": (_OFF, _TRUNCATED),
+    "mirostat_mode": (_OFF, _TRUNCATED),
+    "mirostat_tau": ((5, *_OFF), _TRUNCATED),
+    "mirostat_eta": ((0.1, *_OFF), _TRUNCATED),
+    "penalty_alpha": (_OFF, "contrastive search is not supported"),
+    "do_sample": ((True,), "give temperature: 0 for the most likely token"),
+    "dynamic_temperature": (_OFF, _TEMPERED),
+    "dynatemp_range": (_OFF, _TEMPERED),
+    "dynatemp_exponent": ((1, *_OFF), _TEMPERED),
+    "dynatemp_low": ((1, *_OFF), _TEMPERED),
+    "dynatemp_high": ((1, *_OFF), _TEMPERED),
+    "smoothing_factor": (_OFF, _TEMPERED),
+    "smoothing_curve": ((1, *_OFF), _TEMPERED),
+    "temperature_last": (_OFF, _FIXED_ORDER),
+    "samplers": (([], ""), _FIXED_ORDER),
+    "sampler_order": (([], ""), _FIXED_ORDER),
+    "sampler_priority": (([], ""), _FIXED_ORDER),
+    "logits_processors": (([],), "code is not taken from requests"),
+    "custom_logit_processor": (("",), "code is not taken from requests"),
+    "custom_params": (({},), "code is not taken from requests"),
+    "watermark": (_OFF, "output is not watermarked"),
+    # repetition
+    "repeat_last_n": ((-1,), _WHOLE),
+    "repetition_penalty_range": (_OFF, _WHOLE),
+    "repetition_penalty_slope": ((1, *_OFF), _WHOLE),
+    "encoder_repetition_penalty": ((1, *_OFF), _PENALISED),
+    "no_repeat_ngram_size": (_OFF, _PENALISED),
+    "penalize_nl": (_OFF, _PENALISED),
+    "penalty_prompt": (("", []), _WHOLE),
+    "dry_multiplier": (_OFF, _PENALISED),
+    "dry_base": ((1.75, 1, *_OFF), _PENALISED),
+    "dry_allowed_length": ((2, *_OFF), _PENALISED),
+    "dry_penalty_last_n": ((-1, *_OFF), _PENALISED),
+    "dry_range": (_OFF, _PENALISED),
+    "dry_sequence_breakers": (([], "", ["\n", ":", '"', "*"]), _PENALISED),
+    # guidance
+    "guidance_scale": ((1, *_OFF), _GUIDED),
+    "cfg_scale": ((1, *_OFF), _GUIDED),
+    "negative_prompt": (("",), _GUIDED),
+    # beams
+    "use_beam_search": (_OFF, BEAMS),
+    "beam_width": ((1, *_OFF), BEAMS),
+    "num_beams": ((1, *_OFF), BEAMS),
+    "length_penalty": ((1, *_OFF), BEAMS),
+    "early_stopping": (_OFF, BEAMS),
+    # where it begins and ends
+    "best_of": ((1, *_OFF), "give n"),
+    "max_new_tokens": ((), _COUNTED),
+    "num_predict": ((), _COUNTED),
+    "min_new_tokens": (_OFF, "give min_tokens"),
+    "min_length": (_OFF, "give min_tokens"),
+    "stop_regex": (("", []), "give stop"),
+    "stop_sequences": (([],), "give stop"),
+    "no_stop_trim": (_OFF, "give include_stop_str_in_output"),
+    "n_indent": (_OFF, "lines end where the model ends them"),
+    "n_keep": (_OFF, "prompts are not truncated"),
+    "n_discard": (_OFF, "prompts are not truncated"),
+    "num_ctx": ((), "the context is the server's: --max-model-len"),
+    "truncate": ((), "prompts are not truncated"),
+    "truncate_prompt_tokens": ((), "prompts are not truncated"),
+    "t_max_predict_ms": (_OFF, "give deadline_ms"),
+    "token_healing": (_OFF, "the last token of a prompt is not taken back"),
+    "kv_transfer_params": (({},), "the KV cache is not transferred"),
+    "options": (({},), "give its fields beside the others of the request"),
+    # what is told of it
+    "n_probs": (_OFF, "give logprobs"),
+    "top_n_tokens": (_OFF, "give logprobs"),
+    "logprob_token_ids": (([],), "log probabilities are those of the most likely tokens"),
+    "post_sampling_probs": (_OFF, "log probabilities are those before sampling"),
+    "return_full_text": (_OFF, "output is returned without its prompt"),
+    "return_hidden_states": (_OFF, "hidden states are not returned"),
+    "return_tokens": (_OFF, "token ids are not returned"),
+    "return_token_ids": (_OFF, "token ids are not returned"),
+    "return_tokens_as_token_ids": (_OFF, "tokens are returned as text"),
+    "detokenize": ((True,), "tokens are returned as text"),
+}
 
 
-def refuse(body: Struct, table: Table, param: str | None = None) -> None:
+def missing(known: Collection[str]) -> Table:
+    """Sampling parameters of other routes of this server, refused where a request lacks them.
+
+    Args:
+        known: fields of that request.
+    """
+    table: dict[str, tuple[Sequence[object], str]] = {}
+    for one in fields(SamplingParams):
+        if one.name in known or one.name == "speculation":  # which changes no answer
+            continue
+        harmless = [] if one.default == () else one.default
+        table[one.name] = ((harmless, False), "this route does not take it")
+    return table
+
+
+def refuse(values: Mapping[str, object], table: Table, param: str | None = None) -> None:
     """Raises `ParamError` if a field of the table asks for something.
 
     Args:
-        param: the field of the request that `body` stands in, if it is not the request itself.
+        values: an object of the request, by field.
+        param: the field of the request that holds it, if it is not the request itself.
     """
-    for name, (harmless, why) in table.items():
-        value = getattr(body, name)
-        if value is None or any(_same(value, one) for one in harmless):
+    for name, value in values.items():
+        if name not in table or value is None:
+            continue
+        harmless, why = table[name]
+        if any(_same(value, one) for one in harmless):
             continue
         if param is None:
             raise ParamError(name, f"is not honoured: {why}")

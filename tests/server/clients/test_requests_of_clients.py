@@ -284,6 +284,135 @@ def check_stream(reply: Reply, body: dict[str, Any]) -> None:
             assert seen == sorted(seen) and seen[-1] == count
 
 
+# Every route that samples, with a body that it answers.
+SAMPLING: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [said("Hi")], "max_tokens": 1},
+    TEXT: {"prompt": "Once", "max_tokens": 1},
+    "/v1/generate": {"prompt": "Once", "max_tokens": 1},
+    "/v1/messages": {"model": "stories", "messages": [said("Hi")], "max_tokens": 1},
+}
+SCHEMA = {"type": "object"}
+# What other engines take: field -> a value that asks for something, and some that do not
+OTHERS: dict[str, tuple[Any, list[Any]]] = {
+    "grammar": ('root ::= "yes"', ["", None]),
+    "json_schema": (SCHEMA, [""]),
+    "regex": ("a+", [""]),
+    "ebnf": ('root ::= "yes"', [None]),
+    "structural_tag": ("{}", [""]),
+    "response_format": ({"type": "json_object"}, [{"type": "text"}]),
+    "guided_json": (SCHEMA, [None]),
+    "guided_regex": ("a+", [""]),
+    "guided_choice": (["a", "b"], [[]]),
+    "guided_grammar": ('root ::= "yes"', [None]),
+    "structured_outputs": ({"choice": ["a"]}, [{}]),
+    "lora": ([{"id": 0, "scale": 0.5}], [[], None]),
+    "lora_path": ("adapter", [None]),
+    "mirostat": (2, [0]),
+    "mirostat_mode": (2, [0]),
+    "mirostat_tau": (8.0, [5.0]),
+    "mirostat_eta": (0.3, [0.1]),
+    "dry_multiplier": (0.8, [0, 0.0]),
+    "dry_base": (2.0, [1.75]),
+    "dry_allowed_length": (4, [2]),
+    "dry_penalty_last_n": (64, [-1, 0]),
+    "dry_sequence_breakers": (["."], [["\n", ":", '"', "*"]]),
+    "xtc_probability": (0.5, [0.0]),
+    "xtc_threshold": (0.2, [0.1]),
+    "tfs_z": (0.9, [1.0, 1]),
+    "typ_p": (0.9, [1.0]),
+    "top_a": (0.2, [0]),
+    "top_n_sigma": (1.0, [-1]),
+    "epsilon_cutoff": (3, [0]),
+    "eta_cutoff": (3, [0]),
+    "dynatemp_range": (0.5, [0]),
+    "smoothing_factor": (0.5, [0]),
+    "samplers": (["top_k"], [[]]),
+    "repeat_last_n": (64, [-1]),
+    "no_repeat_ngram_size": (2, [0]),
+    "encoder_repetition_penalty": (1.2, [1.0]),
+    "penalize_nl": (True, [False]),
+    "guidance_scale": (2, [1]),
+    "do_sample": (False, [True]),
+    "watermark": (True, [False]),
+    "best_of": (2, [1]),
+    "num_beams": (2, [1]),
+    "beam_width": (True, [1]),  # true is not 1
+    "use_beam_search": (True, [False]),
+    "max_new_tokens": (5, [None]),
+    "min_new_tokens": (5, [0]),
+    "stop_regex": ("a+", [""]),
+    "truncate_prompt_tokens": (5, [None]),
+    "logits_processors": (["os.system"], [[]]),
+    "n_probs": (3, [0]),
+    "return_token_ids": (True, [False]),
+}
+
+
+@pytest.mark.parametrize("path", SAMPLING)
+def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) -> None:
+    for field, (asking, harmless) in OTHERS.items():
+        reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: asking}, **KEY)
+        assert reply.status == 400, field
+        assert field in reply.json["error"]["message"]
+        if path != "/v1/messages":
+            assert reply.error["param"] == field
+        for value in harmless:
+            reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: value}, **KEY)
+            assert reply.status == 200, (field, value, reply.body)
+            assert "x-kvik-ignored-fields" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "neutral"),
+    [
+        ("/v1/generate", "typical_p", 0.5, 1),
+        ("/v1/generate", "n", 2, 1),
+        ("/v1/generate", "logit_bias", {"5": 1}, None),
+        ("/v1/generate", "max_completion_tokens", 5, None),
+        ("/v1/generate", "stop_sequences", ["a"], []),
+        ("/v1/messages", "frequency_penalty", 1, 0),
+        ("/v1/messages", "repeat_penalty", 1.1, 1.0),
+        ("/v1/messages", "n_predict", 5, None),
+        ("/v1/messages", "min_p", 0.1, 0),
+        ("/v1/messages", "seed", 5, None),
+        ("/v1/messages", "stop", "a", []),
+        ("/v1/messages", "bad_words", ["a"], []),
+        (TEXT, "max_completion_tokens", 5, None),
+        (TEXT, "stop_sequences", ["a"], []),
+        (TEXT, "suffix", "the end", ""),
+        (CHAT, "enable_thinking", False, None),
+    ],
+)
+def test_fields_of_other_routes_are_refused_by_name(
+    locked: Site, path: str, field: str, value: Any, neutral: Any
+) -> None:
+    reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: value}, **KEY)
+    assert reply.status == 400 and field in reply.json["error"]["message"]
+    reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: neutral}, **KEY)
+    assert reply.status == 200 and "x-kvik-ignored-fields" not in reply.headers
+
+
+def test_fields_that_change_no_answer_are_taken(locked: Site) -> None:
+    for path, body in SAMPLING.items():
+        for field in ("id_slot", "cache_prompt", "rid", "guided_decoding_backend", "colour"):
+            reply = ask(locked.server, "POST", path, {**body, field: "x"}, **KEY)
+            assert reply.status == 200
+            assert reply.headers["x-kvik-ignored-fields"] == field
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/generate"])
+def test_names_of_llama_cpp_are_honoured(locked: Site, path: str) -> None:
+    asked = {name: SAMPLING[path][name] for name in SAMPLING[path] if name != "max_tokens"}
+    asked.update(n_predict=3, repeat_penalty=1.2, temperature=0, ignore_eos=True)
+    reply = ask(locked.server, "POST", path, asked, **KEY)
+    assert reply.status == 200, reply.body
+    count = reply.json.get("tokens_generated") or reply.json["usage"]["completion_tokens"]
+    assert count == 3
+    reply = ask(locked.server, "POST", path, {**asked, "n_predict": 5000}, **KEY)
+    if path != "/v1/generate":  # which ends with the context
+        assert (reply.status, reply.error["param"]) == (400, "n_predict")
+
+
 @pytest.mark.parametrize(
     ("program", "path", "key"),
     [

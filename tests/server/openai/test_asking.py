@@ -112,11 +112,21 @@ def test_what_does_not_go_together(fields: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
-    completion_params(completion(n=3, best_of=3, suffix=""), SamplingParams())
-    completion_params(completion(best_of=1, use_beam_search=False), SamplingParams())
-    with pytest.raises(ParamError):  # true is not 1
-        completion_params(completion(beam_width=True), SamplingParams())
+def test_the_best_of_all_is_all() -> None:
+    completion_params(completion(n=3, best_of=3), SamplingParams())
+    completion_params(completion(best_of=1), SamplingParams())
+
+
+@pytest.mark.parametrize(("make", "params"), [(chat, chat_params), (completion, completion_params)])
+def test_names_of_llama_cpp(make: Any, params: Any) -> None:
+    known = params(make(repetition_penalty=1.3, max_tokens=9), SamplingParams())
+    assert params(make(repeat_penalty=1.3, n_predict=9), SamplingParams()) == known
+    assert params(make(n_predict=-1), SamplingParams()).max_tokens is None
+    params(make(n_predict=9, max_tokens=9), SamplingParams())
+    for field, other in (("repetition_penalty", "repeat_penalty"), ("max_tokens", "n_predict")):
+        with pytest.raises(ParamError) as caught:
+            params(make(**{field: 2, other: 3}), SamplingParams())
+        assert caught.value.field == other
 
 
 def test_the_schema_knows_the_bounds() -> None:
@@ -125,4 +135,3 @@ def test_the_schema_knows_the_bounds() -> None:
     fields = parts["ChatRequest"]["properties"]
     assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
     assert parts["ChatRequest"]["required"] == ["messages"]
-    assert "Not supported" in str(fields["tools"])

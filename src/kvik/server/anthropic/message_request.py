@@ -8,7 +8,6 @@ from msgspec import Meta, Struct
 
 from kvik.core.sampling_params import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kvik.server.openai.fields import MAX_INT32, Name
-from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
@@ -45,14 +44,6 @@ class CountRequest(Struct, kw_only=True):
     system: str | list[Block] | None = None
     cache_control: CacheControl | None = None  # as if it stood at the last block
 
-    context_management: Unhonoured = None
-    mcp_servers: Unhonoured = None
-    output_config: Unhonoured = None
-    output_format: Unhonoured = None
-    thinking: Unhonoured = None
-    tool_choice: Unhonoured = None
-    tools: Unhonoured = None
-
 
 class MessageRequest(CountRequest, kw_only=True):
     """A conversation to answer. An assistant's message at its end is the beginning of the answer.
@@ -73,4 +64,3 @@ class MessageRequest(CountRequest, kw_only=True):
     inference_geo: Any = None
     service_tier: Any = None
     speed: Any = None
-    container: Unhonoured = None  # and this would

@@ -22,14 +22,12 @@ from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
-from kvik.server.unhonoured import refuse
 
 
 async def messages(parts: Parts, request: Request) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, MessageRequest)
+    body = await read_body(request, MessageRequest, MESSAGES)
     check_model(parts, body.model)
-    refuse(body, MESSAGES)
     params = _params(body, parts.default_params)
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, params.n)
@@ -60,9 +58,8 @@ async def messages(parts: Parts, request: Request) -> Response:
 
 async def count_tokens(parts: Parts, request: Request) -> Response:
     """How many tokens a conversation would have as a prompt."""
-    body = await read_body(request, CountRequest)
+    body = await read_body(request, CountRequest, COUNT)
     check_model(parts, body.model)
-    refuse(body, COUNT)
     conversation = await beside(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
     prompt = await make_prompt(parts.texts.of(caller_of(request).tenant), conversation)

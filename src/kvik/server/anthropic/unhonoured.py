@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from kvik.server.unhonoured import Table
+from kvik.server.anthropic.message_request import MessageRequest
+from kvik.server.unhonoured import SAMPLING, STRUCTURED, TOOLS, Table, missing
 
-_TOOLS = "tools are not supported yet"
-_OUTPUT = "constrained output is not supported yet"
+_ELSEWHERE = "this route does not take it"
 
-# field -> (values that ask for nothing, beside null; why others are refused)
 COUNT: Table = {
-    "tools": (([],), _TOOLS),
-    "tool_choice": (({"type": "auto"}, {"type": "none"}), _TOOLS),
-    "mcp_servers": (([],), _TOOLS),
+    "tools": (([],), TOOLS),
+    "tool_choice": (({"type": "auto"}, {"type": "none"}), TOOLS),
+    "mcp_servers": (([],), TOOLS),
     "thinking": (({"type": "disabled"},), "thinking is not supported yet"),
-    "output_config": (({},), _OUTPUT),
-    "output_format": ((), _OUTPUT),
+    "output_config": (({},), STRUCTURED),
+    "output_format": ((), STRUCTURED),
     "context_management": (({},), "the context is not edited"),
 }
 MESSAGES: Table = {
+    **SAMPLING,
+    **missing(MessageRequest.__struct_fields__),
     **COUNT,
+    "chat_template": ((), "the template is the model's own"),
+    "chat_template_kwargs": (({},), _ELSEWHERE),
     "container": ((), "there are no containers"),
+    "stop": (([], ""), "give stop_sequences"),
+    "repeat_penalty": ((1,), _ELSEWHERE),
+    "n_predict": ((), "give max_tokens"),
+    "max_completion_tokens": ((), "give max_tokens"),
 }

@@ -15,13 +15,14 @@ from kvik.server.openai.conversation import conversation_ids
 from kvik.server.openai.heading import Heading
 from kvik.server.openai.sampling import asked_tokens, chat_params
 from kvik.server.openai.tokens import TokenNames
+from kvik.server.openai.unhonoured import CHAT
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
 
 
 async def chat(parts: Parts, request: Request) -> Response:
     """Answer a conversation."""
-    return await answer_chat(parts, request, await read_body(request, ChatRequest))
+    return await answer_chat(parts, request, await read_body(request, ChatRequest, CHAT))
 
 
 async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Response:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from kvik.server.openai.fields import Count, Generating, Logprobs
-from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 Variable = str | int | float | bool | None
@@ -27,10 +26,10 @@ class Message(Struct, kw_only=True):
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Unhonoured = None
-    tool_call_id: Unhonoured = None
-    function_call: Unhonoured = None
-    audio: Unhonoured = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
 
 
 class ChatRequest(Generating, kw_only=True):
@@ -45,17 +44,3 @@ class ChatRequest(Generating, kw_only=True):
     chat_template_kwargs: dict[str, Variable] | None = None
 
     parallel_tool_calls: Any = None  # of tools, and there are none
-    chat_template: Unhonoured = None
-    tools: Unhonoured = None
-    tool_choice: Unhonoured = None
-    functions: Unhonoured = None
-    function_call: Unhonoured = None
-    modalities: Unhonoured = None
-    audio: Unhonoured = None
-    reasoning_effort: Unhonoured = None
-    thinking_token_budget: Unhonoured = None
-    verbosity: Unhonoured = None
-    web_search_options: Unhonoured = None
-    documents: Unhonoured = None
-    echo: Unhonoured = None
-    mm_processor_kwargs: Unhonoured = None

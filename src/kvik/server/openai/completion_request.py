@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvik.server.openai.fields import Generating, Logprobs, Prompt
-from kvik.server.unhonoured import Unhonoured
 
 
 class CompletionRequest(Generating, kw_only=True):
@@ -12,7 +13,4 @@ class CompletionRequest(Generating, kw_only=True):
     prompt: Prompt
     echo: bool | None = None
     logprobs: Logprobs | None = None
-
-    best_of: Unhonoured = None
-    suffix: Unhonoured = None
-    prompt_embeds: Unhonoured = None
+    best_of: Any = None  # equal to `n`

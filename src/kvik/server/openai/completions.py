@@ -14,15 +14,17 @@ from kvik.server.openai.completion_answer import CompletionShape, CompletionStre
 from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.heading import Heading
 from kvik.server.openai.prompts import One, check_choices, prompt_ids, split
-from kvik.server.openai.sampling import completion_params
+from kvik.server.openai.sampling import asked_tokens, completion_params
 from kvik.server.openai.tokens import TokenNames
+from kvik.server.openai.unhonoured import COMPLETION
 from kvik.server.parts import Parts
 from kvik.server.reply import StreamReply, degraded_header, outputs
 
 
 async def completions(parts: Parts, request: Request) -> Response:
     """Go on with one text or many."""
-    return await answer_completions(parts, request, await read_body(request, CompletionRequest))
+    body = await read_body(request, CompletionRequest, COMPLETION)
+    return await answer_completions(parts, request, body)
 
 
 async def answer_completions(parts: Parts, request: Request, body: CompletionRequest) -> Response:
@@ -35,8 +37,9 @@ async def answer_completions(parts: Parts, request: Request, body: CompletionReq
     parts.generations.check_room(tenant, len(given) * params.n)
     texts = parts.texts.of(tenant)
     prompts = [await prompt_ids(texts, one, body.add_special_tokens) for one in given]
+    name, asked = asked_tokens(body)
     for ids in prompts:
-        check_room(parts, len(ids), body.max_tokens, "max_tokens")
+        check_room(parts, len(ids), asked, name)
     of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     check_logprobs(parts, prompts, params, of_prompt, "logprobs")
     with called(tokens="echo"):

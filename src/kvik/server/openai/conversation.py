@@ -56,7 +56,7 @@ async def conversation_ids(
 
 
 def _plain(message: Message) -> dict[str, object]:
-    refuse(message, MESSAGE, "messages")
+    refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
     if message.role in _TOOL_ROLES:
         raise ParamError("messages", f"of role {message.role!r} need tools, not supported yet")
     plain: dict[str, object] = {

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from kvik.server.openai.fields import Name, Prompt
-from kvik.server.unhonoured import Unhonoured
 
 MAX_INPUTS = 2048
 
@@ -30,6 +29,4 @@ class EmbeddingRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
     user: str | None = None
-    truncate_prompt_tokens: Unhonoured = None
-    messages: Unhonoured = None
     metadata: Any = None

@@ -24,20 +24,19 @@ from kvik.server.openai.prompts import prompt_ids, split
 from kvik.server.openai.unhonoured import EMBEDDING
 from kvik.server.parts import Parts
 from kvik.server.reply import outputs
-from kvik.server.unhonoured import refuse
 
 DEFAULT_POOLING = "mean"
 
 
 async def embeddings(parts: Parts, request: Request) -> Response:
     """A vector of length 1 for each input, pooled from the last layer's hidden states."""
-    return await answer_embeddings(parts, request, await read_body(request, EmbeddingRequest))
+    body = await read_body(request, EmbeddingRequest, EMBEDDING)
+    return await answer_embeddings(parts, request, body)
 
 
 async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingRequest) -> Response:
     """The same, once the body is read."""
     check_model(parts, body.model)
-    refuse(body, EMBEDDING)
     hidden = parts.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):
         raise ParamError("dimensions", f"must be {hidden}: this model's vectors cannot be cut")

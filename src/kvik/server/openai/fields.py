@@ -13,17 +13,21 @@ from kvik.core.sampling_params import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
-from kvik.server.unhonoured import Unhonoured
 
 MAX_INT32 = 2**31 - 1
+TO_THE_END = -1  # tokens of output, as llama.cpp counts them
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
 Name = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Limit = Annotated[
+    int, Meta(ge=TO_THE_END, le=MAX_INT32, description=f"{TO_THE_END}: to the end of the context")
+]
 Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy; at least 0.001 else")]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=10)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
@@ -43,6 +47,11 @@ Prompt = Annotated[
 ]
 
 
+def limit_of(asked: int) -> int | None:
+    """A `Limit` as `SamplingParams` has it."""
+    return None if asked == TO_THE_END else asked
+
+
 class StreamOptions(Struct, kw_only=True):
     """How a stream tells of its usage."""
 
@@ -59,6 +68,7 @@ class Generating(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
+    n_predict: Limit | None = None  # another name of it
     min_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -67,7 +77,8 @@ class Generating(Struct, kw_only=True):
     typical_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None  # another name of it
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords | None = None
@@ -92,17 +103,3 @@ class Generating(Struct, kw_only=True):
     store: Any = None
     service_tier: Any = None
     prediction: Any = None  # a guess at the answer, for speed
-    logits_processors: Unhonoured = None  # and these would
-    response_format: Unhonoured = None
-    structured_outputs: Unhonoured = None
-    guided_json: Unhonoured = None
-    guided_regex: Unhonoured = None
-    guided_choice: Unhonoured = None
-    guided_grammar: Unhonoured = None
-    use_beam_search: Unhonoured = None
-    beam_width: Unhonoured = None
-    length_penalty: Unhonoured = None
-    truncate_prompt_tokens: Unhonoured = None
-    return_token_ids: Unhonoured = None
-    return_tokens_as_token_ids: Unhonoured = None
-    kv_transfer_params: Unhonoured = None

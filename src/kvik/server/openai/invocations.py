@@ -17,14 +17,16 @@ from kvik.server.openai.completion_request import CompletionRequest
 from kvik.server.openai.completions import answer_completions
 from kvik.server.openai.embedding_request import EmbeddingRequest
 from kvik.server.openai.embeddings import answer_embeddings
+from kvik.server.openai.unhonoured import CHAT, COMPLETION, EMBEDDING
 from kvik.server.parts import Parts
+from kvik.server.unhonoured import Table
 
 Body = ChatRequest | CompletionRequest | EmbeddingRequest
 # The field that only one kind has, and needs.
-_KINDS: Mapping[str, type[Body]] = {
-    "messages": ChatRequest,
-    "prompt": CompletionRequest,
-    "input": EmbeddingRequest,
+_KINDS: Mapping[str, tuple[type[Body], Table]] = {
+    "messages": (ChatRequest, CHAT),
+    "prompt": (CompletionRequest, COMPLETION),
+    "input": (EmbeddingRequest, EMBEDDING),
 }
 
 
@@ -48,7 +50,7 @@ async def invocations(parts: Parts, request: Request) -> Response:
             return await answer_embeddings(parts, request, body)
 
 
-def _kind(value: dict[str, Any]) -> type[Body]:
+def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:
     kinds = [kind for name, kind in _KINDS.items() if value.get(name) is not None]
     if len(kinds) != 1:
         raise HttpError(400, f"there must be one of {', '.join(_KINDS)}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
+from kvik.server.asking import either
 from kvik.server.openai.chat_request import ChatRequest
 from kvik.server.openai.completion_request import CompletionRequest
-from kvik.server.openai.fields import Generating
-from kvik.server.openai.unhonoured import CHAT, COMPLETION
-from kvik.server.unhonoured import refuse
+from kvik.server.openai.fields import Generating, limit_of
 
 # Fields that mean what the sampling parameter of the same name means.
 _ALIKE = (
@@ -43,7 +42,6 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     Raises:
         ParamError: a value is impossible, or nothing that the engine honours.
     """
-    refuse(body, CHAT)
     _check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ParamError("top_logprobs", "needs logprobs to be true")
@@ -53,17 +51,18 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     # 256 is what a caller in Python gets, who can wait for more; the file may say otherwise.
     own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     changes = _alike(body)
-    changes["max_tokens"] = own if asked is None else asked
+    changes["max_tokens"] = own if asked is None else limit_of(asked)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     return defaults.with_changes(**changes)
 
 
-def asked_tokens(body: ChatRequest) -> tuple[str, int | None]:
-    """How many tokens a chat may have, with the field that says so; the newer one goes before."""
-    if body.max_completion_tokens is not None:
+def asked_tokens(body: Generating) -> tuple[str, int | None]:
+    """How many tokens an answer may have, with the field that says so; the newest goes before."""
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
-    return "max_tokens", body.max_tokens
+    asked: int | None = either(body, "max_tokens", "n_predict")
+    return "max_tokens" if body.n_predict is None else "n_predict", asked
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -72,16 +71,15 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
     Raises:
         ParamError: a value is impossible, or nothing that the engine honours.
     """
-    refuse(body, COMPLETION)
     _check_stream(body)
     n = body.n or 1
     if body.best_of is not None and (type(body.best_of) is not int or body.best_of != n):
         raise ParamError("best_of", f"is not supported, unless it equals n ({n})")
-    asked = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    name, asked = asked_tokens(body)
     if asked == 0 and not (body.echo and n == 1):
-        raise ParamError("max_tokens", "must be at least 1, or 0 with echo and n = 1")
+        raise ParamError(name, "must be at least 1, or 0 with echo and n = 1")
     changes = _alike(body)
-    changes["max_tokens"] = asked
+    changes["max_tokens"] = COMPLETION_TOKENS if asked is None else limit_of(asked)
     changes["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(body.logprobs, body.prompt_logprobs or 0)
@@ -93,6 +91,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
 
 def _alike(body: Generating) -> dict[str, object]:
     given = {name: getattr(body, name) for name in _ALIKE}
+    given["repetition_penalty"] = either(body, "repetition_penalty", "repeat_penalty")
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -19,14 +19,12 @@ from kvik.server.openai.tokenize_request import DetokenizeRequest, TokenizeReque
 from kvik.server.openai.tokens import TokenNames
 from kvik.server.openai.unhonoured import TOKENIZE
 from kvik.server.parts import Parts
-from kvik.server.unhonoured import refuse
 
 
 async def tokenize(parts: Parts, request: Request) -> Response:
     """Token ids of a text, which may be empty, or of a conversation."""
-    body = await read_body(request, TokenizeRequest)
+    body = await read_body(request, TokenizeRequest, TOKENIZE)
     check_model(parts, body.model)
-    refuse(body, TOKENIZE)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
     texts = parts.texts.of(caller_of(request).tenant)

@@ -8,7 +8,6 @@ from msgspec import Meta, Struct
 
 from kvik.server.openai.chat_request import Message, Variable
 from kvik.server.openai.fields import Name, TokenId
-from kvik.server.unhonoured import Unhonoured
 from kvik.text.chat_template import MAX_MESSAGES
 
 
@@ -23,8 +22,6 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
     return_token_strs: bool | None = None
-    chat_template: Unhonoured = None
-    tools: Unhonoured = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from kvik.server.unhonoured import Table
+from kvik.server.unhonoured import SAMPLING, TOOLS, Table
 
-_STRUCTURED = "constrained output is not supported yet"
-_TOOLS = "tools are not supported yet"
 _MEDIA = "only text is supported"
-_BEAMS = "beam search is not supported"
+_REASONING = "reasoning is not controlled yet"
 
-GENERATING: Table = {
-    "logits_processors": (([],), "code is not taken from requests"),
-    "response_format": (({"type": "text"},), _STRUCTURED),
-    "structured_outputs": (({},), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "use_beam_search": ((False,), _BEAMS),
-    "beam_width": ((1,), _BEAMS),
-    "length_penalty": ((1,), _BEAMS),
-    "truncate_prompt_tokens": ((), "prompts are not truncated"),
-    "return_token_ids": ((False,), "token ids are not returned"),
-    "return_tokens_as_token_ids": ((False,), "tokens are returned as text"),
-    "kv_transfer_params": (({},), "the KV cache is not transferred"),
-}
 CHAT: Table = {
-    **GENERATING,
+    **SAMPLING,
     "chat_template": ((), "the template is the model's own"),
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
+    "tools": (([],), TOOLS),
+    "tool_choice": (("none", "auto"), TOOLS),
+    "functions": (([],), TOOLS),
+    "function_call": (("none", "auto"), TOOLS),
     "modalities": ((["text"], []), _MEDIA),
     "audio": ((), _MEDIA),
-    "reasoning_effort": (("none",), "reasoning is not controlled yet"),
-    "thinking_token_budget": ((), "reasoning is not controlled yet"),
+    "reasoning_effort": (("none",), _REASONING),
+    "thinking_token_budget": ((), _REASONING),
+    "enable_thinking": ((), "put it into chat_template_kwargs"),
     "verbosity": (("medium",), "is not supported"),
     "web_search_options": ((), "there is no search"),
     "documents": (([],), "put them into a message"),
@@ -43,14 +26,16 @@ CHAT: Table = {
     "mm_processor_kwargs": (({},), _MEDIA),
 }
 COMPLETION: Table = {
-    **GENERATING,
+    **SAMPLING,
+    "max_completion_tokens": ((), "give max_tokens"),
+    "top_logprobs": ((), "give logprobs"),
     "suffix": (("",), "insertion is not supported"),
     "prompt_embeds": ((), "prompts are text or token ids"),
 }
 MESSAGE: Table = {
-    "tool_calls": (([],), _TOOLS),
-    "tool_call_id": ((), _TOOLS),
-    "function_call": ((), _TOOLS),
+    "tool_calls": (([],), TOOLS),
+    "tool_call_id": ((), TOOLS),
+    "function_call": ((), TOOLS),
     "audio": ((), _MEDIA),
 }
 EMBEDDING: Table = {
@@ -60,5 +45,5 @@ EMBEDDING: Table = {
 }
 TOKENIZE: Table = {
     "chat_template": ((), "the template is the model's own"),
-    "tools": (([],), _TOOLS),
+    "tools": (([],), TOOLS),
 }
