@@ -168,6 +168,26 @@ def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
     run(test())
 
 
+@pytest.mark.parametrize("priority", [-5, 1])
+def test_a_priority_that_the_policy_ignores_is_refused(priority):
+    """As vLLM does, in whose words gateways look for it."""
+
+    async def test():
+        async with generating() as serving:
+            with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
+                await serving.generations.start(wish("A", priority=priority), "", streaming=True)
+            assert caught.value.field == "priority"
+            await serving.at_rest()
+        async with generating(policy="priority") as serving:
+            generation = await serving.generations.start(
+                wish("A", priority=priority, max_tokens=1), "", streaming=False
+            )
+            await generation.output()
+            await serving.at_rest()
+
+    run(test())
+
+
 def test_all_of_a_batch_or_none():
     async def test():
         gate = FakeExecutor()

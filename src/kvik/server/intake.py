@@ -30,7 +30,7 @@ class GenerationRequest:
     Attributes:
         prompt: text, or token ids.
         add_special_tokens: to a text; a rendered chat template has its own.
-        priority: smaller is more urgent.
+        priority: smaller is more urgent. Only the policy "priority" looks at it.
         cache_salt: prefix blocks are shared only under the same salt (and tenant).
         deadline_ms: after which the result is worthless, from now.
         pins: prefixes to keep in the prefix cache.
@@ -88,6 +88,7 @@ class Intake:
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
+        self._policy = engine.config.scheduler.policy
         self._texts = texts
         self._admission = admission
         self._limits = limits
@@ -104,6 +105,12 @@ class Intake:
             raise ParamError("cache_salt", "must be at most 128 letters, digits and _ . : = + / -")
         if not -MAX_PRIORITY <= wish.priority <= MAX_PRIORITY:
             raise ParamError("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        if wish.priority and self._policy != "priority":
+            raise ParamError(
+                "priority",
+                "Priority scheduling is not enabled: give 0, or start the server with --policy "
+                f"priority instead of {self._policy}",
+            )
         if wish.deadline_ms is not None and not 1 <= wish.deadline_ms <= MAX_DEADLINE_MS:
             raise ParamError("deadline_ms", f"must be in [1, {MAX_DEADLINE_MS}]")
         params, text = wish.params, None

@@ -267,7 +267,7 @@ def test_what_changes_nothing_is_taken(http: httpx2.Client) -> None:
         "logit_bias": {"5": -100},
         "stream_options": None,
         "deadline_ms": 60000,
-        "priority": 1,
+        "priority": 0,
         "cache_salt": "s",
         "prompt_cache_key": "k",
         "no_such_field": 1,
