@@ -112,6 +112,13 @@ def test_what_does_not_go_together(fields: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
+def test_no_alternatives_are_not_the_same_as_no_logprobs() -> None:
+    assert chat_params(chat(logprobs=True, top_logprobs=0), SamplingParams()).logprobs == 0
+    assert completion_params(completion(logprobs=0), SamplingParams()).logprobs == 0
+    for fields in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}):
+        assert chat_params(chat(**fields), SamplingParams()).logprobs is None
+
+
 def test_the_best_of_all_is_all() -> None:
     completion_params(completion(n=3, best_of=3), SamplingParams())
     completion_params(completion(best_of=1), SamplingParams())

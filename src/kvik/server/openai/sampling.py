@@ -43,7 +43,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
         ParamError: a value is impossible, or nothing that the engine honours.
     """
     _check_stream(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ParamError("top_logprobs", "needs logprobs to be true")
     name, asked = asked_tokens(body)
     if asked == 0:
