@@ -86,8 +86,27 @@ def test_usage_is_null_until_the_end_if_it_is_asked_for() -> None:
             assert "usage" not in event
 
 
+def test_counts_so_far_need_include_usage() -> None:
+    """As in vLLM: without it no chunk has usage."""
+    for options in ({}, {"include_usage": False}):
+        for stream in (chat, completion):
+            counting = stream(stream_options={"continuous_usage_stats": True, **options})
+            for event in read(counting.grow(0, [delta("a", finish_reason="stop")])):
+                assert "usage" not in event
+            assert counting.end([]) == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("reason", ["END", 7, None])
+def test_the_last_chunk_says_what_ended_it(reason: Any) -> None:
+    for stream in (chat, completion):
+        ended = delta("a", finish_reason="stop", stop_reason=reason)
+        first, *_, last = read(stream().grow(0, [delta("b")]) + stream().grow(0, [ended]))
+        assert last["choices"][0]["stop_reason"] == reason
+        assert "stop_reason" not in first["choices"][0]
+
+
 def test_counts_so_far() -> None:
-    options = {"continuous_usage_stats": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     for stream, prompt in ((chat, 7), (completion, 3)):
         counting = stream(stream_options=options)
         counting.grow(0, [delta("a", 2), delta("b", 3, index=1)])

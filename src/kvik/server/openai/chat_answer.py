@@ -66,7 +66,9 @@ class ChatStream:
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._final_usage = options is not None and bool(options.include_usage)
-        self._each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._each_usage = (
+            self._final_usage and options is not None and bool(options.continuous_usage_stats)
+        )
         self._num_prompt_tokens = prompt_tokens
         self._num_tokens = 0
         self._templates: dict[int, Template] = {}  # of the completions that have begun
@@ -96,8 +98,14 @@ class ChatStream:
         elif delta.text:
             yield self._templates[delta.index].fill(delta.text)
         if delta.finish_reason is not None:
-            last = ChunkChoice(delta.index, Delta(), finish_reason=delta.finish_reason)
-            yield self._event(last)
+            yield self._event(
+                ChunkChoice(
+                    delta.index,
+                    Delta(),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
 
     def _shown(self, logprobs: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
         return self._names.chat(logprobs) if self._logprobs and logprobs else None

@@ -126,7 +126,9 @@ class CompletionStream:
         options = body.stream_options
         self._shape = shape
         self._final_usage = options is not None and bool(options.include_usage)
-        self._each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._each_usage = (
+            self._final_usage and options is not None and bool(options.continuous_usage_stats)
+        )
         self._num_prompt_tokens = sum(len(prompt) for prompt in shape.prompts)
         self._num_tokens = 0
         self._templates: dict[int, Template] = {}  # of the completions that have begun
@@ -161,7 +163,14 @@ class CompletionStream:
         elif delta.text:
             yield self._templates[index].fill(delta.text)
         if delta.finish_reason is not None:
-            yield self._event(CompletionChoice(index, "", finish_reason=delta.finish_reason))
+            yield self._event(
+                CompletionChoice(
+                    index,
+                    "",
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
 
     def _logprobs(self, position: int, index: int, delta: TextDelta) -> CompletionLogprobs | None:
         if self._shape.logprobs is None or not delta.logprobs:

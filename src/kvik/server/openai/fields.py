@@ -56,7 +56,7 @@ class StreamOptions(Struct, kw_only=True):
     """How a stream tells of its usage."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage alone
     include_obfuscation: bool | None = None  # there is none, with either value
 
 
