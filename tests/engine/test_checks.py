@@ -81,6 +81,22 @@ def test_the_cache_must_hold_a_request_alone(window):
     check_request(config, request([1] * 8, max_tokens=24))
 
 
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [
+        ("max_tokens", request(max_tokens=40)),
+        ("prompt", request([1] * 40, pooling="mean")),
+        ("prompt", request([1] * 40, max_tokens=0, prompt_logprobs=0)),
+    ],
+)
+def test_what_no_cache_holds_is_named_by_what_is_too_long(field, wanted):
+    config = tiny_config()
+    config = replace(config, cache=replace(config.cache, num_blocks=9))
+    with pytest.raises(CapacityError, match="KV blocks") as caught:
+        check_request(config, wanted)
+    assert caught.value.field == field
+
+
 def test_the_longest_a_request_may_become():
     config = tiny_config()
     assert max_length(config, request(max_tokens=7)) == 10

@@ -42,7 +42,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     most = scheduler.max_queued_requests
     if params.n > most:
         raise CapacityError("n", f"must be at most max_queued_requests ({most}), not {params.n}")
-    _check_blocks(config, max_length(config, request))
+    _check_blocks(config, max_length(config, request), "max_tokens" if samples else "prompt")
 
 
 def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
@@ -73,13 +73,13 @@ def _check_pooling(request: EngineRequest) -> None:
         raise ParamError("n", f"must be 1 where hidden states are pooled, not {request.params.n}")
 
 
-def _check_blocks(config: ResolvedConfig, longest: int) -> None:
+def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
     cache, chunk = config.cache, config.scheduler.max_num_batched_tokens
     needed = sum(max_blocks(g.spec, longest, chunk, cache.block_size) for g in cache.groups)
     available = cache.num_blocks - 1  # but for the null block
     if needed > available:
         raise CapacityError(
-            "max_tokens",
+            field,
             f"{longest} tokens need {needed} KV blocks of {cache.block_size}, the whole cache has "
             f"{available}",
         )

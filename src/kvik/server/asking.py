@@ -1,16 +1,14 @@
-"""What the routes of all APIs do alike: the model's name, names of fields in errors, JSON out."""
+"""What the routes of all APIs do alike: the model's name, names of fields, JSON out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from kvik.config.errors import KvikError, ParamError
+from kvik.config.errors import ParamError
 from kvik.server.beside import beside
 from kvik.server.errors import model_not_found
 from kvik.server.parts import Parts
@@ -33,19 +31,6 @@ def either(body: msgspec.Struct, name: str, other: str) -> Any:
     if None not in (value, same) and value != same:
         raise ParamError(other, f"must be left out, or be {value} as {name} is, not {same}")
     return same if value is None else value
-
-
-@contextmanager
-def called(**names: str) -> Iterator[None]:
-    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
-    try:
-        yield
-    except KvikError as error:
-        error.field = names.get(error.field, error.field)
-        if isinstance(error, ParamError) and error.overflow is not None:
-            prompt = error.overflow.prompt
-            error.overflow = replace(error.overflow, prompt=names.get(prompt, prompt))
-        raise
 
 
 def json_response(answer: msgspec.Struct) -> Response:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from starlette.responses import Response
 
@@ -95,6 +96,19 @@ class ErrorAnswer:
             headers=dict(self.headers),
             media_type="application/json",
         )
+
+
+@contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
+    try:
+        yield
+    except KvikError as error:
+        error.field = names.get(error.field, error.field)
+        if isinstance(error, ParamError) and error.overflow is not None:
+            prompt = error.overflow.prompt
+            error.overflow = replace(error.overflow, prompt=names.get(prompt, prompt))
+        raise
 
 
 def describe(error: Exception) -> ErrorAnswer:

@@ -13,6 +13,7 @@ from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.server.admission import Admission, Ticket
 from kvik.server.bell import Bell
+from kvik.server.errors import called
 from kvik.server.escape import escaped
 from kvik.server.failures import aborted, deadline_exceeded, failed, not_ready
 from kvik.server.intake import Draft, GenerationRequest, Intake, Limits
@@ -221,10 +222,14 @@ class Generations:
     ) -> list[Generation]:
         arrived = self._clock()
         self._check_room(tenant, sum(r.params.n for r in requests))
-        drafts = [await self._intake.draft(request, tenant, arrived) for request in requests]
+        drafts = []
+        for request in requests:
+            with called(prompt=request.field):
+                drafts.append(await self._intake.draft(request, tenant, arrived))
         self._check_ready()
-        for draft in drafts:
-            self._engine.check(draft.request)
+        for request, draft in zip(requests, drafts, strict=True):
+            with called(prompt=request.field):
+                self._engine.check(draft.request)
             await asyncio.sleep(0)  # prompts may be long, and many
         generations: list[Generation] = []
         bell = Bell()

@@ -35,6 +35,7 @@ class GenerationRequest:
         deadline_ms: after which the result is worthless, from now.
         pins: prefixes to keep in the prefix cache.
         pooling: "mean" or "last": an embedding is wanted, and no text.
+        field: what the caller's request calls `prompt`, for errors.
     """
 
     prompt: str | Sequence[int]
@@ -45,6 +46,7 @@ class GenerationRequest:
     deadline_ms: int | None = None
     pins: tuple[Pin, ...] = ()
     pooling: str | None = None
+    field: str = "prompt"
 
 
 @dataclass(slots=True)

@@ -43,12 +43,13 @@ def completion(**fields: Any) -> CompletionRequest:
 def test_prompts_that_shall_be_kept_are_pinned(
     fields: dict[str, str], pins: tuple[Pin, ...]
 ) -> None:
-    assert generation_request(completion(**fields), [1, 2, 3], SamplingParams()).pins == pins
+    wish = generation_request(completion(**fields), [1, 2, 3], SamplingParams(), "prompt")
+    assert wish.pins == pins
 
 
 def test_how_it_is_queued() -> None:
     body = chat(priority=-3, cache_salt="tea", deadline_ms=500)
-    wish = generation_request(body, [1, 2], SamplingParams())
+    wish = generation_request(body, [1, 2], SamplingParams(), "messages")
     assert (wish.priority, wish.cache_salt, wish.deadline_ms) == (-3, "tea", 500)
 
 

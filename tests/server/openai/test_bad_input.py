@@ -268,6 +268,8 @@ LONG_CHAT = [{"role": "user", "content": "word " * 600}]
         ("chat/completions", {**CHAT, "max_tokens": 600}, "in the messages, 600 in the completion"),
         ("chat/completions", {"messages": [{"role": "user", "content": "word " * 9000}]}, "more"),
         ("embeddings", {"input": [1] * 600}, "600 tokens in the input"),
+        ("completions", {"prompt": [[1] * 600] * 2}, "600 in the prompt[0]"),
+        ("completions", {"prompt": [[1], [1] * 510], "max_tokens": 3}, "510 in the prompt[1]"),
     ],
     ids=ids,
 )

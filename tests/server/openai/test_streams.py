@@ -151,7 +151,7 @@ def test_tokens_have_numbers_where_there_is_no_tokenizer() -> None:
     ],
 )
 def test_prompts_of_every_shape(given: Any, prompts: list[Any]) -> None:
-    assert split("prompt", given) == prompts
+    assert list(split("prompt", given).values()) == prompts
 
 
 @pytest.mark.parametrize("given", ["", [], [""], [[]], ["a", ""], [[1], []], [1, "a"], ["a", [1]]])

@@ -15,9 +15,10 @@ from kvik.server.anthropic.message_request import CountRequest, MessageRequest
 from kvik.server.anthropic.prompt import make_prompt
 from kvik.server.anthropic.unhonoured import COUNT, MESSAGES
 from kvik.server.anthropic.usage import Meter
-from kvik.server.asking import called, check_model, json_response
+from kvik.server.asking import check_model, json_response
 from kvik.server.beside import beside
 from kvik.server.body import read_body
+from kvik.server.errors import called
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.parts import Parts
@@ -33,8 +34,10 @@ async def messages(parts: Parts, request: Request) -> Response:
     parts.generations.check_room(tenant, params.n)
     conversation = await beside(len(body.messages), lambda: read_conversation(body))
     prompt = await make_prompt(parts.texts.of(tenant), conversation)
-    wish = GenerationRequest(prompt=prompt.token_ids, params=params, pins=prompt.pins)
-    with called(prompt="messages", stop="stop_sequences"):
+    wish = GenerationRequest(
+        prompt=prompt.token_ids, params=params, pins=prompt.pins, field="messages"
+    )
+    with called(stop="stop_sequences"):
         generation = await parts.generations.start(
             wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
         )

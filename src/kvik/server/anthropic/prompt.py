@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from kvik.config.errors import ParamError
 from kvik.core.types import Pin
 from kvik.server.anthropic.conversation import Conversation, Mark, Turn, plain
-from kvik.server.asking import called
 from kvik.server.continuation import continued
+from kvik.server.errors import called
 from kvik.server.texts import Texts
 
 

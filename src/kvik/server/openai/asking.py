@@ -19,8 +19,9 @@ MAX_LOGPROB_VALUES = 1 << 19
 
 
 def generation_request(
-    body: Generating, prompt_ids: Sequence[int], params: SamplingParams
+    body: Generating, prompt_ids: Sequence[int], params: SamplingParams, field: str
 ) -> GenerationRequest:
+    """What the body wants with one prompt. Errors call that `field`."""
     return GenerationRequest(
         prompt=prompt_ids,
         params=params,
@@ -28,6 +29,7 @@ def generation_request(
         cache_salt=body.cache_salt or "",
         deadline_ms=body.deadline_ms,
         pins=_pins(body, len(prompt_ids)),
+        field=field,
     )
 
 

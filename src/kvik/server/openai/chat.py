@@ -5,8 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.asking import called, check_model, large_response
+from kvik.server.asking import check_model, large_response
 from kvik.server.body import read_body
+from kvik.server.errors import called
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.asking import check_logprobs, check_room, generation_request, num_logprobs
 from kvik.server.openai.chat_answer import ChatStream, whole
@@ -43,7 +44,7 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
     with called(prompt="messages", max_tokens=name):
         check_room(parts, len(ids), asked, name)
         check_logprobs(parts, [ids], params, "prompt_logprobs", "top_logprobs")
-        wish = generation_request(body, ids, params)
+        wish = generation_request(body, ids, params, "messages")
         generation = await parts.generations.start(
             wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
         )

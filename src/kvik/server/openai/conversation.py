@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvik.config.errors import ParamError
-from kvik.server.asking import called
 from kvik.server.beside import beside
 from kvik.server.continuation import continued
+from kvik.server.errors import called
 from kvik.server.openai.chat_request import Message, Part, Variable
 from kvik.server.openai.unhonoured import MESSAGE
 from kvik.server.texts import Texts

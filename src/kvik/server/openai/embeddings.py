@@ -13,14 +13,14 @@ from starlette.responses import Response
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.embedding import normalise
-from kvik.server.asking import called, check_model
+from kvik.server.asking import check_model
 from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.intake import GenerationRequest
 from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
 from kvik.server.openai.embedding_request import MAX_INPUTS, EmbeddingRequest
-from kvik.server.openai.prompts import prompt_ids, split
+from kvik.server.openai.prompts import all_prompt_ids, split
 from kvik.server.openai.unhonoured import EMBEDDING
 from kvik.server.parts import Parts
 from kvik.server.reply import outputs
@@ -45,24 +45,23 @@ async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingReque
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
     tenant = caller_of(request).tenant
     parts.generations.check_room(tenant, len(given))
-    with called(prompt="input"):
-        texts = parts.texts.of(tenant)
-        inputs = [await prompt_ids(texts, one, body.add_special_tokens) for one in given]
-        wishes = [
-            GenerationRequest(
-                prompt=ids,
-                params=SamplingParams(),
-                priority=body.priority or 0,
-                deadline_ms=body.deadline_ms,
-                pooling=body.pooling or DEFAULT_POOLING,
-            )
-            for ids in inputs
-        ]
-        generations = await parts.generations.start_all(
-            wishes, tenant, streaming=False, trace_parent=trace_parent_of(request)
+    inputs = await all_prompt_ids(parts.texts.of(tenant), given, body.add_special_tokens)
+    wishes = [
+        GenerationRequest(
+            prompt=ids,
+            params=SamplingParams(),
+            priority=body.priority or 0,
+            deadline_ms=body.deadline_ms,
+            pooling=body.pooling or DEFAULT_POOLING,
+            field=field,
         )
+        for field, ids in inputs.items()
+    ]
+    generations = await parts.generations.start_all(
+        wishes, tenant, streaming=False, trace_parent=trace_parent_of(request)
+    )
     vectors = [output.embedding or [] for output in await outputs(request, generations)]
-    num_tokens = sum(len(ids) for ids in inputs)
+    num_tokens = sum(map(len, inputs.values()))
     empty = Embeddings(
         data=[],
         model=body.model or parts.model_name,
