@@ -45,7 +45,7 @@ class Watcher:
     def arrived(self, life: Life) -> None:
         self.arrived_ids.append(life.request_id)
 
-    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
         self.tokens[life.request_id] = self.tokens.get(life.request_id, 0) + num_tokens
 
     def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:

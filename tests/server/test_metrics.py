@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 from helpers.calibrations import measured_device
+from helpers.http_server import ask
+from helpers.story_site import story_site
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvik.config.config import EngineConfig
@@ -28,6 +30,7 @@ from kvik.planner.efficiency import WHAT_HELPS
 from kvik.server.drain import Drain
 from kvik.server.metrics import Metrics
 from kvik.server.observer import Life
+from kvik.server.openai.routes import routes as openai_routes
 from kvik.server.parts import Parts
 from kvik.server.request_metrics import RequestMetrics
 
@@ -126,9 +129,9 @@ def test_a_request_is_counted_once_in_each_histogram() -> None:
     metrics, requests = made()
     one = life()
     requests.arrived(one)
-    requests.delivered(one, 1, 11.0)
-    one.last_token = 11.0
-    requests.delivered(one, 4, 11.03)
+    requests.delivered(one, 0, 1, 11.0)
+    one.last_tokens[0] = 11.0
+    requests.delivered(one, 0, 4, 11.03)
     requests.finished(one, output(5), "stop")
     requests.finished(life(), None, "abort")
     requests.refused("", "queue")
@@ -155,6 +158,22 @@ def test_a_request_is_counted_once_in_each_histogram() -> None:
         assert found[f"{prefix}request_inference_time_seconds_sum"] == pytest.approx(1.25)
         assert found[f"{prefix}request_prefill_kv_computed_tokens_sum"] == 14
         assert found[f"{prefix}request_params_max_tokens_sum"] == 20
+
+
+def test_gaps_are_between_tokens_of_one_sibling() -> None:
+    """Siblings have their tokens of the same steps: between those of two is no time."""
+    metrics, requests = made()
+    with story_site(openai_routes, observers=[requests]) as site:
+        body = {"prompt": "Once", "n": 4, "max_tokens": 9, "ignore_eos": True}
+        assert ask(site.server, "POST", "/v1/completions", body).status == 200
+        site.at_rest()
+    found = read(metrics.text(STATS, 1.0))
+    assert found["kvik:generation_tokens_total"] == 36
+    count = found["kvik:inter_token_latency_seconds_count"]
+    assert 0 < count <= 4 * (9 - 1)  # fewer where tokens came together
+    # Each sibling's tokens span nearly the whole of the request, and not a quarter of it.
+    span = found["kvik:request_decode_time_seconds_sum"]
+    assert found["kvik:inter_token_latency_seconds_sum"] > 2 * span
 
 
 def test_the_engine_is_read() -> None:

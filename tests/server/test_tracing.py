@@ -36,7 +36,7 @@ def traced(
     life = Life("r-1", "", params, 11, True, time.monotonic() - 3.0, trace_parent=trace_parent)
     observer.arrived(life)
     life.num_output_tokens = 9
-    observer.delivered(life, 9, time.monotonic())
+    observer.delivered(life, 0, 9, time.monotonic())
     observer.finished(life, output, reason)
     observer.refused("", "queue")
     tracing.close()

@@ -319,10 +319,10 @@ class Generations:
         life, count = generation.life, len(delta.token_ids)
         if delta.index == 0 and delta.prompt is not None:
             generation.prompt_use = delta.prompt
-        self._observer.delivered(life, count, now)
+        self._observer.delivered(life, delta.index, count, now)
         if life.first_token is None:
             life.first_token = now
-        life.last_token = now
+        life.last_tokens[delta.index] = now
         life.num_output_tokens += count
 
     def _deliver(self, generation: Generation, piece: TextDelta, now: float) -> None:

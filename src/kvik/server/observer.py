@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvik.core.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ class Life:
     streaming: bool
     arrived: float  # before its text was tokenised
     first_token: float | None = None  # when its first tokens came to the server's process
-    last_token: float | None = None
+    last_tokens: dict[int, float] = field(default_factory=dict)  # by completion, as they come
     num_output_tokens: int = 0  # of all n completions
     trace_parent: str | None = None  # the caller's trace, as the header `traceparent` names it
 
@@ -36,8 +36,8 @@ class Observer(Protocol):
         """It was admitted and sent to the engine."""
         ...
 
-    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
-        """Tokens came; `life` still says what was before them."""
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+        """Tokens of one completion came; `life` still says what was before them."""
         ...
 
     def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
@@ -65,9 +65,9 @@ class Observers:
         for observer in self._observers:
             _call(observer.arrived, life)
 
-    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
         for observer in self._observers:
-            _call(observer.delivered, life, num_tokens, now)
+            _call(observer.delivered, life, index, num_tokens, now)
 
     def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
         for observer in self._observers:

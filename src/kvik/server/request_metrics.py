@@ -47,10 +47,11 @@ class RequestMetrics:
         if life.params.max_tokens is not None:
             self.max_tokens.add(life.params.max_tokens)
 
-    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
         self.num_output_tokens += num_tokens
-        if life.last_token is not None and num_tokens:
-            self.gaps.add(now - life.last_token)
+        before = life.last_tokens.get(index)
+        if before is not None and num_tokens:
+            self.gaps.add(now - before)
 
     def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
         self.ended[reason] += 1

@@ -60,7 +60,7 @@ class Tracing:
     def arrived(self, life: Life) -> None:
         pass
 
-    def delivered(self, life: Life, num_tokens: int, now: float) -> None:
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
         pass
 
     def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
