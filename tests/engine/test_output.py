@@ -111,6 +111,28 @@ def test_no_stop_string_before_min_tokens(tokenizer):
     assert to_end == [("a", 0, FinishReason.STOP, None)]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "found"),
+    [
+        (0, "a", "END"),
+        (3, "a", "END"),  # the fourth token ends it
+        (4, "aENDb", "END"),  # the first one ended too early
+        (8, "aENDbEND", None),
+    ],
+)
+def test_a_stop_string_that_begins_before_min_tokens(tokenizer, min_tokens, text, found, at_once):
+    """Each character is a token. As in vLLM a stop string counts if it ends after them."""
+    processor = start(tokenizer, stop=("END",), min_tokens=min_tokens)
+    ids = tokenizer.encode("aENDbEND")
+    deltas = [RequestDelta("a", 0, ids)] if at_once else [RequestDelta("a", 0, [i]) for i in ids]
+    deltas.append(RequestDelta("a", 0, [], FinishReason.LENGTH, report=REPORT))
+    out = processor.process(deltas)
+    (output,) = out.finished
+    assert "".join(delta.text for delta in out.deltas) == output.text == text
+    assert output.completions[0].stop_reason == found
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
 def test_the_stopping_token_is_counted_but_not_shown(tokenizer, include, text):
     processor = start(tokenizer, include_stop_str_in_output=include)
@@ -193,7 +215,7 @@ def test_deltas_of_a_discarded_request_are_dropped(tokenizer):
 
 
 @pytest.mark.parametrize("reason", [None, FinishReason.LENGTH, FinishReason.STOP])
-@pytest.mark.parametrize("min_tokens", [0, 5])
+@pytest.mark.parametrize("min_tokens", [0, 4])
 def test_a_stop_string_cuts_inside_a_delta(tokenizer, reason, min_tokens):
     processor = start(tokenizer, stop=("b",), min_tokens=min_tokens, logprobs=0)
     ids = tokenizer.encode("abcabca")

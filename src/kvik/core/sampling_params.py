@@ -36,7 +36,8 @@ class SamplingParams:
         allowed_token_ids: if given, nothing else can be sampled.
         bad_words: words, or token id sequences, that must not be completed. Words become token ids
             at the frontend (`text/bad_words.py`); the engine sees ids.
-        min_tokens: no EOS, stop id or stop string ends the output before this many tokens.
+        min_tokens: so many tokens come before EOS or a stop id, and a stop string counts only if it
+            ends in the text of the tokens after them. It may begin before: the text is cut there.
         max_tokens: output limit; None runs to the end of the context, 0 (with `prompt_logprobs`)
             only reads the prompt.
         stop: strings that end the output (not included in the text).

@@ -264,9 +264,9 @@ class OutputProcessor:
         text = completion.detokenizer.push(ids)
         if last:
             text += completion.detokenizer.flush()
-        enough = len(completion.token_ids) >= entry.request.params.min_tokens
-        if completion.stops is not None and enough:
-            text, completion.matched = completion.stops.push(text)
+        if completion.stops is not None:
+            enough = len(completion.token_ids) > entry.request.params.min_tokens
+            text, completion.matched = completion.stops.push(text, may_end=enough)
             if last and completion.matched is None:
                 text += completion.stops.flush()
         completion.text.append(text)

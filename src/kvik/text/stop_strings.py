@@ -67,10 +67,14 @@ class StopStrings:
         self._held = ""
         self._found: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string if one was found.
 
         Whatever is pushed after a match is dropped.
+
+        Args:
+            may_end: a stop string that ends in this text is a match. One that only begins in it may
+                be one later in any case.
         """
         if self._found is not None:
             return "", self._found
@@ -82,7 +86,7 @@ class StopStrings:
         for end, char in enumerate(text, start=seen + 1):
             node = table.step(self._node, char)
             self._node = node
-            if table.match[node]:
+            if may_end and table.match[node]:
                 self._found = table.match[node]
                 self._held = ""
                 cut = end if self._include else end - len(self._found)
