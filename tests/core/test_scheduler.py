@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.fake_worker import EOS
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.errors import CapacityError
-from kvik.core.counters import RequestSpeculation
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import ModelRunnerOutput
 from kvik.core.policy import POLICIES
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
@@ -19,26 +17,11 @@ from kvik.core.types import (
     FinishReason,
     Pin,
     Request,
-    RequestDelta,
     RequestStatus,
     TokenLogprobs,
 )
 
 NO_STOP: frozenset[int] = frozenset()
-
-
-def answer(sim: Simulation, plan: SchedulerOutput, *rows: list[int]) -> list[RequestDelta]:
-    """Deliver hand-made tokens instead of the fake worker's."""
-    sim.in_flight.popleft()
-    deltas = sim.scheduler.update(ModelRunnerOutput(plan.step, list(rows)), sim.now)
-    sim.check()
-    return deltas
-
-
-def plan_of(sim: Simulation) -> SchedulerOutput:
-    plan = sim.plan()
-    assert plan is not None
-    return plan
 
 
 def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
@@ -59,12 +42,12 @@ def test_decodes_go_before_prefill_chunks() -> None:
     while early.first_token is None:
         sim.step()
     sim.add([2] * 12)
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert late.order < early.order
     assert plan.num_scheduled_tokens == [1, 1, 3]
     assert plan.samples == [True, True, False]
     sim.deliver()
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert plan.num_scheduled_tokens == [1, 1, 3]
 
 
@@ -74,11 +57,11 @@ def test_a_decode_row_costs_a_few_integers() -> None:
     sim.step()
     new_blocks = []
     for _ in range(12):
-        plan = plan_of(sim)
+        plan = sim.planned()
         assert (plan.slots, plan.num_scheduled_tokens) == ([request.slot], [1])
         assert not (plan.new_requests or plan.freed_slots or plan.block_copies)
         new_blocks.append([len(ids) for _, _, ids in plan.new_blocks])
-        answer(sim, plan, [1])
+        sim.answer(plan, [1])
     # tokens 6.. are fed: a block is added exactly when a token crosses its border, at 8, 12, 16
     assert new_blocks == [[1] if fed % 4 == 0 else [] for fed in range(5, 17)]
 
@@ -88,11 +71,11 @@ def test_a_full_prefix_hit_computes_one_token() -> None:
     sim.add([0] * 8, max_tokens=1)
     sim.drain()
     again = sim.add([0] * 8, max_tokens=1)[0]
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert again.num_cached_tokens == 4
     assert plan.num_scheduled_tokens == [4]
     longer = sim.add([0] * 9, max_tokens=1)[0]
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert plan.num_scheduled_tokens == [1]
     assert longer.num_cached_tokens == 8
     sim.drain()
@@ -105,143 +88,43 @@ def test_outputs_are_cached_too() -> None:
     tokens = sim.add([0, 1, 1], max_tokens=6)[0].token_ids
     sim.drain()
     turn = sim.add([*tokens, 0], max_tokens=1)[0]
-    plan_of(sim)
+    sim.planned()
     assert len(tokens) == 9
     assert turn.num_cached_tokens == 8  # the ninth token was sampled, its K/V never computed
-
-
-def test_max_tokens_cuts_inside_an_accepted_run() -> None:
-    sim = Simulation(Setup())
-    sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)
-    request = next(iter(sim.requests.values()))
-    answer(sim, plan_of(sim), [1])
-    request.num_draft_tokens = 5
-    sim.worker.rows[request.slot].drafts = [1] * 5
-    plan = plan_of(sim)
-    assert plan.num_draft_tokens == [2]  # 1 + 2 tokens are all that may follow
-    (delta,) = answer(sim, plan, [1, 1, 1])
-    assert (delta.token_ids, delta.finish_reason) == ([1, 1, 1], FinishReason.LENGTH)
-    assert len(request.token_ids) == request.max_length
-
-
-@pytest.mark.parametrize(("min_tokens", "kept"), [(0, [1, EOS]), (4, [1, EOS, 2, 1])])
-def test_eos_cuts_inside_an_accepted_run(min_tokens: int, kept: list[int]) -> None:
-    sim = Simulation(Setup())
-    params = SamplingParams(min_tokens=min_tokens)
-    request = sim.add([0, 0], max_tokens=20, params=params)[0]
-    answer(sim, plan_of(sim), [0])
-    request.num_draft_tokens = 3
-    sim.worker.rows[request.slot].drafts = [1] * 3
-    plan = plan_of(sim)
-    assert (plan.num_scheduled_tokens, plan.num_draft_tokens) == ([4], [3])
-    logprobs = {0: [TokenLogprobs(token, -1.0, 1) for token in (1, EOS, 2, 1)]}
-    sim.in_flight.popleft()
-    output = ModelRunnerOutput(plan.step, [[1, EOS, 2, 1]], logprobs=logprobs)
-    (delta,) = sim.scheduler.update(output, 0.0)
-    assert delta.token_ids == kept
-    assert [entry.token_id for entry in delta.logprobs or []] == kept
-    assert delta.finish_reason is (None if min_tokens else FinishReason.STOP)
-    sim.check()
-
-
-def test_rejected_drafts_are_computed_again() -> None:
-    sim = Simulation(Setup(block_size=2))
-    request = sim.add([0, 0], max_tokens=20)[0]
-    answer(sim, plan_of(sim), [1])
-    request.num_draft_tokens = 4
-    sim.worker.rows[request.slot].drafts = [1] * 4
-    plan = plan_of(sim)
-    assert request.num_computed_tokens == 7
-    answer(sim, plan, [1, 2])
-    assert (len(request.token_ids), request.num_computed_tokens) == (5, 4)
-    assert request.num_written_tokens == 4
-    assert request.num_committed_blocks == 2
-    assert request.num_draft_tokens == 0  # the result brought none
-
-
-def test_drafts_are_counted() -> None:
-    sim = Simulation(Setup())
-    request = sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)[0]
-    request.speculation = RequestSpeculation()
-    answer(sim, plan_of(sim), [1])
-    for drafts, tokens in ((2, [1, 2]), (0, [1])):
-        request.num_draft_tokens = drafts
-        sim.worker.rows[request.slot].drafts = [1] * drafts
-        (delta,) = answer(sim, plan_of(sim), tokens)
-    assert delta.report is not None and delta.report.speculation is not None
-    counts = sim.scheduler.drafts
-    assert delta.report.speculation.drafts == counts
-    assert (counts.rows, counts.drafts, counts.accepted) == (1, 2, 1)
-    assert (counts.at, counts.accepted_at) == ([1, 1], [1, 0])
-    assert (counts.mean_length, counts.acceptance) == (2.0, 0.5)
-
-
-def test_places_are_kept_for_what_a_drafter_writes() -> None:
-    sim = Simulation(Setup(block_size=2, lookahead=3))
-    request = sim.add([0, 0], max_tokens=6, stop_ids=NO_STOP)[0]
-    held = []
-    while not request.finished:
-        answer(sim, plan_of(sim), [1])
-        held.append(len(request.block_ids[0]) if request.block_ids else None)
-    # Positions up to three beyond those of the step, of which the request never has more than 8.
-    assert held == [3, 3, 4, 4, 4, None]
-    plain = sim.add([0, 0], max_tokens=6, params=SamplingParams(speculation=False))[0]
-    plan_of(sim)
-    assert len(plain.block_ids[0]) == 1
-
-
-def test_nobody_is_preempted_for_what_a_drafter_writes() -> None:
-    sim = Simulation(Setup(block_size=2, num_blocks=3, lookahead=3))
-    request = sim.add([0, 0, 0], max_tokens=1, stop_ids=NO_STOP)[0]
-    plan_of(sim)
-    assert len(request.block_ids[0]) == 2
-    sim.drain()
-
-
-def test_drafts_are_not_scheduled_behind_drafts_in_flight() -> None:
-    sim = Simulation(Setup(depth=2))
-    request = sim.add([0, 0], max_tokens=20)[0]
-    answer(sim, plan_of(sim), [1])
-    request.num_draft_tokens = 2
-    sim.worker.rows[request.slot].drafts = [1] * 2
-    plan = plan_of(sim)
-    assert sim.plan() is None
-    answer(sim, plan, [2])
-    assert sim.plan() is not None
 
 
 def test_a_token_in_flight_does_not_hold_up_the_next_step() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=3, stop_ids=NO_STOP)[0]
-    plans = [plan_of(sim), plan_of(sim), plan_of(sim)]
+    plans = [sim.planned(), sim.planned(), sim.planned()]
     assert request.num_pending_tokens == 3
     assert sim.plan() is None  # all that it may sample is under way
     for plan in plans:
-        answer(sim, plan, [1])
+        sim.answer(plan, [1])
     assert request.finish_reason is FinishReason.LENGTH
 
 
 def test_what_is_in_flight_of_an_ended_request_is_dropped() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=9)[0]
-    plans = [plan_of(sim), plan_of(sim)]
+    plans = [sim.planned(), sim.planned()]
     sim.end(request)
     assert sim.scheduler.kv.pool.num_free == sim.scheduler.kv.pool.num_blocks - 1
-    assert [answer(sim, plan, [1]) for plan in plans] == [[], []]
+    assert [sim.answer(plan, [1]) for plan in plans] == [[], []]
     assert request.token_ids == [0, 0]
 
 
 def test_freed_slots_are_announced_before_they_are_used_again() -> None:
     sim = Simulation(Setup(max_num_seqs=1))
     first, second = sim.add([0])[0], sim.add([1])[0]
-    plan_of(sim)
+    sim.planned()
     sim.end(first)
     sim.deliver()
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert plan.freed_slots == [0]
     assert [new.slot for new in plan.new_requests] == [0] == [second.slot]
     sim.deliver()
-    assert plan_of(sim).freed_slots == []
+    assert sim.planned().freed_slots == []
 
 
 def test_a_preempted_request_resumes_with_prefix_hits() -> None:
@@ -250,15 +133,15 @@ def test_a_preempted_request_resumes_with_prefix_hits() -> None:
     second = sim.add([1] * 4, max_tokens=2, stop_ids=NO_STOP)[0]
     third = sim.add([2] * 3, max_tokens=6, stop_ids=NO_STOP)[0]
     while not third.num_preemptions:
-        plan = plan_of(sim)
-        answer(sim, plan, *[[1]] * len(plan.slots))
+        plan = sim.planned()
+        sim.answer(plan, *[[1]] * len(plan.slots))
     assert third.status is RequestStatus.PREEMPTED
     assert not first.num_preemptions
     known = len(third.token_ids)
     while third.status is not RequestStatus.RUNNING:
-        plan = plan_of(sim)
+        plan = sim.planned()
         if third.status is not RequestStatus.RUNNING:
-            answer(sim, plan, *[[1]] * len(plan.slots))
+            sim.answer(plan, *[[1]] * len(plan.slots))
     (new,) = plan.new_requests
     assert new.token_ids == third.token_ids
     assert new.num_prompt_tokens == 3
@@ -270,8 +153,8 @@ def test_a_preempted_request_resumes_with_prefix_hits() -> None:
 def test_siblings_wait_for_their_leader_and_share_its_blocks() -> None:
     sim = Simulation(Setup(block_size=4))
     siblings = sim.add([0] * 7, max_tokens=6, n=3, stop_ids=NO_STOP)
-    answer(sim, plan_of(sim), [1])
-    plan = plan_of(sim)
+    sim.answer(sim.planned(), [1])
+    plan = sim.planned()
     assert plan.num_scheduled_tokens == [1, 1, 1]
     source, full = siblings[0].block_ids[0][1], siblings[0].block_ids[0][0]
     assert [copy[0] for copy in plan.block_copies] == [source, source]
@@ -299,11 +182,11 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 def test_a_row_that_fails_ends_its_request_alone_and_leaves_nothing_cached() -> None:
     sim = Simulation(Setup(block_size=2))
     bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
-    plan_of(sim)
+    sim.planned()
     sim.deliver()
     cached = sim.scheduler.kv.pool.num_cached
     sim.failing_row = 0
-    plan = plan_of(sim)
+    plan = sim.planned()
     assert plan.slots[0] == bad.slot
     deltas = sim.deliver()
     assert [(d.finish_reason, d.error) for d in deltas if d.finish_reason] == [
@@ -317,7 +200,7 @@ def test_a_row_that_fails_ends_its_request_alone_and_leaves_nothing_cached() -> 
 def test_code_that_raises_ends_its_request_alone() -> None:
     sim = Simulation(Setup())
     bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
-    plan = plan_of(sim)
+    plan = sim.planned()
     sim.in_flight.popleft()
     output = ModelRunnerOutput(plan.step, [[["not a token"]], [1]])  # type: ignore[list-item]
     deltas = sim.scheduler.update(output, 0.0)
@@ -340,7 +223,7 @@ def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
             raise ZeroDivisionError(name)
         genuine(self, request, *rest)
 
-    plan_of(sim)
+    sim.planned()
     monkeypatch.setattr(KVCacheManager, name, broken)
     deltas = sim.deliver()  # and the books are audited
     assert [d.finish_reason for d in deltas if d.request_id == bad.request_id] == [
@@ -369,7 +252,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
     sim = Simulation(Setup(max_num_seqs=2))
     requests = [sim.add([i % 3] * 3)[0] for i in range(3)]
     sim.step_fails = True
-    plan_of(sim)
+    sim.planned()
     deltas = sim.deliver()
     assert [d.error for d in deltas] == ["the step failed"] * 2
     assert [r.finished for r in requests] == [True, True, False]
@@ -380,7 +263,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
 def test_prompt_logprobs_are_delivered_once() -> None:
     sim = Simulation(Setup())
     request = sim.add([0, 1], params=SamplingParams(prompt_logprobs=0))[0]
-    plan = plan_of(sim)
+    plan = sim.planned()
     logprobs = [TokenLogprobs(1, -1.0, 1)]
     sim.in_flight.popleft()
     output = ModelRunnerOutput(plan.step, [[1]], prompt_logprobs={0: logprobs})
@@ -393,8 +276,8 @@ def test_prompt_logprobs_are_delivered_once() -> None:
 def test_results_must_come_in_order() -> None:
     sim = Simulation(Setup(depth=2))
     sim.add([0])
-    plan_of(sim)
-    late = plan_of(sim)
+    sim.planned()
+    late = sim.planned()
     with pytest.raises(RuntimeError, match="result of step 1 while 0 is due"):
         sim.scheduler.update(ModelRunnerOutput(late.step, [[1]]), 0.0)
 
@@ -409,7 +292,7 @@ def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
     sim.add([0])
     with pytest.raises(CapacityError, match="max_queued_requests"):
         queue.check_room(1, 1)
-    plan_of(sim)
+    sim.planned()
     queue.check_room(2, 10)
 
 
@@ -424,8 +307,8 @@ def test_what_fits_the_cache_alone_is_served_and_what_does_not_is_known(
         sim = Simulation(setup)
         request = sim.add([0] * (longest - output), max_tokens=output, stop_ids=NO_STOP)[0]
         while sim.scheduler.has_requests:
-            plan = plan_of(sim)
-            answer(sim, plan, [1] if plan.samples[0] else [])
+            plan = sim.planned()
+            sim.answer(plan, [1] if plan.samples[0] else [])
         assert len(request.token_ids) == longest
         assert request.num_preemptions == 0
 
@@ -456,12 +339,12 @@ def test_nobody_starts_who_could_not_go_on() -> None:
     """A prompt is admitted beside others only if all of it fits, not just its first chunk."""
     sim = Simulation(Setup(block_size=2, num_blocks=8, budget=4))
     first = sim.add([0] * 4, max_tokens=3, stop_ids=NO_STOP)[0]
-    answer(sim, plan_of(sim), [1])
+    sim.answer(sim.planned(), [1])
     large = sim.add([1] * 12, max_tokens=1)[0]
     while not first.finished:
-        answer(sim, plan_of(sim), [1])
+        sim.answer(sim.planned(), [1])
         assert large.first_scheduled is None
-    plan_of(sim)
+    sim.planned()
     assert large.status is RequestStatus.RUNNING
     assert sim.scheduler.counters.preemptions == 0
 
@@ -471,24 +354,13 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     for token in (0, 1):
         sim.add([token] * 3, max_tokens=9, stop_ids=NO_STOP)
     for _ in range(2):
-        answer(sim, plan_of(sim), [1], [1])
+        sim.answer(sim.planned(), [1], [1])
     urgent = sim.add([2], max_tokens=1, priority=-1)[0]
-    plan = plan_of(sim)  # a third block for the first; the second gives way
+    plan = sim.planned()  # a third block for the first; the second gives way
     assert sim.scheduler.counters.preemptions == 1
     assert plan.num_scheduled_tokens == [1]
-    answer(sim, plan, [1])
-    assert [new.slot for new in plan_of(sim).new_requests] == [urgent.slot]
-
-
-def test_what_was_accepted_behind_the_end_is_not_cached() -> None:
-    sim = Simulation(Setup(block_size=2))
-    request = sim.add([0, 0], max_tokens=20)[0]
-    answer(sim, plan_of(sim), [1])
-    request.num_draft_tokens = 3
-    sim.worker.rows[request.slot].drafts = [1] * 3
-    answer(sim, plan_of(sim), [EOS, 1, 1, 1])
-    assert request.token_ids == [0, 0, 1, EOS]
-    assert sim.scheduler.kv.pool.num_cached == 2
+    sim.answer(plan, [1])
+    assert [new.slot for new in sim.planned().new_requests] == [urgent.slot]
 
 
 def test_far_deadlines_of_ended_requests_are_forgotten() -> None:

@@ -213,7 +213,7 @@ class Counted(Simulation):
 def test_closed_forms_equal_counting(
     windows: tuple[int | None, ...], depth: int, drafts: int
 ) -> None:
-    rng = random.Random(depth)
+    rng = random.Random(depth + 1)
     blocks = 1 + sum(12 if window is None else 5 for window in windows)
     sim = Counted(Setup(windows=windows, depth=depth, num_blocks=blocks, budget=7))
     for step in range(120):

@@ -166,6 +166,19 @@ class Simulation:
         self._note(deltas)
         return deltas
 
+    def planned(self) -> SchedulerOutput:
+        """As `plan`, where there must be something to compute."""
+        plan = self.plan()
+        assert plan is not None
+        return plan
+
+    def answer(self, plan: SchedulerOutput, *rows: list[int]) -> list[RequestDelta]:
+        """Deliver hand-made tokens instead of the fake worker's."""
+        self.in_flight.popleft()
+        deltas = self.scheduler.update(ModelRunnerOutput(plan.step, list(rows)), self.now)
+        self.check()
+        return deltas
+
     def step(self) -> SchedulerOutput | None:
         plan = self.plan()
         if self.in_flight and (plan is None or len(self.in_flight) >= self.setup.depth):

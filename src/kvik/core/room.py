@@ -56,14 +56,13 @@ class Holdings:
 
 
 def decode_demand(running: Iterable[Request], kv: KVCacheManager) -> tuple[int, int]:
-    """Tokens and new blocks that the next step's decoding rows take."""
+    """Tokens that the next step's decoding rows take, and new blocks, without those for drafts,
+    which take what is left."""
     tokens = blocks = 0
     for request in running:
-        wanted = request.num_unscheduled_tokens
-        if wanted == 1:
-            wanted += request.num_draft_tokens
-            tokens += wanted
-            blocks += kv.num_missing(request, request.num_computed_tokens + wanted)
+        if request.num_unscheduled_tokens == 1:
+            tokens += 1 + request.num_draft_tokens
+            blocks += kv.num_missing(request, request.num_computed_tokens + 1)
     return tokens, blocks
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.core.counters import DraftCounts, SchedulerCounters
 from kvik.core.deadlines import Deadlines
+from kvik.core.drafts import look_ahead, place_drafts, wish_drafts
 from kvik.core.fair_share import FairShare
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.pace import Pace
@@ -111,8 +112,10 @@ class Scheduler:
             return None
         if budget and len(self.waiting) and not self.policy.batches:
             self.shares.left_over(budget, self.waiting.by_tenant)
+        if any(rows.drafts):
+            place_drafts(rows, self.kv, self.meter)
         if self.config.num_lookahead_tokens:
-            self._look_ahead(rows)
+            look_ahead(rows, self.kv, self.config.num_lookahead_tokens)
         if len(self.waiting):
             self.meter.left_waiting(
                 blocks_short=rows.preempted or rows.short, slots_short=not self._free_slots
@@ -140,14 +143,14 @@ class Scheduler:
     def _schedule_decodes(
         self, rows: Rows, running: list[Request], kept: int
     ) -> tuple[int, list[Request]]:
-        """Decoding requests first, since each costs little and someone is reading; what is left of
-        the budget, of which `kept` tokens are not for them, goes to prefills. Returns that rest,
-        and who wants it of those that run."""
+        """Decoding requests first, since each costs little and someone is reading, and behind the
+        next tokens of all their drafts; what is left of the budget, of which `kept` tokens are not
+        for them, goes to prefills. Returns that rest, and who wants it of those that run."""
         budget = self.config.max_num_batched_tokens - kept
         step = self.counters.steps
         block_size = self.kv.block_size
         prefilling: list[Request] = []
-        drafting: list[tuple[Request, int]] = []
+        drafting: list[int] = []  # rows
         i = 0
         while i < len(running) and budget:  # `running` shrinks at its end when blocks run out
             request = running[i]
@@ -164,14 +167,10 @@ class Scheduler:
                 if wanted and known == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
-            if request.num_draft_tokens:
-                if pending:
-                    continue  # where the next token stands depends on how many drafts are accepted
-                room = min(budget, request.max_length - known)
-                wanted += min(request.num_draft_tokens, room - 1)
-                drafting.append((request, wanted))
-            if computed + wanted > len(request.block_ids[0]) * block_size:
-                while (new := self.kv.extend(request, computed + wanted)) is None:
+            if request.num_draft_tokens and pending:
+                continue  # where the next token stands depends on how many drafts are accepted
+            if computed == len(request.block_ids[0]) * block_size:
+                while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.steps.in_flight:
                         break  # what slides out of its windows comes free with their results
                     rows.preempted = True
@@ -186,18 +185,19 @@ class Scheduler:
                 if new is None:
                     continue
                 rows.extend(request, new)
-            budget -= wanted
-            request.num_computed_tokens = computed + wanted
-            request.num_pending_tokens = pending + wanted
+            if request.num_draft_tokens:
+                drafting.append(len(rows.slots))
+            budget -= 1
+            request.num_computed_tokens = computed + 1
+            request.num_pending_tokens = pending + 1
             request.last_step = step
             rows.requests.append(request)
             rows.slots.append(request.slot)
-            rows.scheduled.append(wanted)
-            rows.drafts.append(wanted - 1)
+            rows.scheduled.append(1)
+            rows.drafts.append(0)
             rows.samples.append(True)
-        for request, wanted in drafting:
-            if request.last_step == step:  # and not preempted, or postponed for want of blocks
-                self.meter.drafts(request, wanted)
+        for row in drafting:
+            budget -= wish_drafts(rows, row, budget)
         return budget + kept, prefilling
 
     def _schedule_in_order(
@@ -325,17 +325,6 @@ class Scheduler:
         for victim in victims or ():
             self._preempt(victim)
             rows.made_room = True
-
-    def _look_ahead(self, rows: Rows) -> None:
-        """Places for what a drafter computes beyond the step, if there are blocks to spare."""
-        for request, samples in zip(rows.requests, rows.samples, strict=True):
-            if samples and request.params.speculation:
-                end = request.num_computed_tokens + self.config.num_lookahead_tokens
-                end = min(end, request.max_length)
-                if end > len(request.block_ids[0]) * self.kv.block_size:
-                    new = self.kv.extend(request, end)
-                    if new is not None:
-                        rows.extend(request, new)
 
     def _schedule_prefill(self, request: Request, rows: Rows, budget: int) -> int:
         """The next chunk of a running request. Those behind it that have no row yet give way when
