@@ -273,6 +273,19 @@ def test_prompt_logprobs_are_delivered_once() -> None:
     assert request.params.prompt_logprobs is None
 
 
+@pytest.mark.parametrize("pooling", [None, "last", "mean"])
+def test_a_prompt_preempted_with_its_last_chunk_in_flight_ends_once(pooling: str | None) -> None:
+    sim = Simulation(Setup(depth=2, num_blocks=3))
+    sim.add([0] * 4, max_tokens=4, stop_ids=NO_STOP)
+    request = sim.add([1] * 4, max_tokens=0, pooling=pooling)[0]
+    sim.planned()
+    sim.planned()
+    assert request.status is RequestStatus.PREEMPTED
+    deltas = [delta for delta in sim.deliver() if delta.request_id == request.request_id]
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.LENGTH]
+    sim.drain()
+
+
 def test_results_must_come_in_order() -> None:
     sim = Simulation(Setup(depth=2))
     sim.add([0])

@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         head=st.integers(0, 1),
         head_length=st.integers(0, 12),
         tail=st.lists(st.integers(0, 1), min_size=1, max_size=3),
-        max_tokens=st.integers(1, 9),
+        max_tokens=st.integers(0, 9),
         n=st.sampled_from([1, 1, 2, 3]),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "tenant"]),
@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.add(
             [head] * head_length + tail,
             max_tokens,
-            n=1 if pooling else n,
+            n=1 if pooling or not max_tokens else n,
             priority=priority,
             salt=salt,
             deadline=deadline,

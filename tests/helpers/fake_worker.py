@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from kvik.config.config import CacheConfig
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvik.core.types import TokenLogprobs
 
 EOS = 7
 Cell = tuple[int, int]  # KV group, identity of the sequence up to the token
@@ -62,6 +63,15 @@ def expected_embedding(prompt: list[int], salt: str, pooling: str) -> list[float
     return _pool(states if pooling == "mean" else states[-1:])
 
 
+def expected_prompt_logprobs(prompt: list[int], salt: str) -> list[TokenLogprobs]:
+    """What a prompt must be told of its tokens: each stands for all tokens up to it."""
+    state, found = start_state(salt), []
+    for token in prompt:
+        state = extend_state(state, token)
+        found.append(TokenLogprobs(token, -float(state % 1009), 1))
+    return found[1:]  # nothing predicts the first
+
+
 def _pool(states: list[int]) -> list[float]:
     return [float(sum(state % 1009 for state in states)), float(len(states))]
 
@@ -80,6 +90,8 @@ class Row:
     pooling: str | None = None
     num_prompt: int = 0
     pooled: list[int] = field(default_factory=list)  # states of the tokens computed in this slot
+    scored: list[TokenLogprobs] | None = None  # of the same tokens; None: not wanted
+    only_prompt: bool = False  # nothing is sampled
 
     def state(self, count: int) -> int:
         """Identity of the first `count` tokens."""
@@ -122,8 +134,14 @@ class FakeWorker:
             self.rows[plan.slots[row]].broken = True
         tokens = [self._sample(plan, i) for i in range(len(plan.slots))]
         drafts = [len(self.rows[slot].drafts) for slot in plan.slots]
-        embeddings = self._embed(plan, states)
-        return ModelRunnerOutput(plan.step, tokens, drafts, errors=errors, embeddings=embeddings)
+        return ModelRunnerOutput(
+            plan.step,
+            tokens,
+            drafts,
+            prompt_logprobs=self._score(plan, states),
+            embeddings=self._embed(plan, states),
+            errors=errors,
+        )
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for slot in plan.freed_slots:
@@ -138,6 +156,8 @@ class FakeWorker:
                 self.salt_of(new),
                 pooling=new.pooling,
                 num_prompt=new.num_prompt_tokens,
+                scored=None if new.params.prompt_logprobs is None else [],
+                only_prompt=new.pooling is not None or new.params.max_tokens == 0,
             )
         for slot, group, ids in plan.new_blocks:
             self.rows[slot].tables[group] += ids
@@ -154,6 +174,23 @@ class FakeWorker:
                 done[i] = _pool(row.pooled if row.pooling == "mean" else row.pooled[-1:])
         return done
 
+    def _score(
+        self, plan: SchedulerOutput, states: list[list[int]]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By row, logprobs of prompts that are through."""
+        done: dict[int, list[TokenLogprobs]] = {}
+        for i, slot in enumerate(plan.slots):
+            row = self.rows[slot]
+            if row.scored is None or row.broken:
+                continue
+            end = row.num_computed
+            start = end - plan.num_scheduled_tokens[i]
+            for p in range(max(1, start), min(end, row.num_prompt)):
+                row.scored.append(TokenLogprobs(row.tokens[p], -float(states[i][p] % 1009), 1))
+            if end >= row.num_prompt:
+                done[i], row.scored = row.scored, None
+        return done
+
     def _span(self, plan: SchedulerOutput, i: int) -> tuple[Row, int, int, list[int]]:
         """Row i, its first and last + 1 position in this step, and its drafts."""
         row = self.rows[plan.slots[i]]
@@ -167,7 +204,7 @@ class FakeWorker:
             known = len(row.tokens)
             if len(drafts) != plan.num_draft_tokens[i]:
                 raise ContentError("more drafts are planned than were proposed")
-            samples = end - len(drafts) == known and row.pooling is None
+            samples = end - len(drafts) == known and not row.only_prompt
             if samples != plan.samples[i] or end - len(drafts) > known:
                 raise ContentError(f"tokens {start}..{end} of {known} with {plan.samples[i]=}")
         states = [] if row.broken else [row.state(p + 1) for p in range(end - len(drafts))]

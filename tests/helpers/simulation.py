@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from helpers.fake_worker import EOS, FakeWorker, expected_embedding, expected_output
+from helpers.fake_worker import (
+    EOS,
+    FakeWorker,
+    expected_embedding,
+    expected_output,
+    expected_prompt_logprobs,
+)
 
 from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
@@ -82,6 +88,7 @@ class Simulation:
         self.requests: dict[tuple[str, int], Request] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], RequestDelta] = {}
+        self.unscored: set[tuple[str, int]] = set()  # whose prompt logprobs are yet to come
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self.failing_row: int | None = None  # in the next step
         self.step_fails = False  # the next step
@@ -107,8 +114,11 @@ class Simulation:
         pins: tuple[Pin, ...] = (),
         pooling: str | None = None,
     ) -> list[Request]:
-        """A request, with nothing but a vector to come of it if `pooling` says so."""
+        """A request, with nothing but a vector to come of it if `pooling` says so, and nothing but
+        prompt logprobs if `max_tokens` is 0."""
         name = f"r{len(self.requests)}"
+        if max_tokens == 0 and pooling is None:
+            params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         siblings: list[Request] = []
         for index in range(n):
             request = Request(
@@ -134,6 +144,8 @@ class Simulation:
             siblings.append(request)
             self.requests[request.key] = request
             self.outputs[request.key] = []
+            if request.params.prompt_logprobs is not None:
+                self.unscored.add(request.key)
             self.scheduler.add(request, self.now)
         self.check()
         return siblings
@@ -231,10 +243,14 @@ class Simulation:
             request = self.requests[key]
             assert key not in self.ended, "tokens after the end"
             self.outputs[key] += delta.token_ids
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            if delta.prompt_logprobs is not None:
+                self.unscored.remove(key)  # they come once
+                right_scores = expected_prompt_logprobs(prompt, request.cache_salt)
+                assert delta.prompt_logprobs == right_scores
             if delta.finish_reason is None:
                 continue
             self.ended[key] = delta
-            prompt = request.token_ids[: request.num_prompt_tokens]
             right = expected_output(
                 prompt,
                 request.cache_salt,
@@ -247,8 +263,8 @@ class Simulation:
                 assert delta.embedding == (vector if done else None)
                 assert not self.outputs[key]
             elif delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                assert self.outputs[key] == right
-                stopped = right[-1] in request.stop_ids
+                assert self.outputs[key] == right and key not in self.unscored
+                stopped = bool(right) and right[-1] in request.stop_ids
                 assert (delta.finish_reason is FinishReason.STOP) == stopped
             else:
                 assert self.outputs[key] == right[: len(self.outputs[key])]

@@ -113,7 +113,7 @@ class StepsInFlight:
                         deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
                     if samples:
                         deltas.append(self._deliver(request, output, i, drafts, times, now))
-                    elif request.num_written_tokens == request.max_length:  # only a prompt
+                    elif self._is_read(request, i, output):
                         deltas.append(self.finish(request, FinishReason.LENGTH, now, []))
                         deltas[-1].embedding = output.embeddings.get(i)
                     if request.num_written_tokens // block_size > request.num_committed_blocks:
@@ -196,6 +196,14 @@ class StepsInFlight:
             if not request.finished:
                 deltas.append(self.finish(request, FinishReason.ERROR, now, [], error=error))
         return deltas
+
+    @staticmethod
+    def _is_read(request: Request, row: int, output: ModelRunnerOutput) -> bool:
+        """The last chunk of a prompt of which nothing is sampled is computed. If the request was
+        preempted meanwhile, what was wanted of the prompt tells: it comes with the last chunk."""
+        if request.num_written_tokens == request.max_length:
+            return True
+        return row in output.prompt_logprobs or row in output.embeddings
 
     @staticmethod
     def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
