@@ -21,21 +21,27 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.refs: dict[int, int] = {}
-        self.keys: dict[BlockKey, int] = {}
+        # Blocks with a content in the order of their commits. The first is the one that is found.
+        self.keys: dict[int, BlockKey] = {}
         self.pins: dict[int, int] = {}
 
-    def key_of(self, block: int) -> BlockKey | None:
-        return next((key for key, b in self.keys.items() if b == block), None)
-
-    def forget(self, block: int) -> None:
-        key = self.key_of(block)
-        if key is not None:
-            del self.keys[key]
+    @property
+    def index(self) -> dict[BlockKey, int]:
+        found: dict[BlockKey, int] = {}
+        for block, key in self.keys.items():
+            found.setdefault(key, block)
+        return found
 
     def append(self, block: int) -> None:
-        """To the free blocks, as if released now."""
+        """To the free blocks, as if released now. A copy makes the block that is found newer."""
         self.free[block] = None
-        if self.key_of(block) is None:
+        key = self.keys.get(block)
+        if key is not None and self.index[key] != block:
+            del self.keys[block]
+            found = self.index[key]
+            if found in self.free:
+                self.free.move_to_end(found)
+        if block not in self.keys:
             self.free.move_to_end(block, last=False)
 
     @rule(count=st.integers(0, 4))
@@ -50,13 +56,13 @@ class PoolMachine(RuleBasedStateMachine):
         for block in expected:
             del self.free[block]
             self.refs[block] = 1
-            self.forget(block)
+            self.keys.pop(block, None)
 
     @precondition(lambda self: self.refs or self.keys)
     @rule(data=st.data())
     def acquire(self, data: Any) -> None:
         """A block in use, or a free one that still caches something."""
-        block = data.draw(st.sampled_from(sorted({*self.refs, *self.keys.values()})))
+        block = data.draw(st.sampled_from(sorted({*self.refs, *self.keys})))
         self.pool.acquire(block)
         self.free.pop(block, None)
         self.refs[block] = self.refs.get(block, 0) + 1
@@ -76,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(data=st.data())
     def pin(self, data: Any) -> None:
-        block = data.draw(st.sampled_from(sorted(self.keys.values())))
+        block = data.draw(st.sampled_from(sorted(self.index.values())))
         self.pool.pin(block)
         self.pins[block] = self.pins.get(block, 0) + 1
 
@@ -97,20 +103,19 @@ class PoolMachine(RuleBasedStateMachine):
     def commit(self, data: Any, group: int, content: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.refs)))
         self.pool.commit(block, (group, content))
-        if self.key_of(block) is None and (group, content) not in self.keys:
-            self.keys[(group, content)] = block
+        self.keys.setdefault(block, (group, content))
 
     @precondition(lambda self: self.pool.num_blocks > 1)
     @rule(data=st.data())
     def withdraw(self, data: Any) -> None:
         block = data.draw(st.integers(1, self.pool.num_blocks - 1))
         self.pool.forget(block)
-        self.forget(block)
+        self.keys.pop(block, None)
 
     @rule(really=st.integers(0, 4))
     def withdraw_all(self, really: int) -> None:
         if really == 0:
-            assert self.pool.forget_all() == len(self.keys)
+            assert self.pool.forget_all() == len(self.index)
             self.keys.clear()
 
     @invariant()
@@ -122,11 +127,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert (pool.pin_counts(), pool.num_pinned) == (self.pins, len(self.pins))
         counts = [self.refs.get(block, 0) for block in range(pool.num_blocks)]
         assert pool.ref_counts == counts
-        assert dict(pool.index_items()) == self.keys
-        assert pool.num_cached == len(self.keys)
+        assert dict(pool.index_items()) == self.index
+        assert pool.num_cached == len(self.index)
         for group in (0, 1):
             for content in (b"a", b"b", b"c"):
-                assert pool.lookup((group, content)) == self.keys.get((group, content))
+                assert pool.lookup((group, content)) == self.index.get((group, content))
 
 
 TestPool = PoolMachine.TestCase

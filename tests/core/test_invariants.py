@@ -55,6 +55,16 @@ def index_wrongly(s: Scheduler) -> None:
     pool.commit(block, (0, b"?"))
 
 
+def copy_nothing(s: Scheduler) -> None:
+    s.kv.pool._copies[s.running[2].block_ids[0][-1]] = (0, b"?")
+
+
+def copy_unreferenced(s: Scheduler) -> None:
+    pool = s.kv.pool
+    (key, _), *_ = pool.index_items()
+    pool._copies[pool.free_blocks()[0]] = key
+
+
 def share_what_is_written(s: Scheduler) -> None:
     first, third = s.running[0], s.running[2]
     s.kv.pool.acquire(first.block_ids[0][-1])
@@ -112,6 +122,8 @@ CORRUPTIONS: list[tuple[str, Corruption]] = [
     ("writes into a shared block", share_what_is_written),
     ("is indexed twice", index_twice),
     ("indexed under another content", index_wrongly),
+    ("is a copy of nothing", copy_nothing),
+    ("is a copy that nobody references", copy_unreferenced),
 ]
 
 

@@ -54,7 +54,8 @@ def start(kv: KVCacheManager, request: Request) -> int:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`contents` says what each published block holds, until the block is handed out again."""
+    """`contents` says what each published block holds, in the order of publication, until the block
+    is handed out again, or nobody holds it and an older one has the same content."""
 
     @initialize(
         num_blocks=st.integers(8, 30),
@@ -91,14 +92,18 @@ class CacheMachine(RuleBasedStateMachine):
             self.contents.pop(block, None)
 
     def note_published(self, request: Request) -> None:
-        published = set(self.contents.values())
         full = min(request.num_written_tokens, len(request.token_ids)) // self.kv.block_size
         for group, ids in enumerate(request.block_ids):
             for i in range(request.num_committed_blocks, full):  # told once, when it became full
-                content = self.content(request, group, i)
-                free = ids[i] != NULL_BLOCK and ids[i] not in self.contents
-                if free and content not in published:
-                    self.contents[ids[i]] = content
+                if ids[i] != NULL_BLOCK and ids[i] not in self.contents:
+                    self.contents[ids[i]] = self.content(request, group, i)
+
+    def drop_copies(self) -> None:
+        seen: set[Content] = set()
+        for block, content in list(self.contents.items()):
+            if content in seen and not self.kv.pool.ref_counts[block]:
+                del self.contents[block]
+            seen.add(content)
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -133,6 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
         request.num_written_tokens += count
         self.note_published(request)
         self.kv.commit(request)
+        self.drop_copies()
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), count=st.integers(1, 4), token=st.integers(0, 1))
@@ -144,6 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.kv.extend(request, request.num_written_tokens + count) is not None:
             self.note_new(request.block_ids, before)
             self.advance(request, count)
+        self.drop_copies()
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), forget=st.sampled_from([False, False, True]))
@@ -154,6 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
             for block in {b for ids in request.block_ids for b in ids}:
                 self.contents.pop(block, None)
         self.kv.free(request, forget=forget)
+        self.drop_copies()
         assert not request.block_ids
 
     @invariant()
@@ -325,6 +333,40 @@ def test_the_beginning_of_a_freed_prefix_lives_longest() -> None:
     kv.free(request)
     start(kv, new_request([9] * 3))  # takes two blocks
     assert kv.match(new_request(list(range(8)))).num_tokens == 4
+
+
+def test_a_copy_in_use_is_matched_when_the_first_block_is_evicted() -> None:
+    kv = manager(num_blocks=6, block_size=2)
+    tokens = [1, 2, 3, 4]
+    first, second = new_request(tokens), new_request(tokens)
+    for request in (first, second):  # neither finds what the other computes at the same time
+        assert kv.admit(request, kv.match(request), 4) == []
+    for request in (first, second):
+        request.num_written_tokens = 4
+        kv.commit(request)
+    kv.free(first)
+    start(kv, new_request([9, 9, 9]))  # takes the blocks that are free
+    assert kv.match(new_request([*tokens, 5])).num_tokens == 4
+
+
+def test_a_prefix_counts_as_used_when_a_copy_of_it_is_given_back() -> None:
+    kv = manager(num_blocks=7, block_size=2)
+    tokens = [1, 2, 3, 4]
+    copy = new_request(tokens)
+    first = new_request(tokens)
+    for request in (first, copy):
+        assert kv.admit(request, kv.match(request), 4) == []
+    for request in (first, copy):
+        request.num_written_tokens = 4
+        kv.commit(request)
+    kv.free(first)
+    between = new_request([8, 8])
+    start(kv, between)
+    kv.free(between)
+    kv.free(copy)
+    start(kv, new_request([9] * 7))  # the two of the copy, one that was never used, and one more
+    assert kv.match(new_request([8, 8, 5])).num_tokens == 0
+    assert kv.match(new_request([*tokens, 5])).num_tokens == 4
 
 
 def test_free_blocks_of_a_match_count_as_taken() -> None:

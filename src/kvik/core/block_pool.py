@@ -16,6 +16,11 @@ class BlockPool:
     hash until it is handed out again: the free list is the prefix cache, least recently used
     first. Blocks without a hash are of no use to anyone and go to the front.
 
+    Requests that compute the same prefix at the same time fill a block each. The first one is
+    indexed; the others are its *copies* while somebody references them. When the indexed block is
+    handed out or forgotten, its oldest copy takes its place. When nobody references a copy any
+    more, it is a free block without content, and the indexed block counts as just used.
+
     A *pinned* block is not handed out while it is pinned: when nobody references it, it is kept
     beside the free list, and whoever pinned it must unpin it before it can be allocated.
     """
@@ -25,6 +30,8 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._index: dict[BlockKey, int] = {}
+        self._copies: dict[int, BlockKey] = {}  # referenced blocks with the content of another
+        self._copies_of: dict[BlockKey, dict[int, None]] = {}  # the same, in order; none is empty
         # A doubly linked list threaded through two arrays; the null block is its sentinel.
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
@@ -43,8 +50,7 @@ class BlockPool:
         for _ in range(count):
             key = keys[block]
             if key is not None:
-                del self._index[key]
-                keys[block] = None
+                self._withdraw(block, key)
             refs[block] = 1
             blocks.append(block)
             block = following[block]
@@ -72,6 +78,8 @@ class BlockPool:
             self.ref_counts[block] = count
             if count == 0:
                 self.num_free += 1
+                if block in self._copies:
+                    self._use(self._index[self._drop_copy(block)])
                 if block in self._pins:
                     self.num_kept += 1
                 else:
@@ -101,18 +109,24 @@ class BlockPool:
         return self._index.get(key)
 
     def commit(self, block: int, key: BlockKey) -> None:
-        """Publish a full block's content. The first block with a content keeps the entry."""
-        if self._keys[block] is None and key not in self._index:
+        """Publish the content of a full block that somebody references. The first block with a
+        content keeps the entry, and others are its copies."""
+        if self._keys[block] is not None or block in self._copies:
+            return
+        if key in self._index:
+            self._copies[block] = key
+            self._copies_of.setdefault(key, {})[block] = None
+        else:
             self._keys[block] = key
             self._index[key] = block
 
     def forget(self, block: int) -> None:
         """Withdraw a block's content from the index: it must not be matched any more."""
         key = self._keys[block]
-        if key is None:
-            return
-        del self._index[key]
-        self._keys[block] = None
+        if key is not None:
+            self._withdraw(block, key)
+        elif block in self._copies:
+            self._drop_copy(block)
 
     def forget_all(self) -> int:
         """Withdraw every content; returns how many there were."""
@@ -120,6 +134,8 @@ class BlockPool:
         for block in self._index.values():
             self._keys[block] = None
         self._index.clear()
+        self._copies.clear()
+        self._copies_of.clear()
         return count
 
     @property
@@ -153,9 +169,40 @@ class BlockPool:
         """Every published content and its block (for audits)."""
         return list(self._index.items())
 
+    def copies(self) -> dict[int, BlockKey]:
+        """Blocks whose content another block is indexed for (for audits)."""
+        return dict(self._copies)
+
     def pin_counts(self) -> dict[int, int]:
         """How often each pinned block is pinned (for audits)."""
         return dict(self._pins)
+
+    def _withdraw(self, block: int, key: BlockKey) -> None:
+        """An indexed block loses its content; the oldest copy is indexed in its place."""
+        self._keys[block] = None
+        copies = self._copies_of.get(key)
+        if copies is None:
+            del self._index[key]
+            return
+        copy = next(iter(copies))
+        self._drop_copy(copy)
+        self._keys[copy] = key
+        self._index[key] = copy
+
+    def _drop_copy(self, block: int) -> BlockKey:
+        """A copy is none any more. Returns what its content is."""
+        key = self._copies.pop(block)
+        copies = self._copies_of[key]
+        del copies[block]
+        if not copies:
+            del self._copies_of[key]
+        return key
+
+    def _use(self, block: int) -> None:
+        """A block in the free list is evicted as if it had been released now."""
+        if self.ref_counts[block] == 0 and block not in self._pins:
+            self._remove(block)
+            self._append(block)
 
     def _append(self, block: int) -> None:
         """Into the free list: last if it caches something, else first."""

@@ -176,6 +176,12 @@ def _check_prefix_index(scheduler: Scheduler) -> None:
     items = scheduler.kv.pool.index_items()
     _require(len({b for _, b in items}) == len(items), "a block is indexed twice")
     by_block = {block: key for key, block in items}
+    index, refs = dict(items), scheduler.kv.pool.ref_counts
+    copies = scheduler.kv.pool.copies()
+    for block, of in copies.items():
+        _require(of in index and block not in by_block, f"block {block} is a copy of nothing")
+        _require(refs[block] > 0, f"block {block} is a copy that nobody references")
+    by_block |= copies
     for r in scheduler.running:
         for group, ids in enumerate(r.block_ids):
             for i, block in enumerate(ids):
