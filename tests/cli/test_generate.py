@@ -162,10 +162,54 @@ def test_what_only_the_model_shows_is_one_line(
     assert capsys.readouterr().err.startswith("kvik: error: stop_token_ids: ")
 
 
-def test_a_model_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["generate", str(tmp_path)]) == 2
-    assert "prompt: is missing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "is_model"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("./model", True),
+        ("../model", True),
+        ("/no/such/folder", True),
+        ("models/qwen/4bit", True),
+        ("~/model", True),
+        ("~someone", True),
+        ("model.gguf", True),
+        ("MODEL.GGUF", True),
+        ("model.safetensors", True),
+        ("a folder", True),
+        ("notes.txt", True),
+        ("Hello", False),
+        ("Hello.", False),
+        ("gpt2", False),  # as good a prompt as a model
+        ("/* sort a list */ int main", False),
+        ("~ ~ ~", False),
+        ("either/or, he said", False),
+        ("what is a .gguf", False),
+        ("Once upon a time\n", False),
+    ],
+)
+def test_one_word_that_names_a_model_is_no_prompt(
+    word: str,
+    is_model: bool,
+    loads: Loads,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["--max-tokens", "1", word]
+    if not is_model:
+        assert main(["generate", *words]) == 0
+        assert loads == [{}]
+        return
+    assert main(["generate", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvik: error: prompt: is missing: {word!r} names a model")
+    assert "kvik generate MODEL PROMPT" in captured.err and captured.err.count("\n") == 1
+    assert captured.out == "" and not loads
+    assert main(["generate", *words[:-1], "", word]) == 0  # '' is the bundled model
+    assert loads == [{}]
 
 
 def test_input_that_is_no_text(

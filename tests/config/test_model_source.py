@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED, find_config, find_model, is_gguf
@@ -16,10 +18,12 @@ from kvik.config.model_source import BUNDLED, find_config, find_model, is_gguf
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A hub that gives every model and records what is asked of it."""
+    """A hub that gives every model and records what is asked of it; nothing is in its cache."""
     calls: list[dict[str, Any]] = []
 
-    def download(repo_id: str, **options: Any) -> str:
+    def download(repo_id: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not in the cache")
         calls.append({"repo_id": repo_id, **options})
         return "/cache/model"
 
@@ -96,35 +100,117 @@ def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
     assert not is_gguf(find_model(str(named_like_one)))
 
 
-def hub_error(kind: type[Exception], status: int) -> Exception:
-    error = kind.__new__(kind)
-    Exception.__init__(error, "details with https://host/secret?token=1\nand lines")
-    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
-    return error
+@pytest.mark.parametrize("name", ["models/qwen", "model.safetensors", "owner/m.SAFETENSORS"])
+def test_what_looks_like_a_path_is_not_downloaded(
+    name: str, hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for find in (find_model, find_config):
+        with pytest.raises(ModelError, match=f"there is no (file|folder) '{name}'"):
+            find(name)
+    assert not hub
+
+
+def test_a_download_is_told(hub: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    find_model("owner/model")
+    captured = capsys.readouterr()
+    assert captured.err == "kvik: downloading owner/model from the hub\n"
+    assert captured.out == ""
+
+
+def test_what_the_cache_holds_is_not_told_as_a_download(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "/cache/model")
+    find_model("owner/model")
+    assert capsys.readouterr().err == ""
+
+
+Answers = dict[str, Any]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answers]:
+    """What a hub over HTTP answers to every request: `status`, and headers of `error`."""
+    answers: Answers = {"status": 200, "error": {}}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answers["status"])
+            for name, value in answers["error"].items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+    serving.start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    try:
+        yield answers
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "part"),
+    [
+        (401, "GatedRepo", "is gated: .*HF_TOKEN"),
+        (403, "GatedRepo", "is gated: .*HF_TOKEN"),
+        (401, "RepoNotFound", "nor a public model on the hub.*HF_TOKEN"),
+        (404, "RepoNotFound", "nor a public model on the hub"),
+        (404, None, "nor a model on the hub"),
+        (403, None, r"needs a token .*HF_TOKEN.*\(the hub answers 403\)"),
+        (429, None, "the hub limits requests"),
+        (500, None, r"the hub failed \(500\); try again"),
+        (503, None, r"the hub failed \(503\); try again"),
+        (418, None, r"the hub refused it \(418\)"),
+    ],
+)
+def test_what_the_hub_answers_is_told(
+    status: int, code: str | None, part: str, answers: Answers
+) -> None:
+    answers |= {"status": status, "error": {"X-Error-Code": code} if code else {}}
+    refused(lambda: find_model("owner/model"), part)
+
+
+def test_a_hub_that_is_not_there(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: no one listens
+    refused(lambda: find_model("owner/model"), "the hub cannot be reached: check the network")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused(lambda: find_model("owner/model"), "HF_HUB_OFFLINE forbids a download")
 
 
 @pytest.mark.parametrize(
     ("error", "part"),
     [
-        (hub_error(errors.GatedRepoError, 403), "is gated"),
-        (hub_error(errors.RepositoryNotFoundError, 404), "nor a public model on the hub"),
-        (hub_error(errors.HfHubHTTPError, 500), "the hub refused it (500)"),
         (errors.LocalEntryNotFoundError("no\nnetwork"), "the hub cannot be reached"),
         (errors.HFValidationError("bad\nid"), "nor a valid hub id"),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
 )
-def test_a_hub_that_fails_is_one_line(
+def test_a_download_that_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, part: str
 ) -> None:
     def download(repo_id: str, **options: Any) -> str:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError) as caught:
-        find_model("owner/model")
-    assert part in str(caught.value)
-    assert "secret" not in str(caught.value)
+    refused(lambda: find_model("owner/model"), part)
+
+
+def refused(find: Callable[[], Path], part: str) -> None:
+    with pytest.raises(ModelError, match=part) as caught:
+        find()
+    assert "127.0.0.1" not in str(caught.value)  # nor the address of a file with its signature
     assert "\n" not in str(caught.value)
 
 

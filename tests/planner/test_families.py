@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from helpers.public_configs import NAMES, config, facts
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -313,7 +314,9 @@ def test_of_a_hub_id_only_config_json_is_fetched(
     calls: list[dict[str, Any]] = []
     (tmp_path / "config.json").write_text(json.dumps(config("deepseek-v3")))
 
-    def download(repo_id: str, **options: Any) -> str:
+    def download(repo_id: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
         calls.append({"repo_id": repo_id, **options})
         return str(tmp_path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from kvik.cli.flags import (
 )
 from kvik.cli.report import as_json, stats_line
 from kvik.config.errors import ParamError
-from kvik.config.model_source import CONFIG, GGUF
+from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,8 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
         "words",
         nargs="+",
         metavar="[MODEL] PROMPT",
-        help="a folder, GGUF file or hub id (left out: the bundled model), and the prompt; - reads "
-        "it from standard input",
+        help="a folder, GGUF file or hub id (left out or '': the bundled model), and the prompt; - "
+        "reads it from standard input. One argument alone is the prompt; it is refused if it names "
+        "a file or folder here, or is one word with a / in it, since a prompt is missing then",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
@@ -107,9 +107,12 @@ def _model_and_prompt(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])
-    described = prompt if prompt.lower().endswith(GGUF) else os.path.join(prompt, CONFIG)
-    if not model and os.path.isfile(described):
-        raise ParamError("prompt", f"is missing: {prompt[:60]!r} is a model")
+    if len(words) == 1 and names_model(prompt):
+        raise ParamError(
+            "prompt",
+            f"is missing: {prompt[:60]!r} names a model; write kvik generate MODEL PROMPT, or "
+            "kvik generate '' PROMPT if this is the prompt",
+        )
     if prompt == "-":
         prompt = _read_standard_input()
     if not prompt:

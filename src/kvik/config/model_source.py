@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
@@ -13,6 +16,7 @@ BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
 CONFIG = "config.json"
 GGUF = ".gguf"
+FILES = (GGUF, ".safetensors", ".json")  # endings that no hub id has
 MAX_LISTED = 4  # files named in an error
 # Only what kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
@@ -25,6 +29,16 @@ HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 def is_gguf(path: Path) -> bool:
     """Whether a path that `find_model` gave is a GGUF file; else it is a folder."""
     return path.suffix.lower() == GGUF and not path.is_dir()
+
+
+def names_model(word: str) -> bool:
+    """Whether a text by itself names a model rather than being a prompt: it names a file or folder
+    here, or it is one word with a "/", with a "~" before it, or with a model file's ending."""
+    if os.path.exists(os.path.expanduser(word)):
+        return True
+    if len(word.split()) != 1:
+        return False
+    return "/" in word or word.startswith("~") or word.lower().endswith(FILES)
 
 
 def find_model(model: str, *, weights: bool = True) -> Path:
@@ -47,10 +61,6 @@ def find_model(model: str, *, weights: bool = True) -> Path:
             return Path(path).absolute()  # not resolved: a link keeps its name
         what = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
         raise ModelError("model", what)
-    if model.lower().endswith(GGUF):
-        raise ModelError("model", f"there is no file {shown(model)}")
-    if not HUB_ID.fullmatch(model):
-        raise ModelError("model", f"there is no folder {shown(model)}")
     return _download(model, DESCRIPTION + (WEIGHTS if weights else ()))
 
 
@@ -74,35 +84,72 @@ def find_config(model: str) -> Path:
     path = os.path.expanduser(model)
     if os.path.isfile(path):
         return Path(path).absolute()  # not resolved: a link keeps its name
-    if model.endswith(".json"):
-        raise ModelError("model", f"there is no file {shown(model)}")
-    if not model or os.path.isdir(path) or not HUB_ID.fullmatch(model):
+    if not model or os.path.exists(path):
         found = find_model(model, weights=False)
         return found if is_gguf(found) else found / CONFIG
     return _download(model, (CONFIG,)) / CONFIG
 
 
 def _download(hub_id: str, files: tuple[str, ...]) -> Path:
+    if hub_id.lower().endswith(FILES):
+        raise ModelError("model", f"there is no file {shown(hub_id)}")
+    if not HUB_ID.fullmatch(hub_id):
+        raise ModelError("model", f"there is no folder {shown(hub_id)}")
+    owner = os.path.dirname(hub_id)
+    if owner and os.path.isdir(owner):  # a mistyped folder must not become a download
+        what = f"there is no folder {shown(hub_id)}; {owner!r} is a folder, so it is no hub id"
+        raise ModelError("model", what)
+
     # Imported late: it takes a while, and most runs name a folder.
     import huggingface_hub
     from huggingface_hub import errors
 
+    # What a broken connection raises: of the HTTP library below, which differs between versions.
+    http_error: Any = errors.HfHubHTTPError.__bases__[0]
+    take = partial(
+        huggingface_hub.snapshot_download,
+        hub_id,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED),
+    )
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, allow_patterns=list(files), ignore_patterns=list(IGNORED)
-            )
-        )
-    except errors.GatedRepoError:
-        reason = "is gated: accept its terms on the hub and log in"
-    except errors.RepositoryNotFoundError:
-        reason = "is neither a folder here nor a public model on the hub"
+        try:
+            take(local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            print(f"kvik: downloading {hub_id} from the hub", file=sys.stderr)
+        return Path(take())
     except errors.HFValidationError:
         reason = "is neither a folder here nor a valid hub id"
-    except errors.HfHubHTTPError as error:
-        reason = f"is no folder here, and the hub refused it ({error.response.status_code})"
-    except errors.LocalEntryNotFoundError:
-        reason = "is no folder here, and the hub cannot be reached"
-    except OSError as error:
-        reason = f"could not be downloaded ({error.strerror or type(error).__name__})"
+    except (OSError, http_error) as error:
+        reason = _hub_reason(error)
     raise ModelError("model", f"{shown(hub_id)} {reason}")
+
+
+def _hub_reason(error: Exception) -> str:
+    """Why the hub did not give a model, from what `huggingface_hub` raised."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # why the hub was not asked, or what it said
+    if isinstance(error, errors.GatedRepoError):
+        return "is gated: accept its terms on the hub, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "is neither a folder here nor a public model on the hub; a private one needs HF_TOKEN"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return f"needs a token that may read it: set HF_TOKEN (the hub answers {status})"
+        if status == 404:
+            return "is neither a folder here nor a model on the hub"
+        if status == 429:
+            return "cannot be downloaded now: the hub limits requests (429); wait, or set HF_TOKEN"
+        if status >= 500:
+            return f"cannot be downloaded now: the hub failed ({status}); try again"
+        return f"is no folder here, and the hub refused it ({status})"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "is no folder here and not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+    if isinstance(error, OSError) and error.strerror:  # of the disk
+        return f"could not be downloaded ({error.strerror})"
+    return "is no folder here, and the hub cannot be reached: check the network"
