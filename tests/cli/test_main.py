@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from kvik import __version__
 from kvik.cli import main as cli
 from kvik.config.errors import ModelError
+from kvik.config.model_source import BUNDLED
 
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -98,6 +102,102 @@ def test_ctrl_c_is_quiet(
 def test_a_verbs_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     verb(monkeypatch, None, code=1)
     assert cli.main(["generate"]) == 1
+
+
+def test_a_panic_of_a_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
+    for file in BUNDLED.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    facts = json.loads((BUNDLED / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**facts, "normalizer": normalizer}))
+    assert cli.main(["generate", str(tmp_path), "Hello", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvik: error: tokenizer: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/model"), "/model: Permission denied"),
+        (OSError(40, "Too many levels of symbolic links", "/a"), "/a: Too many levels of symbol"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (TimeoutError(), "TimeoutError"),
+        (MemoryError(), "memory: there is too little of it"),
+        (OSError(12, "Cannot allocate memory", "/model"), "memory: there is too little of it"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "memory: there is too"),
+        (ImportError("libtorch_cpu.so: failed to map segment"), "memory: there is too little"),
+    ],
+)
+def test_trouble_of_the_machine_is_one_line(
+    error: Exception,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb(monkeypatch, error)
+    assert cli.main(["info"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvik: error: {line}") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("bug", [RuntimeError("a bug"), ImportError("no module named x")])
+def test_bugs_of_the_same_kinds_are_not_hidden(
+    bug: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb(monkeypatch, bug)
+    with pytest.raises(type(bug)):
+        cli.main(["info"])
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """`kvik` as a user's shell starts it, which may close a stream or set a limit first."""
+    script = command.replace("kvik", f"{shlex.quote(sys.executable)} -m kvik")
+    return subprocess.run(
+        ["/bin/sh", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("command", ["kvik info", "kvik --help", "kvik info --help"])
+def test_a_full_standard_output_is_one_line(command: str) -> None:
+    result = shell(f"{command} >/dev/full")
+    assert result.stderr == "kvik: error: standard output: No space left on device\n"
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "error"),
+    [
+        ("kvik info >&-", 0, ""),
+        ("kvik info --help >&-", 0, ""),
+        ("kvik generate - <&-", 2, "kvik: error: prompt: must not be empty\n"),
+        ("kvik info >/dev/null 2>&-", 0, ""),
+        ("kvik info /no/such/folder 2>&-", 2, ""),
+        ("kvik info /no/such/folder 2>/dev/full", 2, ""),
+        ("ulimit -v 300000; kvik quantize -o q", 2, "kvik: error: memory: there is too little"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="has /dev/full and enforces limits")
+def test_a_closed_stream_and_a_limit_are_no_crash(command: str, code: int, error: str) -> None:
+    result = shell(command)
+    assert result.returncode == code
+    assert result.stderr.startswith(error) and result.stderr.count("\n") == bool(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="enforces limits of the address space")
+def test_a_limit_of_the_address_space_is_planned_with() -> None:
+    result = shell("ulimit -v 2200000; kvik generate --device cpu --max-tokens 1 --verbose A")
+    assert result.returncode == 0, result.stderr
+    assert "ulimit -v" in shell("ulimit -v 1100000; kvik generate --device cpu A").stderr
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

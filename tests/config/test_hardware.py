@@ -107,6 +107,28 @@ def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))[0] == 0
 
 
+def limits(address_space: str) -> dict[str, str]:
+    return {
+        "proc/self/limits": "Limit                     Soft Limit           Hard Limit           "
+        "Units     \nMax data size             4096                 unlimited            bytes\n"
+        f"Max address space         {address_space:21}unlimited            bytes     \n",
+        "proc/self/status": f"Name:\tkvik\nVmPeak:\t9 kB\nVmSize:\t {GIB // 2 // 1024} kB\n",
+    }
+
+
+def test_a_limit_of_the_process_counts_what_is_mapped(tmp_path: Path) -> None:
+    root = lay_out(tmp_path, meminfo(8 * GIB) | limits(str(4 * GIB)))
+    limit, reason = memory_limit(root)
+    assert 2 * GIB <= limit <= 4 * GIB - GIB // 2
+    assert reason == "limit of address space (ulimit -v)"
+
+
+@pytest.mark.parametrize("text", ["unlimited", str(64 * GIB), ""])
+def test_a_process_without_a_tight_limit(tmp_path: Path, text: str) -> None:
+    root = lay_out(tmp_path, meminfo(8 * GIB) | limits(text))
+    assert memory_limit(root) == (8 * GIB, "RAM available")
+
+
 @pytest.mark.parametrize("text", ["", "garbage\n", "::\n", "0::\n", "x:memory\n", "0::/../..\n"])
 def test_a_strange_cgroup_file_is_no_limit(tmp_path: Path, text: str) -> None:
     root = lay_out(tmp_path, meminfo(GIB) | {"proc/self/cgroup": text})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from kvik.cli.bench_output import add_model, add_output_flags, check_output, write_out
 from kvik.cli.flags import Parser
+from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 
@@ -132,4 +132,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     with suppress(OSError):  # the terminal may be gone; the files are to be written all the same
-        print(line, file=sys.stderr, flush=True)
+        say(line, error=True, flush=True)

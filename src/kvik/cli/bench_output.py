@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write, write_whole
 
@@ -81,7 +81,7 @@ def _write_files(result: Result, arguments: argparse.Namespace) -> None:
         from kvik.bench.report.plots import write_plots
 
         for path in write_plots(result, Path(arguments.plot)):
-            print(f"wrote {path}", file=sys.stderr)
+            say(f"wrote {path}", error=True)
     if arguments.html:
         from kvik.bench.report.html import as_html
 
@@ -92,9 +92,9 @@ def _print(result: Result, arguments: argparse.Namespace) -> None:
     from kvik.bench.report.table import as_markdown, print_tables
 
     if arguments.json == "-":
-        print(result.to_json())
+        say(result.to_json())
     elif arguments.markdown:
-        print(as_markdown(result))
+        say(as_markdown(result))
     else:
         print_tables(result)
 
@@ -104,4 +104,4 @@ def _write(path: Path, text: str, name: str) -> None:
         write_whole(path, text.encode())
     except OSError as error:
         raise ConfigError(name, f"cannot be written ({error.strerror})") from None
-    print(f"wrote {path}", file=sys.stderr)
+    say(f"wrote {path}", error=True)

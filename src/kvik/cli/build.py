@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.terminal import say
 from kvik.config.engine_files import verify
 from kvik.config.engine_manifest import Manifest, is_engine_folder
 from kvik.config.errors import ConfigError
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not is_engine_folder(arguments.verify):
             raise ConfigError("verify", f"{str(arguments.verify)!r} is no engine folder")
         size = verify(arguments.verify)
-        print(f"{arguments.verify}: {show_bytes(size)}, all as they were built")
+        say(f"{arguments.verify}: {show_bytes(size)}, all as they were built")
         return 0
 
     from kvik.build import build_engine
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(arguments, arguments.model))
     with _progress() as progress:
         folder, manifest = build_engine(config, arguments.output, progress)
-    print(_summary(folder, manifest, time.monotonic() - started))
+    say(_summary(folder, manifest, time.monotonic() - started))
     return 0
 
 

@@ -4,12 +4,12 @@ the engine has to choose by."""
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from kvik.cli.calibrate_gpu import calibrate_gpu, usable_gpus
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect
@@ -80,18 +80,18 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
     with share_bar(redraws=False) as progress:
         found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
-    print(as_text(found), flush=True)
+    say(as_text(found), flush=True)
     for remark in remarks:
-        print(f"kvik: warning: {remark}", file=sys.stderr)
+        say(f"kvik: warning: {remark}", error=True)
     if found.disturbed and not arguments.force:
         # Every later prediction would be wrong, and a good one from before would be lost.
-        print("kvik: error: not saved, as it was disturbed; --force saves it", file=sys.stderr)
+        say("kvik: error: not saved, as it was disturbed; --force saves it", error=True)
         return DISTURBED
     save(found, path)
-    print(f"\nsaved in {path}")
+    say(f"\nsaved in {path}")
     if threads != hardware.cores:
         usual = f"kvik plans with {hardware.cores} threads and will not take this for {threads}"
-        print(f"kvik: warning: {usual}", file=sys.stderr)
+        say(f"kvik: warning: {usual}", error=True)
     return 0
 
 

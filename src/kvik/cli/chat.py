@@ -19,6 +19,7 @@ from kvik.cli.flags import (
     given_sampling_options,
 )
 from kvik.cli.remote_server import RemoteServer, add_key_flag
+from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError, KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
 
@@ -102,7 +103,7 @@ def _converse(chat: Chat) -> None:
     if interactive:
         import readline  # noqa: F401  line editing and history for input()
 
-        print("/help lists the commands")
+        say("/help lists the commands")
     while chat.open:
         try:
             chat.take(input("> " if interactive else ""))
@@ -111,7 +112,7 @@ def _converse(chat: Chat) -> None:
         except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
             if not interactive:
                 raise
-            print("\n/exit or Ctrl-D leaves")
+            say("\n/exit or Ctrl-D leaves")
 
 
 class Chat:
@@ -146,7 +147,7 @@ class Chat:
             else:
                 self._answer(line)
         except KvikError as error:
-            print(f"kvik: error: {error}", file=sys.stderr)
+            say(f"kvik: error: {error}", error=True)
 
     def _answer(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -155,21 +156,21 @@ class Chat:
             try:
                 for piece in answer:
                     said.append(piece)
-                    print(piece, end="", flush=True)
+                    say(piece, end="", flush=True)
             except KeyboardInterrupt:  # arrives between steps: an engine here is in order
                 pass
             except KvikError:
                 if said:
-                    print(flush=True)
+                    say(flush=True)
                 self.last = answer.facts
                 raise
-        print(flush=True)
+        say(flush=True)
         self.last = answer.facts
         # What was stopped is kept too: the user has read it and may refer to it.
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         note = "stopped" if self.last is None else self.last.note
         if note:
-            print(f"[{note}]", file=sys.stderr)
+            say(f"[{note}]", error=True)
 
     def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         if not self.system:
@@ -177,17 +178,17 @@ class Chat:
         return [{"role": "system", "content": self.system}, *messages]
 
     def _help(self, rest: str) -> None:
-        print(HELP)
+        say(HELP)
 
     def _set_system(self, text: str) -> None:
         if text:
             self.system = "" if text == "-" else text
-        print(f"system message: {self.system or '(none)'}")
+        say(f"system message: {self.system or '(none)'}")
 
     def _reset(self, rest: str) -> None:
         self.messages.clear()
         self.last = None
-        print("the conversation is forgotten")
+        say("the conversation is forgotten")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -199,12 +200,12 @@ class Chat:
             raise ParamError("file", f"cannot be written ({error.strerror})") from None
         except ValueError as error:  # a name with a null character
             raise ParamError("file", f"cannot be written ({error})") from None
-        print(f"saved {len(self.messages)} messages to {name}")
+        say(f"saved {len(self.messages)} messages to {name}")
 
     def _stats(self, rest: str) -> None:
         if self.last is not None:
-            print(f"last answer: {self.last.figures}")
-        print(self.backend.stats())
+            say(f"last answer: {self.last.figures}")
+        say(self.backend.stats())
 
     def _exit(self, rest: str) -> None:
         self.open = False

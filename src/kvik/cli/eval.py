@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     if arguments.json:
-        print(json.dumps(_as_json(quality, arguments)))
+        say(json.dumps(_as_json(quality, arguments)))
     else:
-        print(_as_text(quality, arguments))
+        say(_as_text(quality, arguments))
     return 0
 
 

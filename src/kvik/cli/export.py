@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import Parser
+from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.model_source import GGUF, find_model
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _progress(export.size) as advance:
         export.write(path, advance)
     bits = 8 * export.size / export.weights
-    print(f"{path}: {show_bytes(path.stat().st_size)}, {bits:.2f} bits a weight")
+    say(f"{path}: {show_bytes(path.stat().st_size)}, {bits:.2f} bits a weight")
     return 0
 
 

@@ -15,6 +15,7 @@ from kvik.cli.flags import (
     given_sampling_options,
 )
 from kvik.cli.report import as_json, stats_line
+from kvik.cli.terminal import say
 from kvik.config.errors import ParamError
 from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
@@ -62,16 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     with LLM(**engine_options(arguments, model)) as llm:
         if arguments.verbose:
             for decision in llm.resolved.decisions:
-                print(f"{decision.name} = {decision.value}: {decision.reason}", file=sys.stderr)
+                say(f"{decision.name} = {decision.value}: {decision.reason}", error=True)
         params = llm.default_params.with_changes(**given)
         if arguments.json:
             (output,) = llm.generate([prompt], params)
-            print(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))
+            say(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))
         else:
             if arguments.echo:
-                print(prompt, end="", flush=True)
+                say(prompt, end="", flush=True)
             output = _stream(llm, prompt, params) if params.n == 1 else _all(llm, prompt, params)
-            print(stats_line(output), file=sys.stderr)
+            say(stats_line(output), error=True)
     return _exit_code(output)
 
 
@@ -80,10 +81,10 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     with llm.stream(prompt, params) as stream:
         for delta in stream:
             if delta.text:
-                print(delta.text, end="", flush=True)
+                say(delta.text, end="", flush=True)
                 last = delta.text
     if not last.endswith("\n"):
-        print(flush=True)
+        say(flush=True)
     assert stream.output is not None
     return stream.output
 
@@ -92,14 +93,14 @@ def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     """Siblings finish together: they are printed one after another."""
     (output,) = llm.generate([prompt], params)
     for completion in output.completions:
-        print(f"[{completion.index}]{completion.text}", flush=True)
+        say(f"[{completion.index}]{completion.text}", flush=True)
     return output
 
 
 def _exit_code(output: RequestOutput) -> int:
     errors = [c.error or "failed" for c in output.completions if c.finish_reason == "error"]
     for error in errors:
-        print(f"kvik: error: request: {error}", file=sys.stderr)
+        say(f"kvik: error: request: {error}", error=True)
     return 1 if errors else 0
 
 

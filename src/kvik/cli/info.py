@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
 from kvik.config.gpus import find_gpus
@@ -44,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     except CapacityError as error:
         refusal = str(error)
     if arguments.json:
-        print(json.dumps(_as_json(str(path), spec, resolved, refusal)))
+        say(json.dumps(_as_json(str(path), spec, resolved, refusal)))
     else:
-        print(_as_text(str(path), spec, resolved, refusal))
+        say(_as_text(str(path), spec, resolved, refusal))
     return 0
 
 

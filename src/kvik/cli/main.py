@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 
 from kvik import __version__
+from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
 from kvik.config.errors import KvikError
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does
@@ -45,31 +47,64 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for what the caller can fix, 1 for a failure."""
+    open_missing_streams()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         # A terminal that lacks a letter shows "?"; bytes that are no text come in as U+FFFD.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        try:
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # argparse after --help
+            flush_output()
+            raise
+        flush_output()
         return code
-    except KvikError as error:
-        print(f"kvik: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader is gone; keep the interpreter from flushing to it once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except BaseException as error:
+        trouble = _trouble(error)
+        if trouble is None:  # a bug, or SystemExit
+            raise
+        with suppress(OSError):
+            say(f"kvik: error: {trouble}", error=True)
+        return USAGE_ERROR
+    finally:
+        abandon_broken_streams()
+
+
+def _trouble(error: BaseException) -> str | None:
+    """What the user can do something about, in one line; None: the error is a bug."""
+    if isinstance(error, KvikError):
+        return str(error)
+    if _is_lack_of_memory(error):
+        return "memory: there is too little of it; free some, or raise a limit (ulimit -v)"
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        return f"{error.filename}: {reason}" if error.filename is not None else reason
+    if type(error).__name__ == "PanicException":  # of a library in Rust; no Exception, for what
+        (reason, *_) = str(error).splitlines() or [""]  # panics has broken a promise of its own
+        return f"tokenizer: failed inside its library; tokenizer.json is probably wrong ({reason})"
+    return None
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's allocator, threads and the loader of shared libraries have no exception for it.
+    signs = ("can't allocate memory", "can't start new thread", "failed to map segment")
+    other = isinstance(error, RuntimeError | ImportError)
+    return isinstance(error, MemoryError) or (other and any(sign in str(error) for sign in signs))
 
 
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_help())
+        say(_help())
         return 0 if argv else USAGE_ERROR
     if argv[0] in ("-V", "--version"):
-        print(f"kvik {__version__}")
+        say(f"kvik {__version__}")
         return 0
     verb, rest = _verb(argv)
     module = import_module(VERBS[verb][0])

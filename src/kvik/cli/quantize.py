@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvik.cli.before_after import BUILTIN, BeforeAfter
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
 from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.model_source import find_model
@@ -178,11 +178,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         report = measurements.measure(report, arguments.output)
     except KeyboardInterrupt:
-        print("kvik: stopped; the same command goes on where it was", file=sys.stderr)
+        say("kvik: stopped; the same command goes on where it was", error=True)
         raise
     path = output.report(report.as_json())
-    print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
-    print(f"\nsaved in {arguments.output}, with this report in {path.name}", file=sys.stderr)
+    say(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
+    say(f"\nsaved in {arguments.output}, with this report in {path.name}", error=True)
     return 0
 
 

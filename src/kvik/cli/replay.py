@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import say
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ModelError
 from kvik.config.model_source import find_model
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         reader = RecordReader(file, path.name)
         header = reader.header
         if header.version != version():
-            print(f"recorded by kvik {header.version}; this is {version()}")
+            say(f"recorded by kvik {header.version}; this is {version()}")
         config = _at(header.config, arguments.model)
         size = path.stat().st_size
         with share_bar() as tell:
@@ -52,18 +53,18 @@ def run(arguments: argparse.Namespace) -> int:
             )
     compared = f"{played.steps} steps, {played.requests} requests, {played.tokens} tokens"
     if played.difference is not None:
-        print(f"different after {compared}:\n{played.difference}")
+        say(f"different after {compared}:\n{played.difference}")
         return DIFFERENT
-    print(f"equal: {compared}")
+    say(f"equal: {compared}")
     if played.failed_steps:
-        print(f"{played.failed_steps} steps had failed, and were not compared")
+        say(f"{played.failed_steps} steps had failed, and were not compared")
     if played.stopped is None:
         cut = f", {reader.cut} bytes into an event" if reader.cut else ""
-        print(f"the recording breaks off there{cut}: the engine did not end in order")
+        say(f"the recording breaks off there{cut}: the engine did not end in order")
         if played.unfinished:
-            print(f"steps that were being computed then, and were again: {played.unfinished}")
+            say(f"steps that were being computed then, and were again: {played.unfinished}")
     else:
-        print(f"the recording ends there: {played.stopped}")
+        say(f"the recording ends there: {played.stopped}")
     return EQUAL
 
 

@@ -18,6 +18,7 @@ from kvik.cli.flags import (
     number,
     server_options,
 )
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.config.option_file import read_option_file
@@ -174,4 +175,4 @@ def _url(host: str, listening: socket.socket) -> str:
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    say(line, flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
 from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.config.errors import ConfigError
@@ -131,10 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
         trained = train_heads(config, windows, recipe, arguments.output, progress)
     if not trained.finished:
         again = "the same command goes on"
-        print(f"interrupted: the heads are as far as they came; {again}", file=sys.stderr)
+        say(f"interrupted: the heads are as far as they came; {again}", error=True)
     report = _report(trained)
-    print(json.dumps(report) if arguments.json else _as_text(report))
-    print(f"\nsaved in {arguments.output}", file=sys.stderr)
+    say(json.dumps(report) if arguments.json else _as_text(report))
+    say(f"\nsaved in {arguments.output}", error=True)
     return 0
 
 

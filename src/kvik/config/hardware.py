@@ -38,6 +38,7 @@ NATIVE_ISAS: Mapping[str, frozenset[str]] = {
 
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 FALLBACK_MEMORY = 4 << 30  # of a system that tells nothing
+RESERVED_SPACE = 1 << 30  # that torch's libraries and threads reserve; 0.9 GiB were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +141,10 @@ def usable_cores(root: Path, allowed: frozenset[int]) -> int:
 
 
 def memory_limit(root: Path) -> tuple[int, str]:
-    """Bytes this process may still take, and what says so: free RAM or a cgroup's limit."""
-    limit, reason = _available_ram(root)
-    for name, left in _cgroup_memory_left(root):
-        if left < limit:
-            limit, reason = left, f"limit of cgroup {name}"
+    """Bytes this process may still take, and what says so: free RAM, a cgroup's limit, or that of
+    the process itself."""
+    limits = [_available_ram(root), *_cgroup_memory_left(root), *_address_space_left(root)]
+    limit, reason = min(limits, key=lambda found: found[0])
     return max(0, limit), reason
 
 
@@ -159,8 +159,19 @@ def _available_ram(root: Path) -> tuple[int, str]:
     return total * 3 // 4, "three quarters of RAM"
 
 
-def _cgroup_memory_left(root: Path) -> Iterator[tuple[str, int]]:
-    """(name, limit - usage that cannot be dropped) of each memory cgroup above this process."""
+def _address_space_left(root: Path) -> Iterator[tuple[int, str]]:
+    """What `ulimit -v` (RLIMIT_AS) leaves. It counts what is reserved and never used as well, such
+    as mapped libraries and the stacks of threads, which no plan of memory knows."""
+    for line in _read(root / "proc/self/limits").splitlines():
+        soft = line.removeprefix("Max address space").split()[:1]
+        if line.startswith("Max address space") and soft and soft[0].isdigit():
+            used = _field(_read(root / "proc/self/status"), "VmSize").removesuffix("kB").strip()
+            used_bytes = int(used or 0) * 1024
+            yield int(soft[0]) - used_bytes - RESERVED_SPACE, "limit of address space (ulimit -v)"
+
+
+def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
+    """(limit - usage that cannot be dropped, reason) of each memory cgroup above this process."""
     files = {
         2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
         1: (
@@ -177,7 +188,7 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[str, int]]:
             continue
         stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if line)
         cache = sum(int(stat.get(key, 0)) for key in droppable)
-        yield name, int(limit) - max(0, int(usage) - cache)
+        yield int(limit) - max(0, int(usage) - cache), f"limit of cgroup {name}"
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
