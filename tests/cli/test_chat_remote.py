@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers.fake_server import DONE, FakeServer, Received, Reply, delta, event, models, usage
+from helpers.on_terminal import OnTerminal
 from helpers.story_site import Site, story_site
 
 from kvik.cli.chat import Chat
@@ -180,7 +181,7 @@ def failure(message: object) -> bytes:
     [
         (Reply([failure("too\nlong")], 400, "application/json"), "HTTP 400: too long"),
         (Reply([b'{"error": "no"}'], 503, "application/json"), "HTTP 503: no"),
-        (Reply([failure("\x1b[2Jred")], 429, "application/json"), "HTTP 429: ?[2Jred"),
+        (Reply([failure("too\nmany")], 429, "application/json"), "HTTP 429: too many"),
         (Reply([b"<p>busy</p>"], 502, "text/html"), "HTTP 502: <p>busy</p>"),
         (Reply([], 500), "HTTP 500: no reason given"),
         (Reply([b"{}"], 200, "application/json"), "its answer is no stream, but application/json"),
@@ -297,3 +298,44 @@ def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None
     errors = capsys.readouterr().err
     assert errors.startswith(f"kvik: error: {line}")
     assert errors.count("\n") == 1
+
+
+CONTROLS = ["\x1b]0;ti", "tle\x07", "\x9b2J", "\x7f", "a\rb", "\tc\nd\r\n"]
+
+
+def steering() -> FakeServer:
+    return answering(Reply([*map(delta, CONTROLS), delta(".", "stop"), END]))
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    with steering() as server, OnTerminal("chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("Hi\r")
+        terminal.wait_for("Hi\r\n")
+        answer = terminal.wait_for("> ")
+    assert r"\x1b]0;title\x07\x9b2J\x7fa\x0db" in answer
+    assert "\tc\r\nd\r\n.\r\n" in answer  # a terminal writes \r\n for \n
+    assert not any(control in answer for control in ("\x1b]", "\x07", "\x9b", "\x7f"))
+
+
+def test_an_error_of_a_server_cannot_steer_the_terminal() -> None:
+    reply = Reply([failure("\x1b[2Jred")], 401, "application/json")
+    with FakeServer(lambda _: reply) as server, OnTerminal("chat", "--url", server.url) as terminal:
+        code, written = terminal.finish()
+    assert code == 2 and r"\x1b[2Jred" in written and "\x1b[2J" not in written
+
+
+def test_a_pipe_gets_an_answer_as_it_is(say: Callable[..., int], capsys: Any) -> None:
+    with steering() as server:
+        assert say("Hi\n", "--url", server.url) == 0
+    assert capsys.readouterr().out == "".join(CONTROLS) + ".\n"
+
+
+def test_a_pasted_text_is_one_message() -> None:
+    with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        # As a terminal sends a paste that it was asked to mark; Enter is not part of it.
+        terminal.type("\x1b[200~/* one */\rtwo\r\rthree\x1b[201~ four\r")
+        terminal.wait_for("Hello")
+        asked = [request.body["messages"] for request in server.requests if request.raw]
+    assert asked == [[{"role": "user", "content": "/* one */\ntwo\n\nthree four"}]]

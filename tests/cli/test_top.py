@@ -140,7 +140,7 @@ def test_something_else_is_there(capsys: pytest.CaptureFixture[str]) -> None:
             {"error": {"message": "host", "code": None}},
             "url: the server answers with status 4",
         ),
-        (503, {"error": {"message": "a\x1bb"}}, "url: the server answers with status 503 a?b"),
+        (503, {"error": {"message": "a\x1bb"}}, "url: the server answers with status 503 a\\x1bb"),
         (307, None, "url: the server answers with status 307"),
     ],
 )

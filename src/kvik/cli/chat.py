@@ -101,8 +101,10 @@ def _converse(chat: Chat) -> None:
     """Until the user leaves."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401  line editing and history for input()
+        import readline  # line editing and history for input()
 
+        # Python turns this off: a paste of several lines would be as many messages.
+        readline.parse_and_bind("set enable-bracketed-paste on")
         say("/help lists the commands")
     while chat.open:
         try:
@@ -139,11 +141,11 @@ class Chat:
         if not line:
             return
         try:
-            if line.startswith("/"):
-                name, _, rest = line.partition(" ")
-                if name not in self._commands:
-                    raise ParamError("command", f"{name[:60]!r} is unknown; /help lists them")
-                self._commands[name](rest.strip())
+            name, *rest = line.split(maxsplit=1)
+            if name in self._commands:
+                self._commands[name]("".join(rest))
+            elif name.startswith("/") and "\n" not in line:  # a pasted text may begin with "/"
+                raise ParamError("command", f"{name[:60]!r} is unknown; /help lists them")
             else:
                 self._answer(line)
         except KvikError as error:

@@ -209,9 +209,7 @@ def _message(body: bytes) -> str:
         said = error["message"] if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
-    line = " ".join(str(said).split())[:MAX_MESSAGE]
-    # Others' text must not steer the terminal.
-    return "".join(c if c.isprintable() else "?" for c in line) or "no reason given"
+    return " ".join(str(said).split())[:MAX_MESSAGE] or "no reason given"
 
 
 def _reason(error: Exception) -> str:

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvik.cli.terminal import visible
+
 Frame = dict[str, Any]  # JSON of `EngineFacts`; functions that take `live` want its part of it
 
 MAX_ROWS, MAX_SHOWN_WAITING = 40, 8  # requests
@@ -152,4 +154,4 @@ def duration(seconds: float) -> str:
 
 def plain(text: object) -> str:
     """In one line of a bounded length, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:200])
+    return visible(" ".join(str(text)[:200].split()))
