@@ -42,6 +42,22 @@ def test_every_byte_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert error.startswith(f"kvik: error: {WEIGHTS}: was altered since it was built. Build it ")
 
 
+def test_an_output_that_exists_is_replaced_by_force_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, name in ((["build", *THREADS], "engine"), (["export"], "m.gguf")):
+        output = tmp_path / name
+        words = [*command, "-o", str(output)]
+        assert main(words) == 0
+        before = output.stat().st_ino
+        capsys.readouterr()
+        assert main(words) == 2
+        error = f"kvik: error: output: {str(output)!r} exists; --force replaces it\n"
+        assert capsys.readouterr().err == error and output.stat().st_ino == before
+        assert main([*words, "--force"]) == 0
+        assert output.stat().st_ino != before
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -48,6 +48,16 @@ def test_without_arguments_help_and_an_error_code(capsys: pytest.CaptureFixture[
     assert "usage: kvik" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), (["help"], 0), ([], 2)])
+def test_help_on_a_group_of_verbs_names_each(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words]) == code
+    out = capsys.readouterr().out
+    assert out.startswith("usage: kvik bench COMMAND [options]\n")
+    assert all((f"  {verb} " in out) == verb.startswith("bench ") for verb in cli.VERBS)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvik {__version__}\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.flags import Parser, add_engine_flags, add_force_flag, check_new, engine_options
 from kvik.cli.terminal import say
 from kvik.config.engine_files import verify
 from kvik.config.engine_manifest import Manifest, is_engine_folder
@@ -37,8 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="ENGINE",
-        help="the folder; an engine folder that is there is replaced",
+        help="the folder, which must be new or empty",
     )
+    add_force_flag(parser)
     parser.add_argument(
         "--verify",
         type=Path,
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         size = verify(arguments.verify)
         say(f"{arguments.verify}: {show_bytes(size)}, all as they were built")
         return 0
+
+    check_new(arguments, is_engine_folder(arguments.output))
 
     from kvik.build import build_engine
     from kvik.config.config import EngineConfig

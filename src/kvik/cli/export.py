@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvik.cli.flags import Parser
+from kvik.cli.flags import Parser, add_force_flag, check_new
 from kvik.cli.terminal import say
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the matrices: f32, bf16, f16, q8_0 or q4_0; with q4_0 the embedding and the head "
         f"are q8_0 ({DEFAULT_TYPE})",
     )
+    add_force_flag(parser)
     return parser
 
 
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("output", f"must end in {GGUF}, not {path.name[:60]!r}")
     if not path.parent.is_dir() or not can_write(path):
         raise ConfigError("output", f"cannot be written: {str(path)[:200]!r}")
+    check_new(arguments, path.is_file())
     if arguments.type not in TYPES:
         raise ConfigError("type", f"must be one of {', '.join(TYPES)}, not {arguments.type[:60]!r}")
     export = plan_export(find_model(arguments.model), TYPES[arguments.type])

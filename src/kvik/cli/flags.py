@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
 from kvik.config.env import environment_options, server_environment
-from kvik.config.errors import KvikError
+from kvik.config.errors import ConfigError, KvikError
 from kvik.config.options import Option, options_of
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
@@ -83,6 +83,20 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, not {text[:60]!r}") from None
+
+
+def add_force_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --force, without which `check_new` refuses an output that exists."""
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+
+
+def check_new(arguments: argparse.Namespace, exists: bool) -> None:
+    """
+    Raises:
+        ConfigError: the output `exists`, and --force was not given.
+    """
+    if exists and not arguments.force:
+        raise ConfigError("output", f"{str(arguments.output)!r} exists; --force replaces it")
 
 
 def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -106,6 +106,10 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         say(f"kvik {__version__}")
         return 0
+    group = {verb: what for verb, what in VERBS.items() if verb.startswith(f"{argv[0]} ")}
+    if group and (len(argv) == 1 or argv[1] in ("-h", "--help", "help")):
+        say(_help(group, argv[0]))
+        return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv)
     module = import_module(VERBS[verb][0])
     code: int = module.run(module.build_parser().parse_intermixed_args(rest))
@@ -123,13 +127,15 @@ def _verb(argv: list[str]) -> tuple[str, list[str]]:
     raise KvikError("command", f"must be one of {', '.join(group or VERBS)}, not {wrong[:60]!r}")
 
 
-def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in VERBS.items())
+def _help(verbs: Mapping[str, tuple[str, str]] = VERBS, group: str = "") -> str:
+    """`group`: the first word that the verbs have in common, if they do."""
+    width = max(map(len, verbs))
+    listed = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in verbs.items())
+    command = f"kvik {group} COMMAND" if group else "kvik COMMAND"
     return (
-        "usage: kvik COMMAND [options]\n\n"
-        f"{verbs}\n\n"
-        "kvik COMMAND --help lists the options of a command. Without a model, a small story\n"
+        f"usage: {command} [options]\n\n"
+        f"{listed}\n\n"
+        f"{command} --help lists the options of a command. Without a model, a small story\n"
         "writer that ships with kvik is used. In the environment, KVIK_MAX_MODEL_LEN=4096 is\n"
         "--max-model-len 4096, and so on."
     )
