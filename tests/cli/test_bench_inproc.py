@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.calibrations import calibration
+from msgspec.structs import replace
 
 from kvik.cli.main import main
+from kvik.config.hardware import detect
+from kvik.planner.calibration import ReadRate, calibration_path, save, this_machine
 
 ENGINE = ("--device", "cpu", "--threads", "1", "--max-model-len", "128", "--max-num-seqs", "8")
 ONE_MORE = ("--repeats", "2", "--warmup", "0")
@@ -46,6 +50,24 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert rate <= batch * 6 / (e2e / 1e3) * 1.001  # the wall is no shorter than the mean
         assert len(row["series"]["ITL, ms"]) == 2 * batch * 5
     assert "Medians of 2 rounds" in capsys.readouterr().out
+
+
+def test_figures_beyond_the_machine_are_not_believed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No advice follows from them."""
+    slow = (ReadRate(8 << 20, 1e6), ReadRate(512 << 20, 1e6))
+    machine = this_machine(detect(), 1, "")
+    save(replace(calibration(), machine=machine, reads=slow), calibration_path())
+    sizes = ("--batch", "1", "--prompt-tokens", "16", "--output-tokens", "6")
+    file = tmp_path / "out.json"
+    assert main(["bench", "latency", *sizes, *ONE_MORE, *ENGINE, "--json", str(file)]) == 0
+    assert ", impossible" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    impossible = {f["name"] for f in found["rows"][0]["figures"] if f["impossible"]}
+    assert "of bandwidth" in impossible
+    (remark,) = (r for r in found["remarks"] if r.startswith("batch 1"))
+    assert "do not believe" in remark and "would help" not in remark
 
 
 def test_throughput(tmp_path: Path) -> None:

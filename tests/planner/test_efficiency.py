@@ -107,6 +107,8 @@ FEW, LONG, PROMPTS = decoding(100, 2, 500), decoding(100, 64, 8000), prefilling(
         (MANY, LoopTime(executor=1.1 * floor_of(MANY)), "KV bandwidth", "the KV cache; 0.91"),
         (PROMPTS, LoopTime(executor=1.3 * floor_of(PROMPTS)), "compute", "is arithmetic; 0.77"),
         (FEW, LoopTime(floor_of(FEW), 2 * floor_of(FEW)), "host", "67% of the time with work"),
+        (FEW, LoopTime(executor=0.1 * floor_of(FEW)), "ceiling", "% of the 2e+03 GB/s that this"),
+        (PROMPTS, LoopTime(executor=0.5 * floor_of(PROMPTS)), "ceiling", "200% of the 500 TFLOP/s"),
         (FEW, LoopTime(executor=4 * floor_of(FEW)), "overhead", "75% of the time with work"),
         (FEW, LoopTime(floor_of(FEW), 0.0, 3 * floor_of(FEW)), "load", "idle for 75%"),
         (Work(), LoopTime(idle=3.0), "load", "no step"),

@@ -18,6 +18,7 @@ from kvik.planner.formats import arithmetic
 from kvik.planner.shape import ModelShape
 
 MOSTLY = 0.5  # of the time, or of the steps
+POSSIBLE = 1.2  # of a ceiling that may seem to be reached: no ceiling is known more exactly
 
 # What each bottleneck means, and what helps against it.
 WHAT_HELPS: Mapping[str, str] = {
@@ -29,6 +30,8 @@ WHAT_HELPS: Mapping[str, str] = {
     "KV bandwidth": "a smaller KV format or shorter contexts would help",
     "compute": "only a faster machine, a smaller model or a prefix cache would help",
     "executor": "the machine's limits are not known, so nothing finer can be said",
+    "ceiling": "do not believe these figures: measure again while no other program runs, on a CPU "
+    "after `kvik calibrate`",
 }
 
 
@@ -89,6 +92,11 @@ class Efficiency:
     def compute_share(self) -> float | None:
         """Achieved / ceiling."""
         return self.flop_rate / self.ceiling.compute if self.ceiling else None
+
+    @property
+    def possible(self) -> bool:
+        """Whether no ceiling was exceeded; if one was, nothing can be concluded."""
+        return self.bottleneck != "ceiling"
 
     def as_json(self) -> dict[str, object]:
         ceiling = self.ceiling
@@ -269,6 +277,9 @@ def _bottleneck(
             return "host", host
         share = _ratio(time.executor, time.busy)
         return "executor", f"{share:.0%} of the time with work passed in the steps"
+    impossible = _impossible(kinds, time, ceiling)
+    if impossible:
+        return "ceiling", impossible
     needs = _needs(kinds, ceiling)
     floor = sum(needs.values())
     taken = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
@@ -293,6 +304,20 @@ def _bottleneck(
     what = "weights" if most == "weights bandwidth" else "the KV cache"
     reached = f"{rate / ceiling.bandwidth:.2f} of {ceiling.bandwidth / 1e9:,.3g} GB/s reached"
     return most, f"{least} goes to reading {what}; {reached}"
+
+
+def _impossible(kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling) -> str:
+    """Which ceiling was exceeded, in words; "" if none was."""
+    read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
+    done = sum(kind.flops for kind in kinds)
+    for work, most, what in (
+        (read, ceiling.bandwidth, f"{ceiling.bandwidth / 1e9:,.3g} GB/s"),
+        (done, ceiling.compute, f"{ceiling.compute / 1e12:,.3g} TFLOP/s"),
+    ):
+        share = _ratio(work, time.busy * most)
+        if share > POSSIBLE:
+            return f"{share:.0%} of the {what} that this machine can do, which is impossible"
+    return ""
 
 
 def _queue(work: Work, steps: int) -> str:

@@ -66,7 +66,7 @@ def test_what_a_run_achieved(calibrated: None, engine: Engine) -> None:
     rate = ceilings.device.read_rate(weights)
     assert found["of bandwidth"] == pytest.approx(100 * found["memory read"] * 1e9 / rate, rel=0.05)
     assert found["least time"] > 0
-    assert ceilings.remark("This", run).startswith("This is limited by ")
+    assert ceilings.remark("This", [run]).startswith("This is limited by ")
 
 
 def test_a_machine_that_was_not_measured(uncalibrated: Path, engine: Engine) -> None:
@@ -75,7 +75,7 @@ def test_a_machine_that_was_not_measured(uncalibrated: Path, engine: Engine) -> 
     assert ceilings.decode(1, 8) == ceilings.steady(1, Traffic(8, 8)) == ()
     run = run_jobs(engine, [Job([20, 21], 2)])
     assert by_name(ceilings.achieved([run])).keys() == {"memory read", "arithmetic"}
-    assert "is limited by" in ceilings.remark("This", run)
+    assert "is limited by" in ceilings.remark("This", [run])
 
 
 def test_the_format_of_the_cache_counts(calibrated: None) -> None:

@@ -28,6 +28,13 @@ def test_three_digits_and_the_spread(values: tuple[float, ...], unit: str, text:
     assert show_figure(Figure("x", unit, values)) == text
 
 
+def test_what_is_impossible_is_called_so() -> None:
+    assert show_figure(Figure("share", "%", (90.0, 955.0, 970.0), most=120.0)) == (
+        "955 (90 to 970), impossible"
+    )
+    assert show_figure(Figure("share", "%", (90.0, 95.0, 970.0), most=120.0)) == "95 (90 to 970)"
+
+
 def test_what_there_is_more_of_goes_down() -> None:
     result = sample_result()
     table = grid(result)  # 3 figures and a fact, 3 rows

@@ -95,7 +95,7 @@ def measure_batching(
             run = run_jobs(engine, _timed(jobs, rate, f"{load.seed}/{number}/arrivals"))
             if number >= 0:
                 runs[batching].append(run)
-    remarks = [ceilings.remark(b.name.capitalize(), found[-1]) for b, found in runs.items()]
+    remarks = [ceilings.remark(b.name.capitalize(), found) for b, found in runs.items()]
     scheduler = engine.resolved.scheduler
     return Result(
         "batching",

@@ -10,7 +10,7 @@ from kvik.bench.inprocess.inproc import Run
 from kvik.bench.report.result import Figure
 from kvik.config.config import ResolvedConfig
 from kvik.planner.devices import Device
-from kvik.planner.efficiency import WHAT_HELPS, Efficiency
+from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency
 from kvik.planner.roofline import Step, decode, step_time
 from kvik.planner.running import RunningModel
 from kvik.planner.serving import Serving, Traffic, predict
@@ -45,12 +45,12 @@ class Ceilings:
             return ()
         return (f"No ceilings to compare with. This machine's calibration: {self.device.unknown}",)
 
-    def remark(self, label: str, run: Run) -> str:
-        """The bottleneck in words."""
-        found = self._efficiency(run)
-        return f"{label} is limited by {found.bottleneck}: {found.reason}; " + (
-            f"{WHAT_HELPS[found.bottleneck]}."
-        )
+    def remark(self, label: str, runs: Sequence[Run]) -> str:
+        """The bottleneck in words, of the run that took the median time."""
+        typical = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+        found = self._efficiency(typical)
+        limit = f" is limited by {found.bottleneck}" if found.possible else ""
+        return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
 
     def achieved(self, runs: Sequence[Run]) -> tuple[Figure, ...]:
         """Bytes read and operations done a second, and their shares of what is possible."""
@@ -62,15 +62,22 @@ class Ceilings:
             better: Literal["more", "less"],
             definition: str,
             of: Callable[[Efficiency], float | None],
+            most: float | None = None,
         ) -> tuple[Figure, ...]:
-            values = [value for one in found if (value := of(one)) is not None]
-            return (Figure(name, unit, tuple(values), better, definition),) if values else ()
+            values = tuple(value for one in found if (value := of(one)) is not None)
+            if not values:
+                return ()
+            return (Figure(name, unit, values, better, definition, most=most),)
+
+        most = 100 * POSSIBLE
 
         return (
             *figure("memory read", "GB/s", "more", READ, lambda e: e.read_rate / 1e9),
-            *figure("of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share)),
+            *figure(
+                "of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share), most
+            ),
             *figure("arithmetic", "GFLOP/s", "more", DONE, lambda e: e.flop_rate / 1e9),
-            *figure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share)),
+            *figure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share), most),
             *figure("least time", "s", "less", LEAST, lambda e: e.floor),
         )
 

@@ -69,7 +69,7 @@ def measure_latency(
                 runs[batch].append(run)
     remarks = [*ceilings.notes]
     for batch, found in runs.items():
-        remarks.append(ceilings.remark(f"batch {batch}", found[-1]))
+        remarks.append(ceilings.remark(f"batch {batch}", found))
         if any(PREEMPTIONS.of(run) for run in found):
             remarks.append(f"batch {batch}: requests were preempted, the KV cache is too small")
     return Result(

@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.load.workload import TokenFiller
 from kvik.bench.report.facts import engine_facts
 from kvik.bench.report.result import Chart, Figure, Result, Row
+from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError
+from kvik.planner.efficiency import POSSIBLE
 from kvik.planner.running import running_device
 
 PARTS: Mapping[str, str] = {
@@ -132,8 +134,10 @@ def _loading(resolved: ResolvedConfig, starts: list[Start]) -> tuple[list[str], 
     if device.bandwidth is None:
         note = f"No ceilings to compare with. This machine's calibration: {device.unknown}"
         return [note], figure
-    share = 1e9 * figure.median / device.bandwidth
+    ceiling = device.bandwidth / 1e9
+    figure = replace(figure, most=POSSIBLE * ceiling)
+    share = figure.median / ceiling
     return [
-        f"Weights were loaded at {figure.median:.3g} GB/s, {share:.2%} of what memory can be read "
-        f"with ({device.bandwidth / 1e9:.1f} GB/s)."
+        f"Weights were loaded at {show_figure(figure)} GB/s, {share:.2%} of what memory can be "
+        f"read with ({ceiling:.1f} GB/s)."
     ], figure

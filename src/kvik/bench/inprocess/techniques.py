@@ -179,9 +179,7 @@ class Ladder:
         ceilings = {loading: Ceilings.of(resolved) for loading, resolved in self._loadings.items()}
         equal = {rung.name: self._equal(rung, runs) for rung in self.rungs}
         rows = [self._row(rung, runs, equal[rung.name], ceilings) for rung in self.rungs]
-        remarks = [
-            ceilings[rung.loading].remark(rung.name, runs[rung.name][-1]) for rung in self.rungs
-        ]
+        remarks = [ceilings[rung.loading].remark(rung.name, runs[rung.name]) for rung in self.rungs]
         plain = self._loadings[Loading()]
         varied = ("quantization", "prefix caching")
         return Result(

@@ -23,6 +23,7 @@ class Figure:
         better: which way is good.
         definition: how the number is made, one sentence without a full stop.
         digits: that are shown, of those that count.
+        most: that is possible; None: no limit is known.
     """
 
     name: str
@@ -31,10 +32,16 @@ class Figure:
     better: Literal["more", "less"] = "more"
     definition: str = ""
     digits: int = 3
+    most: float | None = None
 
     @property
     def median(self) -> float:
         return median(self.values)
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the typical value is more than there can be, so that something is wrong."""
+        return self.most is not None and self.median > self.most
 
     @property
     def low(self) -> float:
@@ -111,6 +118,7 @@ class Result:
         for row, found in zip(plain["rows"], self.rows, strict=True):
             for entry, figure in zip(row["figures"], found.figures, strict=True):
                 entry |= {"median": figure.median, "low": figure.low, "high": figure.high}
+                entry["impossible"] = figure.impossible
         return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
 
     @staticmethod

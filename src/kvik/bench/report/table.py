@@ -59,12 +59,12 @@ def definitions(result: Result) -> list[tuple[str, str]]:
 
 
 def show_figure(figure: Figure) -> str:
-    """ "12.3 (11.9 to 12.8)"; one value stands alone."""
+    """ "12.3 (11.9 to 12.8)"; one value stands alone. What is impossible is called so."""
     places = _places(figure)
     text = f"{figure.median:,.{places}f}"
-    if len(figure.values) == 1:
-        return text
-    return f"{text} ({figure.low:,.{places}f} to {figure.high:,.{places}f})"
+    if len(figure.values) > 1:
+        text = f"{text} ({figure.low:,.{places}f} to {figure.high:,.{places}f})"
+    return f"{text}, impossible" if figure.impossible else text
 
 
 def unit_title(name: str, unit: str) -> str:
