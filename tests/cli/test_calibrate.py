@@ -15,9 +15,9 @@ import kvik.bench.machine.calibrate
 from kvik.bench.machine.effort import FULL, QUICK, Effort
 from kvik.cli import calibrate, calibrate_gpu
 from kvik.cli.main import main
-from kvik.config.hardware import Gpu, Hardware
+from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.prompt_attention import load as load_prompts
-from kvik.planner.calibration import load
+from kvik.planner.calibration import calibration_path, load, save, this_machine
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
@@ -83,6 +83,36 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     assert "too busy" in err and "not saved" in err and "--force" in err
     assert main(["calibrate", "-o", str(path), "--force"]) == 0
     assert load(path) == disturbed[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan",),
+        ("advise",),
+        ("plan", "--json"),
+        ("advise", "--json"),
+        ("bench", "latency", "--batch", "1", "--output-tokens", "2", "--repeats", "1"),
+        ("bench", "startup", "--repeats", "1", "--warmup", "0"),
+    ],
+    ids=" ".join,
+)
+def test_whatever_uses_a_disturbed_one_says_so(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
+    on_cpu = ("--device", "cpu") if command[0] == "bench" else ()
+    found = replace(calibration(), machine=this_machine(detect(), None, ""))
+    words = "other processes disturbed the calibration of this machine"
+    for disturbed in (False, True):
+        save(replace(found, disturbed=disturbed), calibration_path())
+        assert main([*command, *on_cpu]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.lower().count(words) == disturbed
 
 
 def test_nothing_is_measured_that_cannot_be_saved(

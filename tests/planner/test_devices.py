@@ -113,7 +113,7 @@ def test_this_machine_as_it_was_measured(tmp_path: Path) -> None:
 def test_a_disturbed_measurement_says_so(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     save(replace(calibration(), disturbed=True), path)
-    assert "disturbed by other processes" in this_device(HARDWARE, path).source
+    assert "disturbed the calibration" in this_device(HARDWARE, path).doubt
     assert "disturbed" not in measured_device().source
 
 

@@ -13,6 +13,7 @@ import pytest
 from helpers.calibrations import measured_device
 from helpers.http_server import ask
 from helpers.story_site import story_site
+from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvik.config.config import EngineConfig
@@ -310,6 +311,21 @@ def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
     assert 0 < found["kvik:compute_share"] <= 1.0
     limits = {limit: found[f"kvik:bottleneck{{limit={limit}}}"] for limit in WHAT_HELPS}
     assert limits == {limit: float(limit == "weights bandwidth") for limit in WHAT_HELPS}
+
+
+def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None:
+    metrics = with_model(made()[0])
+    assert metrics._model is not None
+    for disturbed in (False, True):
+        device = measured_device()
+        assert device.calibration is not None
+        found = replace_fields(device.calibration, disturbed=disturbed)
+        metrics._model = replace(metrics._model, device=replace(device, calibration=found))
+        metrics._readings.clear()
+        metrics.text(STATS, 100.0)
+        text = metrics.text(replace(STATS, steps=9), 110.0)
+        (line,) = (x for x in text.decode().splitlines() if "HELP kvik:memory_bytes_ceiling" in x)
+        assert ("disturbed" in line) is disturbed
 
 
 def test_the_documentation_says_what_each_limit_means() -> None:

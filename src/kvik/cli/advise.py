@@ -67,6 +67,7 @@ def as_json(report: Report) -> dict[str, object]:
         "model": report.usual.shape.name,
         "hardware": device.name,
         "measured": device.measured,
+        "doubt": device.doubt or None,
         "traffic": asdict(report.traffic),
         "slo": asdict(report.wish.slo) if report.wish.slo else None,
         "assumed": report.assumed,
@@ -117,7 +118,7 @@ def _header(report: Report) -> list[str]:
         lines += _item("obstacle", f"{shape.name} {report.obstacle}")
     if shape.spec is None:
         lines += _item("note", f"this version does not run {shape.architecture}")
-    for note in shape.notes:
+    for note in filter(None, [device.doubt, *shape.notes]):
         lines += _item("note", note)
     if report.start:
         lines += _item("without flags", _figures(report.start))

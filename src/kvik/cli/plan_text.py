@@ -26,9 +26,8 @@ def as_text(plan: Plan) -> str:
     if plan.speed is not None:
         sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
         sections.append(_cost(plan, plan.speed.cost))
-    sections += [
-        fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in plan.model.notes
-    ]
+    notes = [*filter(None, [plan.device.doubt]), *plan.model.notes]
+    sections += [fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in notes]
     return "\n\n".join(sections)
 
 

@@ -75,6 +75,16 @@ class Device:
         """Whether its speed was measured and not read in a data sheet."""
         return self.calibration is not None
 
+    @property
+    def doubt(self) -> str:
+        """Why its figures may be wrong; "" if nothing speaks against them."""
+        if self.calibration is None or not self.calibration.disturbed:
+            return ""
+        return (
+            "other processes disturbed the calibration of this machine, so speeds may be wrong: "
+            "run `kvik calibrate` while no other program runs"
+        )
+
     def rate(self, arithmetic: str) -> float:
         """Operations a second in an arithmetic, or in what stands in for it here.
 
@@ -236,8 +246,6 @@ def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Devic
     if reason:
         raise ConfigError("calibration", reason)
     source = f"measured by kvik calibrate on {machine.cpu}, {machine.threads} threads"
-    if calibration.disturbed:
-        source += ", disturbed by other processes"
     return Device(
         "this",
         "cpu",

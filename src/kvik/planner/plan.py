@@ -63,6 +63,7 @@ class DeviceFacts:
     arithmetic: the unit that multiplies.
     source: of the figures; of a machine without any, what its processor is.
     unknown: why its speed is not known.
+    doubt: why its speed may be wrong.
     """
 
     name: str
@@ -74,6 +75,7 @@ class DeviceFacts:
     measured: bool
     source: str
     unknown: str
+    doubt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ def _device_facts(at: Setting) -> DeviceFacts:
         measured=device.measured,
         source=device.source or _called(at.hardware),
         unknown=device.unknown,
+        doubt=device.doubt,
     )
 
 

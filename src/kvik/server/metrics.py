@@ -85,7 +85,7 @@ class Metrics:
         families.counter("estimated_write_bytes_per_gpu", note, written)
         recent = self._recent(stats, now)
         if recent is not None:
-            _limits(families, recent)
+            _limits(families, recent, self._model.device.doubt)
 
     def _recent(self, stats: EngineStats, now: float) -> Efficiency | None:
         """Of the last minute, by the readings of earlier scrapes; None before there are two."""
@@ -251,16 +251,21 @@ def _places(counts: Sequence[int]) -> list[Row]:
     return [({"position": str(i)}, n) for i, n in enumerate(counts or [0])]
 
 
-def _limits(families: Families, recent: Efficiency) -> None:
-    """What the last minute reached beside what the machine can do."""
+def _limits(families: Families, recent: Efficiency, doubt: str) -> None:
+    """What the last minute reached beside what the machine can do.
+
+    Args:
+        doubt: why its ceilings may be wrong, or "".
+    """
     note = "Bytes read from memory a second of work, in the last minute."
     families.gauge("memory_bytes_per_second", note, recent.read_rate, ours=True)
     note = "Operations a second of work, in the last minute."
     families.gauge("flops_per_second", note, recent.flop_rate, ours=True)
+    calibrated = f"as calibrated ({doubt})" if doubt else "as calibrated"
     if recent.ceiling is not None:
-        note = "Bytes that the machine can read a second, as calibrated."
+        note = f"Bytes that the machine can read a second, {calibrated}."
         families.gauge("memory_bytes_ceiling", note, recent.ceiling.bandwidth, ours=True)
-        note = "Operations that the machine can do a second, as calibrated."
+        note = f"Operations that the machine can do a second, {calibrated}."
         families.gauge("flops_ceiling", note, recent.ceiling.compute, ours=True)
         note = "Achieved / ceiling of memory, in the last minute."
         families.gauge("memory_bandwidth_share", note, recent.bandwidth_share or 0.0, ours=True)

@@ -40,10 +40,7 @@ class Ceilings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why there are no ceilings, if there are none."""
-        if self.device.rated:
-            return ()
-        return (f"No ceilings to compare with. This machine's calibration: {self.device.unknown}",)
+        return ceiling_notes(self.device)
 
     def remark(self, label: str, runs: Sequence[Run]) -> str:
         """The bottleneck in words, of the run that took the median time."""
@@ -145,6 +142,13 @@ class Ceilings:
             return (ceiling,)
         rate = tokens / sum(count * time.expected for count, time in times)
         return (Figure(f"{name} expected", "tokens/s", (rate,), "more", EXPECTED), ceiling)
+
+
+def ceiling_notes(device: Device) -> tuple[str, ...]:
+    """Why there are no ceilings, or why they may be wrong."""
+    if not device.rated:
+        return (f"No ceilings to compare with. This machine's calibration: {device.unknown}",)
+    return (f"{device.doubt[0].upper()}{device.doubt[1:]}.",) if device.doubt else ()
 
 
 def _percent(share: float | None) -> float | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from kvik.bench.inprocess.ceilings import ceiling_notes
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.load.workload import TokenFiller
 from kvik.bench.report.facts import engine_facts
@@ -131,13 +132,14 @@ def _loading(resolved: ResolvedConfig, starts: list[Start]) -> tuple[list[str], 
     rates = tuple(resolved.memory.weights / start.parts[index] / 1e9 for start in starts)
     figure = Figure("weights loaded", "GB/s", rates, "more", LOAD_RATE)
     device = running_device(resolved)
+    notes = [*ceiling_notes(device)]
     if device.bandwidth is None:
-        note = f"No ceilings to compare with. This machine's calibration: {device.unknown}"
-        return [note], figure
+        return notes, figure
     ceiling = device.bandwidth / 1e9
     figure = replace(figure, most=POSSIBLE * ceiling)
     share = figure.median / ceiling
     return [
+        *notes,
         f"Weights were loaded at {show_figure(figure)} GB/s, {share:.2%} of what memory can be "
-        f"read with ({ceiling:.1f} GB/s)."
+        f"read with ({ceiling:.1f} GB/s).",
     ], figure
