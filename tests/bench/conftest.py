@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvik.bench.inprocess.inproc import loaded
+from kvik.bench.machine.disturbance import Watch
 from kvik.config.config import EngineConfig
 from kvik.engine.client import Engine
 from kvik.launch import resolve_config
@@ -18,6 +19,12 @@ def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that is the user's cache; it is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else runs on this machine is not told of."""
+    monkeypatch.setattr(Watch, "others", lambda watch: 0.0)
 
 
 @pytest.fixture(scope="module")

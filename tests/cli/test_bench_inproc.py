@@ -11,6 +11,7 @@ import pytest
 from helpers.calibrations import calibration
 from msgspec.structs import replace
 
+from kvik.bench.machine.disturbance import Watch
 from kvik.cli.main import main
 from kvik.config.hardware import detect
 from kvik.planner.calibration import ReadRate, calibration_path, save, this_machine
@@ -50,6 +51,22 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert rate <= batch * 6 / (e2e / 1e3) * 1.001  # the wall is no shorter than the mean
         assert len(row["series"]["ITL, ms"]) == 2 * batch * 5
     assert "Medians of 2 rounds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        ("latency", ("--batch", "1", "--output-tokens", "2")),
+        ("throughput", ("--num-requests", "2", "--output-tokens", "2")),
+    ],
+)
+def test_other_processes_are_told_of(
+    verb: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "others", lambda watch: 0.4)
+    prompt = ("--prompt-tokens", "4")
+    found = bench(verb, tmp_path / "out.json", *flags, *prompt, *ONE_MORE, *ENGINE)
+    assert sum("other processes took 40%" in remark for remark in found["remarks"]) == 1
 
 
 def test_figures_beyond_the_machine_are_not_believed(

@@ -93,7 +93,6 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
         ("plan", "--json"),
         ("advise", "--json"),
         ("bench", "latency", "--batch", "1", "--output-tokens", "2", "--repeats", "1"),
-        ("bench", "startup", "--repeats", "1", "--warmup", "0"),
     ],
     ids=" ".join,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvik.cli.bench_output import add_model, add_output_flags, check_output, write_out
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and not value >= least:
             raise ConfigError(name, f"must be at least {least}, not {value}")
 
+    from kvik.bench.machine.disturbance import Watch
     from kvik.bench.peers.adapter_process import run_adapter
     from kvik.bench.peers.compare import Comparison, Found, make_workloads, measure
     from kvik.bench.peers.compare_result import to_result
@@ -112,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
         timeout=arguments.timeout,
     )
-    found = Found()
+    found, watch = Found(), Watch()
     code = 0
     try:
         with ended_like_ctrl_c():
@@ -126,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
         "threads": str(comparison.threads),
         "rounds": str(comparison.rounds),
     }
-    write_out(to_result(comparison, found, facts), arguments)
+    result = to_result(comparison, found, facts)
+    write_out(replace(result, remarks=(*watch.remarks(), *result.remarks)), arguments)
     return code or (0 if found.answers else 1)
 
 

@@ -38,7 +38,9 @@ class Same:
 LOAD = SpeculationLoad(Same(), (1, 2), 8, 13)
 
 
-def test_drafts_that_are_always_right(uncalibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_always_right(
+    quiet: None, uncalibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with loaded(PLAIN) as engine:
         answers = run_jobs(engine, [replace(job, output_tokens=20) for job in JOBS]).answers
     texts = [[*job.prompt, *answer] for job, answer in zip(JOBS, answers, strict=True)]
@@ -65,7 +67,9 @@ def test_drafts_that_are_always_right(uncalibrated: Path, monkeypatch: pytest.Mo
         assert found["predicted"] == pytest.approx(found["speed-up"], rel=1e-6)
 
 
-def test_no_drafts_are_told(uncalibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_drafts_are_told(
+    quiet: None, uncalibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, lambda parts: Scripted(parts, [], always_right))
     load = replace(LOAD, batches=(1,))
     result = measure_speculation(PLAIN, GUESSING, load, Rounds(1, 0), {})

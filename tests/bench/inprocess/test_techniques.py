@@ -47,7 +47,7 @@ def test_without_a_cache_everything_is_computed_again(engine: Engine) -> None:
     assert first.finished is not None and first.finished <= second.sent
 
 
-def test_the_ladder(uncalibrated: Path) -> None:
+def test_the_ladder(quiet: None, uncalibrated: Path) -> None:
     result = Ladder(LOAD, resolve, 0).measure(Rounds(2, 0), {})
     assert [row.label for row in result.rows] == [rung.name for rung in RUNGS]
     rows = {row.label: {f.name: f for f in row.figures} for row in result.rows}

@@ -110,7 +110,7 @@ def measure_batching(
             "peak memory": f"{show_figure(peak_memory())} MiB",
         },
         tuple(_row(batching, runs, load, ceilings) for batching in BATCHINGS),
-        (*ceilings.notes, *remarks),
+        (*rounds.remarks, *ceilings.notes, *remarks),
         CHARTS,
     )
 

@@ -67,7 +67,7 @@ def measure_latency(
             run = run_jobs(engine, load.requests(batch).jobs(number, vocab_size))
             if number >= 0:
                 runs[batch].append(run)
-    remarks = [*ceilings.notes]
+    remarks = [*rounds.remarks, *ceilings.notes]
     for batch, found in runs.items():
         remarks.append(ceilings.remark(f"batch {batch}", found))
         if any(PREEMPTIONS.of(run) for run in found):

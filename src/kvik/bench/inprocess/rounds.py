@@ -11,6 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvik.bench.machine.disturbance import Watch
 from kvik.config.errors import ConfigError
 
 Subject = TypeVar("Subject")
@@ -27,12 +28,18 @@ def check_repeats(repeats: int, warmup: int) -> None:
 
 class Rounds:
     """Gives (round, subject) in turn, rounds below 0 to warm up, and shows on standard error, when
-    that is a terminal, what is being measured."""
+    that is a terminal, what is being measured.
+
+    Attributes:
+        remarks: what may make the figures wrong, once all is measured.
+    """
 
     def __init__(self, repeats: int, warmup: int) -> None:
         check_repeats(repeats, warmup)
         self.repeats = repeats
         self.warmup = warmup
+        self.remarks: tuple[str, ...] = ()
+        self._watch = Watch()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -55,6 +62,7 @@ class Rounds:
                 self._bar.advance(task)
 
     def __enter__(self) -> Rounds:
+        self._watch = Watch()
         self._bar.start()
         return self
 
@@ -65,3 +73,4 @@ class Rounds:
         trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
+        self.remarks = self._watch.remarks()

@@ -200,7 +200,10 @@ def measure_speculation(
             "peak memory": f"{show_figure(peak_memory())} MiB, of both engines",
         },
         tuple(_row(batch, found) for batch, found in pairs.items()),
-        tuple(remark for batch, found in pairs.items() for remark in _remarks(batch, found)),
+        (
+            *rounds.remarks,
+            *(remark for batch, found in pairs.items() for remark in _remarks(batch, found)),
+        ),
         CHARTS,
         group="",
     )

@@ -96,7 +96,7 @@ def measure_startup(
         "startup",
         {**facts, **engine_facts(resolved), "prompt tokens": str(prompt_tokens)},
         rows,
-        (f"Most of the time, {share:.0%}, goes to: {longest.name}.", *remarks),
+        (f"Most of the time, {share:.0%}, goes to: {longest.name}.", *rounds.remarks, *remarks),
         CHARTS,
     )
 

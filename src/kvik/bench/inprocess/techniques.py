@@ -196,6 +196,7 @@ class Ladder:
             },
             tuple(rows),
             (
+                *rounds.remarks,
                 *ceilings[Loading()].notes,
                 *self._left_out,
                 _verdict(

@@ -67,6 +67,6 @@ def measure_throughput(
         "throughput",
         {**facts, **engine_facts(engine.resolved), "requests": str(load.count)},
         (row,),
-        (*ceilings.notes, ceilings.remark("The load", runs)),
+        (*rounds.remarks, *ceilings.notes, ceilings.remark("The load", runs)),
         CHARTS,
     )

@@ -11,7 +11,7 @@ import torch  # before the extension, which then shares torch's threads
 from msgspec.structs import replace
 
 from kvik import __version__
-from kvik.bench.machine.disturbance import OTHERS, Watch
+from kvik.bench.machine.disturbance import OTHERS, Watch, disturbance
 from kvik.bench.machine.effort import Effort
 from kvik.bench.machine.host import measure_host
 from kvik.bench.machine.kernels import (
@@ -98,12 +98,7 @@ def calibrate(
 
 def remarks(others: float, rates: list[float]) -> tuple[str, ...]:
     """What may make the figures wrong."""
-    found = []
-    if others > OTHERS:
-        found.append(
-            f"other processes took {others:.0%} of the cores meanwhile: measure again when it is"
-            " quiet"
-        )
+    found = [*filter(None, [disturbance(others)])]
     ordered = sorted(rates)
     low, high = ordered[len(rates) // 10], ordered[-1 - len(rates) // 10]
     if high > CHANGED * low:

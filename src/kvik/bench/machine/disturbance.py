@@ -26,6 +26,20 @@ class Watch:
         # one tick of the clock may be counted on the wrong side
         return max(0.0, foreign - TICK) / (elapsed * (os.cpu_count() or 1))
 
+    def remarks(self) -> tuple[str, ...]:
+        """The same as a warning beside results, if it matters."""
+        words = disturbance(self.others())
+        return (f"Warning: {words}.",) if words else ()
+
+
+def disturbance(others: float) -> str:
+    """What a reader must know of the share that other processes took; "" if it does not matter."""
+    if others <= OTHERS:
+        return ""
+    return (
+        f"other processes took {others:.0%} of the cores meanwhile: measure again when it is quiet"
+    )
+
 
 def undisturbed(seconds: Iterable[float]) -> float:
     """The median of the faster half of some samples: what disturbs only ever makes them longer."""
@@ -43,5 +57,6 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
+    """CPU seconds of this process and of the children that it has waited for."""
     times = os.times()
-    return times.user + times.system
+    return times.user + times.system + times.children_user + times.children_system
