@@ -11,7 +11,9 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
+from kvik.bench.report.result import Figure
 from kvik.cli.main import main
+from kvik.cli.quantize_report import Speed
 from kvik.config.engine_manifest import MANIFEST
 from kvik.config.model_source import BUNDLED, CONFIG
 from kvik.nn.checkpoint import SINGLE
@@ -36,12 +38,35 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["bits_per_weight"] == pytest.approx(8 + 16 / 64, rel=1e-3)
     perplexity = report["perplexity"]
     assert abs(perplexity["after"] / perplexity["before"] - 1) < 0.005
-    assert report["tokens_per_second"]["after"] > 0
+    assert abs(perplexity["change"]) < 0.005 and 0 < perplexity["change_error"] < 0.005
+    speed = report["tokens_per_second"]
+    for name, values in speed["rounds"].items():
+        assert len(values) == 3 and speed[name] == sorted(values)[1]
+    assert speed["rounds"]["ratio"] == pytest.approx(
+        [a / b for a, b in zip(speed["rounds"]["after"], speed["rounds"]["before"], strict=True)]
+    )
     assert len(report["layers"]) == 42 and all(0 < la["error"] < 0.02 for la in report["layers"])
     with LLM(str(out), device="cpu") as llm:
         assert llm.generate(["Once upon a time"], GREEDY)[0].completions[0].text
     assert main(["info", str(out), "--device", "cpu"]) == 0
     assert "compressed-tensors: 8 bits, in groups of 64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ((1.2, 6.633, 0.8), "1.20 (0.80 to 6.63) times: no difference beyond that of the rounds"),
+        ((1.3, 1.25, 1.4), "1.30 (1.25 to 1.40) times"),
+    ],
+)
+def test_a_speed_up_is_told_with_its_range(ratios: tuple[float, ...], text: str) -> None:
+    before = Figure("decode", "tokens/s", (100.0, 80.0, 130.0))
+    speed = Speed(before, before, Figure("ratio", "x", ratios), ("Warning: busy.",))
+    assert list(speed.rows()) == [
+        ("tokens/s", "100 (80 to 130) -> 100 (80 to 130), one request, 3 rounds"),
+        ("speed-up", text),
+        ("", "Warning: busy."),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError, KvikError
 
 if TYPE_CHECKING:
-    from kvik.quantize.report import Report
+    from kvik.cli.quantize_report import Report, Speed
 
 BUILTIN, NONE = "builtin", "none"
 SPEED_PROMPT, SPEED_OUTPUT = 32, 64  # tokens of the requests that are timed
@@ -81,38 +80,38 @@ class BeforeAfter:
         Args:
             folder: of the quantised model.
         """
-        from kvik.quantize.report import Measured
+        from kvik.cli.quantize_report import Perplexity
 
         after = replace(self.before, model=str(folder))
         if self.texts:
             from kvik.evaluate.bar import reading_bar
-            from kvik.evaluate.quality import measure_quality
+            from kvik.evaluate.quality import Change, measure_quality
 
-            found = []
-            for config, what in ((self.before, "reading, before"), (after, "reading, after")):
-                with reading_bar(what) as progress:
-                    found.append(measure_quality(config, self.texts, progress=progress))
-            words = f"{self.name} ({found[0].num_scored} tokens, windows of {found[0].window})"
-            perplexity = Measured(found[0].perplexity, found[1].perplexity)
-            report = replace(report, perplexity=perplexity, text=words)
+            with reading_bar("reading, before") as progress:
+                old = measure_quality(self.before, self.texts, progress=progress)
+            with reading_bar("reading, after") as progress:
+                new = measure_quality(
+                    after, self.texts, window=old.window, stride=old.stride, progress=progress
+                )
+            words = f"{self.name} ({old.num_scored} tokens, windows of {old.window})"
+            change = Change.between(old, new)
+            perplexity = Perplexity(old.perplexity, new.perplexity, change, words)
+            report = replace(report, perplexity=perplexity)
         if self.speed:
-            report = replace(report, speed=Measured(_speed(self.before), _speed(after)))
+            report = replace(report, speed=_speed(self.before, after))
         return report
 
 
-def _speed(config: EngineConfig) -> float:
-    """Tokens/s of one request, the median of some."""
-    from kvik.bench.inprocess.inproc import loaded, run_jobs
-    from kvik.bench.inprocess.jobs import Requests, fixed
-    from kvik.bench.inprocess.measures import DECODE
+def _speed(before: EngineConfig, after: EngineConfig) -> Speed:
+    """The models take turns, so that what else the machine does hits both alike."""
+    from kvik.bench.inprocess.models import Decoding, decode_in_turn, speeds
+    from kvik.cli.quantize_report import Speed
     from kvik.launch import resolve_config
 
-    resolved = resolve_config(config)
-    output = min(SPEED_OUTPUT, resolved.scheduler.max_model_len // 2)
-    load = Requests(1, fixed(min(SPEED_PROMPT, output), output), seed="speed")
-    with loaded(resolved) as engine:
-        runs = [
-            run_jobs(engine, load.jobs(number, resolved.model.vocab_size))
-            for number in range(-1, SPEED_ROUNDS)  # the first one warms up
-        ]
-    return median(rate for run in runs[1:] if (rate := DECODE.of(run)) is not None)
+    models = [resolve_config(replace(config, max_num_seqs=1)) for config in (before, after)]
+    output = min(SPEED_OUTPUT, models[0].scheduler.max_model_len // 2)
+    decoding = Decoding(min(SPEED_PROMPT, output), output, SPEED_ROUNDS)
+    (old, new), remarks = decode_in_turn(("before", "after"), models, decoding)
+    (rate,) = speeds(old, None)
+    new_rate, ratio = speeds(new, old)
+    return Speed(rate, new_rate, ratio, remarks)

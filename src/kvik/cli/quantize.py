@@ -150,9 +150,9 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
+    from kvik.cli.quantize_report import Report
     from kvik.launch import find_device
     from kvik.quantize.output import Output
-    from kvik.quantize.report import Report
     from kvik.quantize.save import check_request, quantise_folder
     from kvik.quantize.source import open_source
 

@@ -64,6 +64,22 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Of the perplexity beside a reference's: a share, and the standard error of that share by the
+    spread of the scored tokens' losses."""
+
+    share: float
+    error: float
+
+    @staticmethod
+    def between(reference: Quality, quality: Quality) -> Change:
+        """Both have scored the same tokens."""
+        change = quality.losses.astype(np.float64) - reference.losses
+        error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
+        return Change(float(np.expm1(change.mean())), float(error))
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """What is to be read, and how: the same for all models that are compared.
 

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from kvik.bench.inprocess.inproc import Run, loaded, run_jobs
 from kvik.bench.inprocess.jobs import Requests, fixed
 from kvik.bench.inprocess.measures import DECODE, figures, ratios
@@ -23,7 +21,7 @@ from kvik.config.errors import ConfigError
 from kvik.config.kv_formats import AUTO
 from kvik.config.kv_spec import formats_of
 from kvik.config.units import MIB
-from kvik.evaluate.quality import Progress, Quality, Reading, check_same, prepare, read
+from kvik.evaluate.quality import Change, Progress, Quality, Reading, check_same, prepare, read
 from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader
 from kvik.evaluate.windows import choose_window
 from kvik.launch import resolve_config
@@ -113,14 +111,14 @@ class Comparison:
 
     def measure(self, bar: Bar, facts: Mapping[str, str]) -> Result:
         qualities = self._read(bar)
-        runs = self._decode()
+        runs, warnings = self._decode()
         rows = [
             Row(
                 contender.label,
                 (
                     *_sizes(resolved),
                     *_qualities(quality, qualities[0] if i else None),
-                    *_speeds(runs[i], runs[0] if i else None),
+                    *speeds(runs[i], runs[0] if i else None),
                 ),
                 {"weights in": _method(resolved), "KV cache in": _kv_format(resolved)},
             )
@@ -132,7 +130,7 @@ class Comparison:
             "compare",
             {**facts, **self._facts()},
             tuple(rows),
-            (f"The reference is {self.contenders[0].label}.",),
+            (f"The reference is {self.contenders[0].label}.", *warnings),
             CHARTS,
             group="",
         )
@@ -147,23 +145,12 @@ class Comparison:
                     found.append(read(self.reading, model, reference, progress))
         return found
 
-    def _decode(self) -> list[list[Run]]:
-        """The runs of each contender, a run for each round."""
-        runs: list[list[Run]] = [[] for _ in self.contenders]
+    def _decode(self) -> tuple[list[list[Run]], tuple[str, ...]]:
+        """As `decode_in_turn`."""
         if self.decoding is None:
-            return runs
-        requests = _requests(self.decoding)
-        rounds = Rounds(self.decoding.repeats, 0)
-        with rounds:
-            for number, i in rounds.over(
-                range(len(runs)), lambda i: f"decoding: {self.contenders[i].label}"
-            ):
-                with loaded(self.served_by[i]) as engine:
-                    vocab_size = engine.resolved.model.vocab_size
-                    for warmup in range(self.decoding.warmup):
-                        run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
-                    runs[i].append(run_jobs(engine, requests.jobs(number, vocab_size)))
-        return runs
+            return [[] for _ in self.contenders], ()
+        labels = [contender.label for contender in self.contenders]
+        return decode_in_turn(labels, self.served_by, self.decoding)
 
     def _facts(self) -> dict[str, str]:
         reading, runner = self.reading, self.read_by[0].runner
@@ -179,6 +166,23 @@ class Comparison:
                 f"{self.decoding.output_tokens} of output"
             )
         return facts
+
+
+def decode_in_turn(
+    labels: Sequence[str], models: Sequence[ResolvedConfig], decoding: Decoding
+) -> tuple[list[list[Run]], tuple[str, ...]]:
+    """The runs of each model, one for each round, in which each is loaded afresh. Also what may
+    make them wrong, in words."""
+    requests, rounds = _requests(decoding), Rounds(decoding.repeats, 0)
+    runs: list[list[Run]] = [[] for _ in models]
+    with rounds:
+        for number, i in rounds.over(range(len(runs)), lambda i: f"decoding: {labels[i]}"):
+            with loaded(models[i]) as engine:
+                vocab_size = engine.resolved.model.vocab_size
+                for warmup in range(decoding.warmup):
+                    run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
+                runs[i].append(run_jobs(engine, requests.jobs(number, vocab_size)))
+    return runs, rounds.remarks
 
 
 def _requests(decoding: Decoding) -> Requests:
@@ -212,21 +216,20 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
     )
     if reference is None or quality.divergence is None or quality.agreement is None:
         return (perplexity,)
-    change = quality.losses.astype(np.float64) - reference.losses
-    error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
+    change = Change.between(reference, quality)
     return (
         perplexity,
         Figure(
             "change",
             "%",
-            (100 * float(np.expm1(change.mean())),),
+            (100 * change.share,),
             "less",
             "of perplexity, beside the reference",
         ),
         Figure(
             "\N{PLUS-MINUS SIGN}",
             "%",
-            (100 * float(error),),
+            (100 * change.error,),
             "less",
             "standard error of that change, by the spread of the scored tokens' losses",
         ),
@@ -247,7 +250,8 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
     )
 
 
-def _speeds(runs: Sequence[Run], reference: Sequence[Run] | None) -> tuple[Figure, ...]:
+def speeds(runs: Sequence[Run], reference: Sequence[Run] | None) -> tuple[Figure, ...]:
+    """Of decoding, and beside the reference."""
     found = figures((DECODE,), runs) if runs else ()
     if reference and found:
         return (*found, ratios("over the reference", DECODE, runs, reference, OVER))

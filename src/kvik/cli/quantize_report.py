@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from kvik.bench.report.result import Figure
+from kvik.bench.report.table import show_figure
 from kvik.config.units import show_bytes
+from kvik.evaluate.quality import Change
 from kvik.quantize.output import SavedLayer
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.save import Saved
@@ -14,15 +17,64 @@ SHOWN = 5  # layers with the largest errors
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A figure of the model before and after."""
+class Perplexity:
+    """Of the model before and after.
+
+    Attributes:
+        text: what was read, in words.
+    """
 
     before: float
     after: float
+    change: Change
+    text: str
 
-    @property
-    def ratio(self) -> float:
-        return self.after / self.before
+    def as_json(self) -> dict[str, object]:
+        return {
+            "before": self.before,
+            "after": self.after,
+            "change": self.change.share,
+            "change_error": self.change.error,
+            "text": self.text,
+        }
+
+    def as_text(self) -> str:
+        change = f"{self.change.share:+.1%}, standard error {self.change.error:.1%}"
+        return f"{self.before:.3f} -> {self.after:.3f} ({change}) on {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens/s of one request to the model before and after, a value for each round.
+
+    Attributes:
+        ratio: after / before, round by round.
+        remarks: what may make the figures wrong.
+    """
+
+    before: Figure
+    after: Figure
+    ratio: Figure
+    remarks: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        figures = {"before": self.before, "after": self.after, "ratio": self.ratio}
+        return {
+            **{name: figure.median for name, figure in figures.items()},
+            "rounds": {name: figure.values for name, figure in figures.items()},
+            "remarks": self.remarks,
+        }
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of each line."""
+        rounds = f"one request, {len(self.ratio.values)} rounds"
+        yield "tokens/s", f"{show_figure(self.before)} -> {show_figure(self.after)}, {rounds}"
+        told = f"{show_figure(self.ratio)} times"
+        if self.ratio.low <= 1 <= self.ratio.high:
+            told += ": no difference beyond that of the rounds"
+        yield "speed-up", told
+        for remark in self.remarks:
+            yield "", remark
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +83,15 @@ class Report:
     Attributes:
         calibration: what the statistics are of, in words.
         seconds: the quantising took, without the measurements.
-        perplexity, speed: speed in tokens/s of one request; None: not measured.
-        text: what perplexity was measured on, in words.
+        perplexity, speed: None: not measured.
     """
 
     model: str
     saved: Saved
     calibration: str
     seconds: float
-    perplexity: Measured | None = None
-    text: str = ""
-    speed: Measured | None = None
+    perplexity: Perplexity | None = None
+    speed: Speed | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -58,8 +108,8 @@ class Report:
             "seconds": round(self.seconds, 1),
             "bytes": {"before": saved.bytes_before, "after": saved.bytes_after},
             "bits_per_weight": self.bits_per_weight,
-            "perplexity": self.perplexity and {**asdict(self.perplexity), "text": self.text},
-            "tokens_per_second": self.speed and asdict(self.speed),
+            "perplexity": self.perplexity and self.perplexity.as_json(),
+            "tokens_per_second": self.speed and self.speed.as_json(),
             "layers": [asdict(layer) for layer in saved.layers],
         }
 
@@ -74,9 +124,9 @@ class Report:
             ("bits per weight", f"{self.bits_per_weight:.2f} of quantised layers, with scales"),
         ]
         if self.perplexity is not None:
-            rows.append(("perplexity", f"{_change(self.perplexity, 3)} on {self.text}"))
+            rows.append(("perplexity", self.perplexity.as_text()))
         if self.speed is not None:
-            rows.append(("tokens/s", f"{_change(self.speed, 1)} for one request"))
+            rows += self.speed.rows()
         lines = [f"{name:18}{value}" for name, value in rows]
         return "\n".join([*lines, "", *_errors(saved.layers)])
 
@@ -100,11 +150,6 @@ def _recipe(recipe: Recipe) -> str:
     words += ["act-order"] if recipe.act_order else []
     words += ["activations in 8 bits"] if recipe.rounds_activations else []
     return ", ".join(words)
-
-
-def _change(measured: Measured, digits: int) -> str:
-    change = measured.ratio - 1
-    return f"{measured.before:.{digits}f} -> {measured.after:.{digits}f} ({change:+.1%})"
 
 
 def _errors(layers: Sequence[SavedLayer]) -> list[str]:
