@@ -17,7 +17,7 @@ from kvik.cli import calibrate, calibrate_gpu
 from kvik.cli.main import main
 from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.prompt_attention import load as load_prompts
-from kvik.planner.calibration import calibration_path, load, save, this_machine
+from kvik.planner.calibration import ReadRate, calibration_path, load, save, this_machine
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
@@ -51,7 +51,7 @@ def test_it_is_printed_and_saved(
     assert load(path) == calibration()
     out, err = capsys.readouterr()
     assert "Some CPU, 2 threads, kernels: avx2" in out
-    assert "10.0 GB/s" in out and f"saved in {path}" in out
+    assert "10 GB/s" in out and f"saved in {path}" in out
     assert "bf16" in out and "int4-g128" in out
     assert err == "kvik: warning: the machine was busy\n"
 
@@ -79,7 +79,7 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     assert main(["calibrate", "-o", str(path)]) == 1
     assert load(path) == calibration()
     out, err = capsys.readouterr()
-    assert out.count("10.0 GB/s") == 2  # it is shown all the same
+    assert out.count("memory              10 GB/s") == 2  # it is shown all the same
     assert "too busy" in err and "not saved" in err and "--force" in err
     assert main(["calibrate", "-o", str(path), "--force"]) == 0
     assert load(path) == disturbed[0]
@@ -135,6 +135,12 @@ def test_other_threads_are_warned_of(
 def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--threads", threads]) == 2
     assert "threads: must be an integer in [1, 1024]" in capsys.readouterr().err
+
+
+def test_the_range_of_what_was_read_is_shown() -> None:
+    found = calibration()
+    rates = (*found.reads[:-1], ReadRate.of(512 << 20, [8e9, 12.34e9, 5.5e9]))
+    assert "8.00 (5.50 to 12.34) GB/s" in calibrate.as_text(replace(found, reads=rates))
 
 
 def test_a_pace_bound_by_memory_is_shown_as_such() -> None:

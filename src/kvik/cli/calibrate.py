@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvik.bench.report.result import Figure
+from kvik.bench.report.table import show_figure
 from kvik.cli.calibrate_gpu import calibrate_gpu, usable_gpus
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
@@ -15,7 +17,7 @@ from kvik.config.files import can_write
 from kvik.config.hardware import detect
 from kvik.config.options import parse_int
 from kvik.config.prompt_attention import prompt_attention_path
-from kvik.planner.calibration import Calibration, calibration_path, save
+from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 
 MAX_THREADS = 1024
 DISTURBED = 1  # exit code
@@ -100,9 +102,9 @@ def as_text(found: Calibration) -> str:
     machine = found.machine
     lines = [
         f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",
-        f"{'memory':20}{found.bandwidth / 1e9:.1f} GB/s",
+        f"{'memory':20}{_gigabytes(found.reads[-1])} GB/s",
         f"{'caches':20}"
-        + ", ".join(f"{r.bytes >> 20} MiB {r.rate / 1e9:.0f}" for r in found.reads[:-1])
+        + ", ".join(f"{r.bytes >> 20} MiB {_gigabytes(r)}" for r in found.reads[:-1])
         + " GB/s",
         f"{'arithmetic':20}"
         + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in found.peaks.items())
@@ -129,6 +131,12 @@ def as_text(found: Calibration) -> str:
         f"{found.host_token * 1e6:.2f} us a token of its prompt",
     ]
     return "\n".join(lines)
+
+
+def _gigabytes(found: ReadRate) -> str:
+    """With the range of the samples."""
+    samples = (found.low, found.rate, found.high) if found.high else (found.rate,)
+    return show_figure(Figure("read", "GB/s", tuple(rate / 1e9 for rate in samples)))
 
 
 def _threads(text: str) -> int:

@@ -7,10 +7,11 @@ multiplied with n rows, a key attended, a call, a step), so that models can be p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, log
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import msgspec
@@ -44,10 +45,21 @@ class Machine(msgspec.Struct, frozen=True):
 
 class ReadRate(msgspec.Struct, frozen=True):
     """Bytes a second at which so many bytes are read again and again: less than a cache holds come
-    faster than from memory."""
+    faster than from memory.
+
+    Attributes:
+        rate: the median of the samples.
+        low, high: of them; 0: not kept.
+    """
 
     bytes: int
     rate: float
+    low: float = 0.0
+    high: float = 0.0
+
+    @staticmethod
+    def of(num_bytes: int, samples: Sequence[float]) -> ReadRate:
+        return ReadRate(num_bytes, median(samples), min(samples), max(samples))
 
 
 class LinearPace(msgspec.Struct, frozen=True):

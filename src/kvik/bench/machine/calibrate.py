@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from statistics import median
 
 import torch  # before the extension, which then shares torch's threads
 from msgspec.structs import replace
@@ -59,7 +58,7 @@ def calibrate(
     with torch.inference_mode():
         next_is("memory and caches")
         reads = tuple(
-            ReadRate(size, median(stage.limits.read_rate(size) for _ in range(effort.samples)))
+            ReadRate.of(size, [stage.limits.read_rate(size) for _ in range(effort.samples)])
             for size in effort.reads
         )
         next_is("arithmetic")
@@ -77,7 +76,7 @@ def calibrate(
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = replace(this_machine(hardware, threads, __version__), date=date)
     # the rate the products were measured at counts for memory: one figure for one calibration
-    memory = ReadRate(effort.reads[-1], median([reads[-1].rate, *readings.rates]))
+    memory = ReadRate.of(effort.reads[-1], [reads[-1].rate, *readings.rates])
     found = Calibration(
         machine=machine,
         reads=(*reads[:-1], memory),
