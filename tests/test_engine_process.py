@@ -8,18 +8,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.stored_models import CONFIGS, SIZES, save_quantised
+from helpers.tiny_models import save_tiny
 
 from kvik import LLM, SamplingParams
+from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.kv_formats import KV_FORMATS
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
 from kvik.engine.async_client import EngineState
 from kvik.engine.remote import RemoteClient
+from kvik.engine.source import SourceClient
 from kvik.engine.wire import Frames, Start, Unusable
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
@@ -156,3 +163,102 @@ def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
     (body,), _ = Frames().receive(ours)
     ours.close()
     assert isinstance(wire.from_engine.decode(body), Unusable)
+
+
+# Every stored format, and every format of the KV cache.
+STORED = dict(zip(CONFIGS, cycle(KV_FORMATS), strict=False))
+CASES = (*STORED, "engine folder", "draft model")
+MANY_ENGINES = """
+import os, sys
+import kvik.worker.worker
+from kvik.engine_process import main
+for number in sys.argv[1:]:
+    if not os.fork():
+        os._exit(main([number]))
+"""
+
+
+class Connected:
+    """An `EngineSource` of one engine that runs already."""
+
+    def __init__(self, sock: socket.socket, start: Start) -> None:
+        self._sock, self._start = sock, start
+
+    def start(self, client: SourceClient) -> None:
+        client.connect(self._sock, self._start)
+
+    def lost(self, why: str, *, for_good: bool) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def sockets() -> Iterator[dict[str, socket.socket]]:
+    """Each belongs to an engine process of its own; all of them import torch together."""
+    pairs = {case: socket.socketpair() for case in CASES}
+    numbers = [theirs.fileno() for _, theirs in pairs.values()]
+    command = [sys.executable, "-P", "-c", MANY_ENGINES, *map(str, numbers)]
+    with subprocess.Popen(command, pass_fds=numbers):
+        for _, theirs in pairs.values():
+            theirs.close()
+        yield {case: ours for case, (ours, _) in pairs.items()}
+        for ours, _ in pairs.values():
+            ours.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    save_tiny(folder, "Qwen2", **SIZES)
+    return folder
+
+
+def stored_options(case: str, plain: Path, work: Path) -> dict[str, Any]:
+    """What an engine is asked for."""
+    folder = work / "quantised"
+    config = CONFIGS.get(case, CONFIGS["awq"])
+    save_quantised(plain, folder, work / "twin", config)
+    common = {"model": str(folder), "device": "cpu", "threads": 1}
+    planned = {"num_blocks": 32, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    match case:
+        case "engine folder":
+            build_engine(EngineConfig(**common), work / "engine", lambda done, total: None)
+            return {**common, **planned, "model": str(work / "engine")}
+        case "draft model":
+            wish = {"method": "draft_model", "model": str(folder), "adaptive": False}
+            wish |= {"num_speculative_tokens": 3}
+            return {**common, **planned, "model": str(plain), "speculative_config": wish}
+        case _:
+            return {**common, **planned, "kv_cache_dtype": STORED[case]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantised_checkpoints_are_served(
+    case: str, sockets: dict[str, socket.socket], plain: Path, tmp_path: Path
+) -> None:
+    options = stored_options(case, plain, tmp_path)
+    resolved = resolve_config(EngineConfig(**options))
+    start = Start(resolved)
+    (body,) = Frames().feed(wire.frame(start))
+    assert wire.to_start.decode(body) == start
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    async def serve() -> list[int]:
+        deltas: list[RequestDelta] = []
+        client = RemoteClient(resolved, Connected(sockets[case], start))
+        client.start(deltas.extend)
+        async with asyncio.timeout(60):
+            while client.state is EngineState.STARTING:
+                await asyncio.sleep(0.01)
+            assert client.state is EngineState.READY, client.reason
+            client.add(EngineRequest("a", [1, 2, 3], greedy))
+            while client.num_unfinished:
+                await asyncio.sleep(0.005)
+        await client.close()
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        return [token for delta in deltas for token in delta.token_ids]
+
+    served = asyncio.run(serve())
+    with LLM(**options) as llm:
+        (output,) = llm.generate([[1, 2, 3]], greedy)
+    assert served == output.completions[0].token_ids

@@ -9,29 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.optional_native import needs_native
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
-from helpers.stored_models import save_quantised
+from helpers.stored_layers import awq_config, gptq_config
+from helpers.stored_models import CONFIGS, SIZES, save_quantised
 from helpers.tiny_models import save_tiny, tokens
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "awq": awq_config(),
-    "gptq": gptq_config(),
-    "gptq-order": gptq_config(desc_act=True, sym=False),
-    "gptq-8": gptq_config(bits=8),
-    "packed": compressed_config(symmetric=False, ignore=()),
-    "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
-    "fp8": compressed_config(
-        "float-quantized", num_bits=8, type="float", strategy="channel", group_size=None
-    ),
-    "fp8-dynamic": fp8_config(weight_block_size=None),
-    "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
-    "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
-    "fp8-e5m2": fp8_config(fmt="e5m2", weight_block_size=[32, 32]),
-}
 # Of a log probability. torch multiplies in fp32; the native kernels round activations to bf16 or,
 # for weights of four bits, to eight bits. Measured: 0.00001, 0.06 and 0.13.
 OFF = {"torch": 1e-4, "native": 0.08, "native, 4 bits": 0.18}

@@ -18,10 +18,12 @@ import pytest
 from kvik.cli.main import main
 from kvik.cli.serve import build_parser, read_configs
 from kvik.config.config import EngineConfig
+from kvik.config.model_source import BUNDLED
 from kvik.config.server_config import ServerConfig
 from kvik.server.assemble import model_names
 
 MAX_FLAGS = 40
+MODELS = (BUNDLED, BUNDLED.parent / "stories-draft")
 
 
 def configs(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
@@ -200,3 +202,22 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
         assert "Traceback" not in errors
         assert "sesame" not in errors
         assert "Once upon" not in errors
+
+
+def test_a_quantised_model_is_served_beside_a_quantised_draft_model(tmp_path: Path) -> None:
+    folders = [str(tmp_path / "model"), str(tmp_path / "draft")]
+    fast = ("--method", "rtn", "--bits", "4", "--eval", "none", "--no-speed", "--device", "cpu")
+    for model, folder in zip(MODELS, folders, strict=True):
+        assert main(["quantize", str(model), "-o", folder, *fast]) == 0
+    small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")
+    drafting = ("--spec-method", "draft_model", "--spec-model", folders[1], "--spec-tokens", "2")
+    with serving(folders[0], *small, *drafting, "--kv-cache-dtype", "int8") as server:
+        connection = server.connect()
+        body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        head = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), head)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        assert response.status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 8

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from kvik.config.errors import ModelError
 from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint
 from kvik.config.model_spec import ModelSpec
+from kvik.config.patterns import Matcher
 from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
 from kvik.config.step_memory import StepSize
 from kvik.config.stored_quantization import StoredScheme, stored_alike
@@ -138,17 +142,15 @@ def test_targets_of_compressed_tensors() -> None:
     for bits, targets in ((8, ["re:.*down_proj$"]), (3, [DOWN, "model.layers.1.mlp.down_proj"])):
         group = first | {"targets": targets, "weights": first["weights"] | {"num_bits": bits}}
         config["config_groups"][f"group_{bits}"] = group
-    stored = read(config)
-    found = {
-        name: scheme.bits if (scheme := stored.scheme(name)) else None
-        for name in (
-            DOWN,
-            "model.layers.13.mlp.down_proj",
-            "model.layers.1.mlp.down_proj",
-            "model.layers.3.mlp.up_proj",
-            "model.lm_head",
-        )
-    }
+    names = (
+        DOWN,
+        "model.layers.13.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.3.mlp.up_proj",
+        "model.lm_head",
+    )
+    stored = read(config, names)
+    found = {name: scheme.bits if (scheme := stored.scheme(name)) else None for name in names}
     assert list(found.values()) == [3, 8, None, 4, None]
     assert read(compressed_config(ignore=("Linear",))).scheme(DOWN) is None
     assert str(stored) == (
@@ -161,6 +163,47 @@ def test_formats_of_groups() -> None:
     config = compressed_config("mixed-precision")
     config["config_groups"]["group_0"]["format"] = "pack-quantized"
     assert read(config).scheme(DOWN) == StoredScheme("pack-quantized", 4, 32)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(a+)+$", r"(\w+\.?)+!", r"((.+)*)*!", r"(.|\w)*!", ".*" * 30 + "!", "(x?){9999}(.?){9999}!"],
+)
+def test_no_pattern_takes_long(pattern: str) -> None:
+    """`re` would need years for some of them and the name of one layer."""
+    began = time.monotonic()
+    stored = read(compressed_config(ignore=(f"re:{pattern}",)))
+    assert stored.scheme(DOWN) is not None
+    assert time.monotonic() - began < 5
+
+
+ATOMS = [*"ab1.$^", r"\.", r"\d", r"\w", r"\b", "[ab]", "[^a]", "[]a-]", "{}", "{1x", r"\{"]
+QUANTIFIERS = ["*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{,2}", "{1,}", "{,}"]
+
+
+def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Patterns made of smaller ones."""
+    groups = st.sampled_from(["(", "(?:", "(?=", "(?!", "(?P<name>"])
+    return st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("{}|{}".format, inner, inner),
+        st.builds("{}{})".format, groups, inner),
+        st.builds("(?:{}){}".format, inner, st.sampled_from(QUANTIFIERS)),
+        st.builds("(?<{}{})".format, st.sampled_from("=!"), st.sampled_from(ATOMS)),
+    )
+
+
+@given(
+    st.recursive(st.sampled_from(ATOMS), larger, max_leaves=12),
+    st.lists(st.text("ab.1{}", max_size=8), min_size=3, max_size=5),
+)
+@settings(max_examples=500)
+def test_a_pattern_matches_what_it_does_in_python(pattern: str, texts: list[str]) -> None:
+    try:
+        expected = [text for text in texts if re.match(pattern, text)]
+    except re.error:
+        assume(False)
+    assert Matcher().matching(pattern, texts) == expected
 
 
 @pytest.mark.parametrize(
@@ -197,6 +240,13 @@ def test_formats_of_groups() -> None:
         (compressed_config("float-quantized", **FLOAT8, strategy="block"),
          "block_structure: is missing"),
         (compressed_config(ignore=("re:[",)), "ignore: holds '[', which is no regular"),
+        (compressed_config(ignore=(r"re:(a)\1",)),
+         r"ignore: holds '(a)\\1', which uses '\\1', which is not supported"),
+        (compressed_config(ignore=("re:(?i)a",)), "'(?i', which is not supported"),
+        (compressed_config(ignore=("re:" + "(" * 5000 + ")" * 5000,)), "is nested too deeply"),
+        (gptq_config(dynamic={"+:" + "a?" * 10**6: {}}), "which takes too long to match"),
+        (gptq_config(dynamic={f"+:(.?){{{i},}}x": {} for i in range(10**4)}),
+         "x', which takes too long to match"),
         (compressed_config() | {"config_groups": {"a": ["Linear"]}},
          "config_groups a: must be an object"),
         (compressed_config() | {"transform_config": {"a": 1}}, "transform_config: must be empty"),

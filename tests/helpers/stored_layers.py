@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvik.config.architectures import LLAMA_MATRICES
 from kvik.config.fields import Fields
 from kvik.config.stored_quantization import StoredQuantization, read_stored_quantization
 
+LAYERS = tuple(LLAMA_MATRICES.linear(32))
 GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"
 
 
@@ -25,8 +28,9 @@ def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found
 
 
-def read(config: dict[str, Any]) -> StoredQuantization:
-    stored = read_stored_quantization(Fields({"quantization_config": config}))
+def read(config: dict[str, Any], layers: Iterable[str] = LAYERS) -> StoredQuantization:
+    """Of a model with these linear layers."""
+    stored = read_stored_quantization(Fields({"quantization_config": config}), layers)
     assert stored is not None
     return stored
 

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.stored_layers import read
+from helpers.stored_layers import (
+    awq_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    read,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +25,23 @@ from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import FORMATS
 
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": awq_config(),
+    "gptq": gptq_config(),
+    "gptq-order": gptq_config(desc_act=True, sym=False),
+    "gptq-8": gptq_config(bits=8),
+    "gptq-modules": gptq_config(dynamic={r"-:.*\.k_proj": {}, r"+:.*\.1\.mlp": {"bits": 8}}),
+    "packed": compressed_config(symmetric=False, ignore=()),
+    "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
+    "fp8": compressed_config(
+        "float-quantized", num_bits=8, type="float", strategy="channel", group_size=None
+    ),
+    "fp8-dynamic": fp8_config(weight_block_size=None),
+    "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
+    "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
+    "fp8-e5m2": fp8_config(fmt="e5m2", weight_block_size=[32, 32]),
+}
 STATIC = torch.tensor([0.01])  # scale of activations, as if calibration had found it
 
 
@@ -69,7 +92,8 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
     Args:
         twin: for the same weights, multiplied out.
     """
-    stored, plain, quantised = read(config), load_file(source / SINGLE), {}
+    plain, quantised = load_file(source / SINGLE), {}
+    stored = read(config, [name.removesuffix(".weight") for name in plain])
     for name, tensor in dict(plain).items():
         layer = name.removesuffix(".weight")
         linear = layer.endswith("_proj") or layer == "lm_head"

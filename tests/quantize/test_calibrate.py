@@ -287,7 +287,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     spec = read_model_spec(tmp_path / "model")
     config = Fields({"quantization_config": {"quant_method": "fp8"}})
-    spec = replace(spec, quantization=read_stored_quantization(config))
+    spec = replace(spec, quantization=read_stored_quantization(config, ()))
     with pytest.raises(ModelError, match="is quantised already"):
         next(
             quantise_blocks(

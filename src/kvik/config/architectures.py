@@ -5,7 +5,7 @@ One row here, one line in `models/registry.py` and one file in `models/` make an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +32,13 @@ class MatrixNames:
     down: tuple[str, ...]
     embedding: str
     head: str = "lm_head"
+
+    def linear(self, num_blocks: int) -> Iterator[str]:
+        """The names of all linear layers."""
+        for block in range(num_blocks):
+            for name in (*self.qkv, *self.o, *self.up, *self.down):
+                yield name.format(block)
+        yield self.head
 
 
 _LLAMA = "model.layers.{}."

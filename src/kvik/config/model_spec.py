@@ -156,7 +156,7 @@ class ModelSpec:
             ),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            quantization=read_stored_quantization(fields),
+            quantization=read_stored_quantization(fields, known.matrices.linear(layers)),
             rms_norm=known.rms_norm,
             gated_mlp=known.gated_mlp,
         )

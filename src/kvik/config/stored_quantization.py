@@ -6,13 +6,13 @@ as transformers and DeepSeek write it. GGUF files name a type of blocks for each
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
 
 from kvik.config.fields import Fields, shown
+from kvik.config.patterns import Matcher, PatternError
 
 # Of GGUF: rows of blocks, each with its scales.
 BlockLayout = Literal[
@@ -95,23 +95,24 @@ class Rule:
         scheme: None: plain floats.
         names: of layers.
         within: of layers, blocks or parts of blocks: dots before and behind them, or nothing.
-        patterns: matched from the beginning of a name.
+        every: it is for every layer.
     """
 
     scheme: StoredScheme | None
     names: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
-    patterns: tuple[re.Pattern[str], ...] = ()
+    every: bool = False
 
     def fits(self, layer: str) -> bool:
-        if layer in self.names:
+        """Whether the rule is for a layer."""
+        if self.every or layer in self.names:
             return True
         if self.within:
             words = layer.split(".")
             ends = range(1, len(words) + 1)
             if any(".".join(words[i:j]) in self.within for j in ends for i in range(j)):
                 return True
-        return any(pattern.match(layer) for pattern in self.patterns)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,42 @@ def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
     return [len(list(same)) for _, same in groupby(stored)]
 
 
-def read_stored_quantization(fields: Fields) -> StoredQuantization | None:
-    """Of config.json; None: plain floats.
+class _Layers:
+    """The linear layers of a model, which regular expressions choose from.
+
+    Each is chosen once: rules are made in their order, and the first one decides.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._left = dict.fromkeys(names)
+        self._matcher = Matcher()
+
+    def matching(self, fields: Fields, key: str, patterns: Iterable[str]) -> frozenset[str]:
+        """Those that no earlier pattern has chosen.
+
+        Args:
+            fields, key: where the patterns stand.
+
+        Raises:
+            ModelError: a pattern that cannot be used.
+        """
+        chosen: set[str] = set()
+        for pattern in patterns:
+            try:
+                found = self._matcher.matching(pattern, self._left)
+            except PatternError as error:
+                raise fields.error(key, f"holds {shown(pattern)}, which {error}") from None
+            chosen.update(found)
+            for name in found:
+                del self._left[name]
+        return frozenset(chosen)
+
+
+def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQuantization | None:
+    """Read how config.json says that layers are stored; None: as plain floats.
+
+    Args:
+        layers: names of all linear layers. Only these are found by regular expressions.
 
     Raises:
         ModelError: a method or a layout that is unknown, or a field that cannot be.
@@ -162,10 +197,11 @@ def read_stored_quantization(fields: Fields) -> StoredQuantization | None:
     inner = fields.inside(KEY)
     method = inner.choice("quant_method", tuple(METHODS))
     kv_scales = inner.raw("kv_cache_scheme") is not None
-    return StoredQuantization(method, tuple(METHODS[method](inner)), kv_scales=kv_scales)
+    rules = METHODS[method](inner, _Layers(layers))
+    return StoredQuantization(method, tuple(rules), kv_scales=kv_scales)
 
 
-def _awq(fields: Fields) -> list[Rule]:
+def _awq(fields: Fields, layers: _Layers) -> list[Rule]:
     fields.choice("version", ("gemm", "GEMM"), "gemm")
     scheme = StoredScheme(
         "awq",
@@ -176,7 +212,7 @@ def _awq(fields: Fields) -> list[Rule]:
     return [_skipped(fields, "modules_to_not_convert"), _rest(scheme)]
 
 
-def _gptq(fields: Fields) -> list[Rule]:
+def _gptq(fields: Fields, layers: _Layers) -> list[Rule]:
     if fields.boolean("is_marlin_format", False):
         raise fields.error("is_marlin_format", "must be false: convert the weights to gptq")
     rules = []
@@ -186,7 +222,7 @@ def _gptq(fields: Fields) -> list[Rule]:
         left = pattern.startswith("-:")
         scheme = None if left else _gptq_scheme(fields.changed(changes))
         expression = pattern.removeprefix("-:" if left else "+:")
-        rules.append(Rule(scheme, patterns=(_compiled(fields, "dynamic", expression),)))
+        rules.append(Rule(scheme, layers.matching(fields, "dynamic", (expression,))))
     if not fields.boolean("lm_head", False):
         rules.append(Rule(None, within=frozenset({HEAD})))
     scheme, names = _gptq_scheme(fields), _chosen(fields, "modules_in_block_to_quantize")
@@ -209,7 +245,7 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
     )
 
 
-def _fp8(fields: Fields) -> list[Rule]:
+def _fp8(fields: Fields, layers: _Layers) -> list[Rule]:
     number = fields.choice("fmt", (*E4M3, *E5M2), E4M3[0])
     if "scale_fmt" in fields:
         fields.choice("scale_fmt", ("float",))
@@ -222,30 +258,30 @@ def _fp8(fields: Fields) -> list[Rule]:
     return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
 
 
-def _fbgemm_fp8(fields: Fields) -> list[Rule]:
+def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[Rule]:
     skipped = _skipped(fields, "modules_to_not_convert")
     return [skipped, _rest(StoredScheme("fp8", 8, fp8_activations="token"))]
 
 
-def _compressed_tensors(fields: Fields) -> list[Rule]:
+def _compressed_tensors(fields: Fields, layers: _Layers) -> list[Rule]:
     sparsity = fields.inside("sparsity_config")
     if sparsity.raw("format") not in (None, "dense"):
         raise sparsity.error("format", f"must be dense, not {shown(sparsity.raw('format'))}")
     if fields.mapping("transform_config"):
         raise fields.error("transform_config", "must be empty: weights cannot be transformed")
-    ignored = _targets(fields, "ignore", None)
+    ignored = _named(fields, "ignore") | _matched(fields, "ignore", layers)
     groups = fields.inside("config_groups")
     named, matched, rest = [], [], []
     for name in fields.mapping("config_groups") or {}:
         group = groups.inside(name)
-        rule = _targets(group, "targets", _compressed_scheme(group, fields))
+        scheme = _compressed_scheme(group, fields)
         # a name goes before a pattern, and that before a class of layers
-        named.append(replace(rule, patterns=()))
-        matched.append(replace(rule, names=frozenset()))
-        rest += [_rest(rule.scheme)] if LINEAR in group.strings("targets") else []
+        named.append(Rule(scheme, _named(group, "targets")))
+        matched.append(Rule(scheme, _matched(group, "targets", layers)))
+        rest += [_rest(scheme)] if LINEAR in group.strings("targets") else []
     if LINEAR in fields.strings("ignore"):
         return []
-    return [ignored, *named, *matched, *rest]
+    return [Rule(None, ignored), *named, *matched, *rest]
 
 
 def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
@@ -362,26 +398,21 @@ def _skipped(fields: Fields, *keys: str) -> Rule:
 
 def _rest(scheme: StoredScheme | None) -> Rule:
     """For every layer."""
-    return Rule(scheme, patterns=(re.compile(""),))
+    return Rule(scheme, every=True)
 
 
-def _targets(fields: Fields, key: str, scheme: StoredScheme | None) -> Rule:
-    """compressed-tensors: names and, behind "re:", regular expressions; also classes of layers."""
-    targets = fields.strings(key)
-    names = frozenset(target for target in targets if not target.startswith(REGEX))
-    patterns = (target.removeprefix(REGEX) for target in targets if target.startswith(REGEX))
-    return Rule(scheme, names, patterns=tuple(_compiled(fields, key, p) for p in patterns))
+def _named(fields: Fields, key: str) -> frozenset[str]:
+    """Targets of compressed-tensors that are names."""
+    return frozenset(name for name in fields.strings(key) if not name.startswith(REGEX))
 
 
-def _compiled(fields: Fields, key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        message = f"holds {shown(pattern)}, which is no regular expression"
-        raise fields.error(key, message) from None
+def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
+    """The layers that other targets choose: those behind "re:" are regular expressions."""
+    targets = (target for target in fields.strings(key) if target.startswith(REGEX))
+    return layers.matching(fields, key, (target.removeprefix(REGEX) for target in targets))
 
 
-METHODS: Mapping[str, Callable[[Fields], list[Rule]]] = {
+METHODS: Mapping[str, Callable[[Fields, _Layers], list[Rule]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,

@@ -77,7 +77,7 @@ def layouts(
         ConfigError: a layer cannot be stored in the recipe's layout.
     """
     config = quantization_config(recipe, layers)
-    stored = read_stored_quantization(Fields({KEY: config}))
+    stored = read_stored_quantization(Fields({KEY: config}), layers)
     assert stored is not None
     blocks = recipe.method == "fp8" and recipe.group_size == SQUARE[1]
     names = {BLOCK_SCALE: ()} if blocks else {}
