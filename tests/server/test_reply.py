@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from functools import partial
@@ -127,11 +128,11 @@ async def abort(server, request_id: str) -> None:
     assert server.inner.generations.abort(request_id)
 
 
-def test_an_error_in_what_shows_a_stream_is_told_without_its_words():
+def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
     class Broken(GenerateEvents):
         def grow(self, position, deltas):
             if self._generation.life.num_output_tokens > 5:
-                raise RuntimeError("secret")
+                raise RuntimeError("secret\n2026 INFO forged \x1b[31m")
             return super().grow(position, deltas)
 
     with served(partial(routes, events=Broken), slow()) as server:
@@ -140,6 +141,10 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words():
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text
         server.at_rest()
+    (told,) = [r for r in caplog.records if r.name == "kvik.server.reply"]
+    _, *lines = logging.Formatter().format(told).split("\n")
+    assert any("secret" in line for line in lines)
+    assert all(line.startswith("    ") and line.isprintable() for line in lines)
 
 
 def test_signs_of_life_come_before_the_first_token_too():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from kvik.server.answer import Answer
 from kvik.server.body_budget import DEFAULT_LIMITS, BodyBudget, BodyLimits
 from kvik.server.drain import Drain
 from kvik.server.errors import HttpError, describe, in_messages
-from kvik.server.escape import escaped
+from kvik.server.escape import escaped_traceback
 from kvik.server.exchange import CLOSE_EXTENSION, SCOPE_KEY, Exchange
 from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
@@ -160,7 +159,4 @@ class App:
 
 
 def _log_failure(exchange: Exchange, error: Exception) -> None:
-    """Each line of the traceback is indented, so that none can pass for a line of the log."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    text = "\n".join(f"    {escaped(line, 500)}" for line in lines)
-    log.error("request %s failed:\n%s", exchange.request_id, text)
+    log.error("request %s failed:\n%s", exchange.request_id, escaped_traceback(error))

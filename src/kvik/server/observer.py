@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
+from kvik.server.escape import escaped_traceback
 
 _log = logging.getLogger(__name__)
 
@@ -81,5 +82,5 @@ class Observers:
 def _call(method: Callable[..., None], *arguments: object) -> None:
     try:
         method(*arguments)
-    except Exception:
-        _log.exception("an observer failed")
+    except Exception as error:
+        _log.error("an observer failed:\n%s", escaped_traceback(error))

@@ -17,6 +17,7 @@ from kvik.config.errors import KvikError
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.beside import beside
 from kvik.server.errors import describe
+from kvik.server.escape import escaped_traceback
 from kvik.server.failures import aborted
 from kvik.server.generation import Generation
 from kvik.server.sse import CONTENT_TYPE, HEARTBEAT, json_event
@@ -172,7 +173,7 @@ class StreamReply(Response):
 
     def _error_event(self, error: Exception) -> bytes:
         if not isinstance(error, KvikError):
-            _log.error("a stream could not be written", exc_info=error)
+            _log.error("a stream could not be written:\n%s", escaped_traceback(error))
         answer = describe(error)
         if self._anthropic:
             return json_event(answer.anthropic(), "error")
