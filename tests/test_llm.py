@@ -331,6 +331,20 @@ def test_ctrl_c_while_a_batch_waits_for_company(default_sigint):
         assert time.monotonic() - started < 30
 
 
+def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed() -> None:
+    def said(**config: int) -> tuple[int, list[tuple[int, ...]]]:
+        params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
+        with LLM("", device="cpu", threads=1, max_model_len=64, **config) as llm:
+            outputs = llm.generate(["Once upon a time", "The fox"], params, progress=False)
+            (decision,) = [d for d in llm.resolved.decisions if d.name == "seed"]
+            assert decision.value == str(llm.resolved.seed)
+            return llm.resolved.seed, [tuple(o.completions[0].token_ids) for o in outputs]
+
+    (seed, first), (other, second) = said(), said()
+    assert seed != other and first != second
+    assert said(seed=seed) == (seed, first)
+
+
 def test_engines_of_one_process_keep_their_own_threads(llm):
     with LLM(dtype="float32", device="cpu", threads=2, max_model_len=64) as other:
         other.generate([[5]], GREEDY)

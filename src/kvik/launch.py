@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from kvik.config.check import check_config
 from kvik.config.config import CacheConfig, EngineConfig, ResolvedConfig, SchedulerConfig
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
+from kvik.config.env import draw_seed
 from kvik.config.errors import ConfigError, ModelError
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import detect
@@ -169,7 +170,8 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
     wish = wish_of(config)
-    return resolve(config, spec, detect(gpus), str(path), _draft_source(wish, path, spec))
+    source = _draft_source(wish, path, spec)
+    return resolve(config, spec, detect(gpus), str(path), source, draw_seed())
 
 
 def find_device(device: str) -> str:

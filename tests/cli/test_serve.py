@@ -44,11 +44,12 @@ def test_flags_are_named_as_elsewhere() -> None:
         *("some/model", "--max-model-len", "4k", "--max-num-seqs", "8", "--kv-cache-dtype", "fp8"),
         *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.5"),
         *("--host", "0.0.0.0", "--port", "80", "--api-key", "a", "--api-key", "b"),
-        *("--served-model-name", "x", "--no-enable-prefix-caching"),
+        *("--served-model-name", "x", "--no-enable-prefix-caching", "--seed", "-7"),
     )
     assert (engine.model, engine.max_model_len, engine.max_num_seqs) == ("some/model", 4096, 8)
     assert (engine.max_num_batched_tokens, engine.memory_utilization) == (512, 0.5)
     assert (engine.kv_cache_dtype, engine.enable_prefix_caching) == ("fp8", False)
+    assert engine.seed == -7
     assert (server.host, server.port, server.api_key) == ("0.0.0.0", 80, ("a", "b"))
     assert server.served_model_name == ("x",)
     assert configs() == (EngineConfig(), ServerConfig())

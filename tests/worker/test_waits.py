@@ -35,7 +35,7 @@ MODEL = {
 }
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kernels": "torch"}
 OPTIONS |= {"load_format": "random", "max_model_len": 32, "max_num_seqs": 4}
-OPTIONS |= {"max_num_batched_tokens": 24, "kv_cache_memory": 1 << 20}
+OPTIONS |= {"max_num_batched_tokens": 24, "kv_cache_memory": 1 << 20, "seed": 0}
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 9, 8, 7], [1, 2, 1, 2, 1, 2]]
 DRAFTS = {"spec_tokens": 3, "speculative_config": {"adaptive": False}}
 COMMON: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}

@@ -14,8 +14,10 @@ from kvik.config.options import Option, options_of
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 
-# The model is an argument of its own; the engine's seed only serves requests without one.
+# The model is an argument of its own. --seed is the request's where a command has one; a command
+# that only starts the engine may name the engine's among its flags, kept under another name.
 NOT_ENGINE_FLAGS = ("model", "seed")
+ENGINE_SEED = "engine_seed"
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +46,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
     """
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
-        if option.name not in NOT_ENGINE_FLAGS and (only is None or option.name in only):
+        if option.name == "seed" and only is not None and option.name in only:
+            _add(group, option, ENGINE_SEED)
+        elif option.name not in NOT_ENGINE_FLAGS and (only is None or option.name in only):
             _add(group, option)
 
 
@@ -107,7 +111,10 @@ def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
     """The fields of EngineConfig that were given as flags."""
-    return _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+    given = _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+    if ENGINE_SEED in arguments:
+        given["seed"] = getattr(arguments, ENGINE_SEED)
+    return given
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     return _given(SamplingParams, arguments, ())
 
 
-def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None) -> None:
     # argparse formats help with %, and shows defaults only of what is set.
     flag, note = f"--{option.name.replace('_', '-')}", option.help.replace("%", "%%")
     if option.is_flag:
@@ -132,6 +139,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     else:
         group.add_argument(
             flag,
+            dest=name or option.name,
             action="append" if option.repeats else "store",
             type=_reader(option),
             metavar=option.metavar,

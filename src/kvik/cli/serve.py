@@ -58,6 +58,7 @@ ENGINE_FLAGS = (
     "max_queued_requests",
     "max_queued_tokens",
     "threads",
+    "seed",
     "load_format",
     "speculative_config",
     "spec_method",

@@ -36,7 +36,6 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "batch_size": (1, 65_536),
     "max_queued_requests": (1, 1 << 31),
     "max_queued_tokens": (1, 1 << 40),
-    "seed": (-(1 << 63), (1 << 63) - 1),
 }
 OPTIONAL_RANGES: Mapping[str, tuple[int, int]] = {
     "max_model_len": (1, 1 << 24),
@@ -46,6 +45,7 @@ OPTIONAL_RANGES: Mapping[str, tuple[int, int]] = {
     "kv_cache_memory": (1, 1 << 50),
     "graph_memory": (0, 1 << 50),
     "threads": (1, 1024),
+    "seed": (-(1 << 63), (1 << 63) - 1),
 }
 
 

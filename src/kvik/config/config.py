@@ -46,8 +46,10 @@ class EngineConfig:
         attention_backend: "auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch's
             for long prompts), "sdpa" or "reference".
         threads: CPU threads; None: the cores this process may use.
-        load_format: "safetensors", or "random" for weights drawn from `seed` (for benchmarks).
-        seed: of requests that bring none.
+        load_format: "safetensors", or "random" for weights drawn from `seed`, or from 0 without it
+            (for benchmarks).
+        seed: what requests that bring no seed draw from; None: drawn at each start, and shown among
+            the decisions, so that a run can be repeated with it.
         speculative_config: speculative decoding as one JSON object, such as {"method": "ngram",
             "num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output
             keeps its distribution, unless "typical_acceptance": true gives that up for speed.
@@ -82,7 +84,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     threads: int | None = None
     load_format: str = "safetensors"
-    seed: int = 0
+    seed: int | None = None
     speculative_config: Mapping[str, object] | None = None
     spec_method: str | None = None
     spec_model: str | None = None
@@ -125,7 +127,7 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """What the compute trunk needs to know. `torch_prompts`: from how many tokens on fresh prompts
-    are torch's beside Triton's attention; None: they are not."""
+    are torch's beside Triton's attention; None: they are not. `seed`: of random weights."""
 
     model_path: str
     dtype: str

@@ -1,9 +1,13 @@
-"""The only place that reads the environment. KVIK_MAX_MODEL_LEN=4096 sets `max_model_len`."""
+"""The only place that reads the environment. KVIK_MAX_MODEL_LEN=4096 sets `max_model_len`.
+
+What else the system alone knows is read here too: a seed nobody can foresee.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,6 +94,11 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
             return None
         numbers.append(int(part))
     return tuple(numbers)
+
+
+def draw_seed() -> int:
+    """A seed for a start that was given none: other than the last, and short enough to copy."""
+    return secrets.randbits(32)
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:

@@ -58,11 +58,13 @@ def resolve(
     hardware: Hardware,
     model_path: str,
     source: DraftSource = NO_SOURCE,
+    drawn_seed: int | None = None,
 ) -> ResolvedConfig:
     """Decide everything.
 
     Args:
         source: of drafts.
+        drawn_seed: what the engine takes if no seed was asked for; None: nothing is started.
 
     Raises:
         ConfigError: a field that is out of range, or contradicts the model or another field.
@@ -102,6 +104,7 @@ def resolve(
         threads,
         ASKED if config.threads else f"cores this process may use: {hardware.cpu_name}",
     )
+    seed = _choose_seed(config, drawn_seed, notes)
     plan = memory_plan(footprint, size, num_blocks, limit)
     return ResolvedConfig(
         model=spec,
@@ -130,13 +133,13 @@ def resolve(
             kernels=kernels,
             load_format=config.load_format,
             quantization=config.quantization,
-            seed=config.seed,
+            seed=config.seed or 0,
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
         ),
         memory=plan,
-        seed=config.seed,
+        seed=seed,
         decisions=tuple(notes.decisions),
         speculation=speculation,
     )
@@ -164,6 +167,15 @@ def _memory_limit(config: EngineConfig, hardware: Hardware, gpu: Gpu | None, not
     source = f"{config.memory_utilization:.0%} of {show_bytes(free)} ({what})"
     notes.add("memory", show_bytes(limit), source)
     return Limit(limit, source)
+
+
+def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:
+    if config.seed is not None:
+        return notes.add("seed", config.seed, ASKED)
+    if drawn_seed is None:
+        notes.add("seed", "random", "drawn at each start, for requests that bring none")
+        return 0
+    return notes.add("seed", drawn_seed, "drawn at this start, for requests that bring none")
 
 
 def choose_dtype(
