@@ -78,7 +78,9 @@ class LLM:
         """Complete prompts (texts or token ids), one or many, in the order given.
 
         Args:
-            params: for all prompts, or one for each; None takes the model's own defaults.
+            params: for all prompts, or one for each; None takes the model's own defaults. Where
+                `max_tokens` (256 unless said) or the context ends a text, the `finish_reason` of
+                its completion is "length".
             progress: show a bar; None shows it for more than one prompt on a terminal.
 
         Raises:

@@ -16,6 +16,7 @@ from kvik.cli.flags import (
 )
 from kvik.config.config import EngineConfig
 from kvik.config.errors import KvikError
+from kvik.config.options import options_of
 from kvik.core.sampling_params import SamplingParams
 
 SAMPLING: dict[str, tuple[list[str], object]] = {
@@ -64,6 +65,12 @@ def test_each_sampling_option_has_a_flag(name: str) -> None:
     given = given_sampling_options(parser().parse_args(words))
     assert list(given) == [name]
     assert getattr(SamplingParams().with_changes(**given), name) == expected
+
+
+def test_the_help_of_max_tokens_tells_what_applies() -> None:
+    (option,) = [one for one in options_of(SamplingParams) if one.name == "max_tokens"]
+    assert str(option.default) in option.help
+    assert "max_model_len" in option.help
 
 
 def test_switches_can_be_turned_off() -> None:

@@ -43,6 +43,35 @@ def test_text_to_standard_output_and_figures_to_standard_error(
     assert loads == [{}]
 
 
+@pytest.mark.parametrize(
+    ("words", "prompt", "note"),
+    [
+        (["--max-tokens", "8"], "The fox", None),
+        ([], "The fox", "--max-tokens 9 (the default)"),
+        ([], "The fox " * 60, "--max-model-len"),
+        (["--stop-token-ids", ",".join(map(str, range(2048)))], "The fox", None),
+    ],
+)
+def test_a_text_that_a_limit_nobody_gave_has_cut_says_so(
+    words: list[str],
+    prompt: str,
+    note: str | None,
+    llm: LLM,
+    loads: Loads,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(llm, "default_params", llm.default_params.with_changes(max_tokens=9))
+    if note == "--max-model-len":
+        ids = llm.tokenizer.encode(prompt)[:124]  # of 128
+        prompt = llm.tokenizer.decode(ids)
+    arguments = ["--temperature", "0", "--ignore-eos", *words]
+    assert main(["generate", *arguments, prompt]) == 0
+    _, *told = capsys.readouterr().err.splitlines()
+    assert len(told) == (note is not None)
+    assert note is None or note in told[0]
+
+
 def test_it_runs_for_real(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--num-blocks", "8", "--block-size", "8", "--device", "cpu", "--verbose"]
     assert main(["generate", *GREEDY, "--seed", "1", *words, "Once upon a"]) == 0

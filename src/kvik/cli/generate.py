@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
                 say(prompt, end="", flush=True)
             output = _stream(llm, prompt, params) if params.n == 1 else _all(llm, prompt, params)
             say(stats_line(output), error=True)
+            if "max_tokens" not in given and (note := _cut_note(output, params)):
+                say(note, error=True)
     return _exit_code(output)
 
 
@@ -95,6 +97,16 @@ def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     for completion in output.completions:
         say(f"[{completion.index}]{completion.text}", flush=True)
     return output
+
+
+def _cut_note(output: RequestOutput, params: SamplingParams) -> str | None:
+    """What ended a text that might have gone on, if the user named no limit."""
+    cut = [len(c.token_ids) for c in output.completions if c.finish_reason == "length"]
+    if not cut:
+        return None
+    if params.max_tokens in cut:
+        return f"stopped at --max-tokens {params.max_tokens} (the default)"
+    return "stopped at the end of the context (--max-model-len)"
 
 
 def _exit_code(output: RequestOutput) -> int:

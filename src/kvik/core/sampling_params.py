@@ -38,8 +38,9 @@ class SamplingParams:
             at the frontend (`text/bad_words.py`); the engine sees ids.
         min_tokens: so many tokens come before EOS or a stop id, and a stop string counts only if it
             ends in the text of the tokens after them. It may begin before: the text is cut there.
-        max_tokens: output limit; None runs to the end of the context, 0 (with `prompt_logprobs`)
-            only reads the prompt.
+        max_tokens: output limit (256 if neither the caller nor the model's authors say); None:
+            only the end of the context (`max_model_len`), which ends every output; 0 (with
+            `prompt_logprobs`): only the prompt is read.
         stop: strings that end the output (not included in the text).
         stop_token_ids: ids that end the output, like EOS.
         ignore_eos: EOS is an ordinary token.

@@ -48,7 +48,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     name, asked = asked_tokens(body)
     if asked == 0:
         raise ParamError(name, "must be at least 1")
-    # 256 is what a caller in Python gets, who can wait for more; the file may say otherwise.
+    # The default limit is for callers in Python, who can ask for more; the file may have another.
     own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     changes = _alike(body)
     changes["max_tokens"] = own if asked is None else limit_of(asked)
