@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from helpers.configs import PUBLIC
 from helpers.public_configs import FOLDER
 
+from kvik.cli import serve
 from kvik.cli.main import main
 
 MACHINE = """
@@ -49,7 +51,9 @@ def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> 
         ". quantisation",
     ):
         assert line in text
-    assert text.splitlines()[-1].startswith("kvik generate")
+    kvik, verb, *flags = shlex.split(text.splitlines()[-1])
+    assert (kvik, verb) == ("kvik", "serve")
+    serve.build_parser().parse_intermixed_args(flags)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -71,7 +75,7 @@ def test_what_fits_nowhere_has_no_command(
     assert main(["advise", str(big), "--hardware", "rtx4090"]) == 0
     text = capsys.readouterr().out
     assert "Llama-3-70B does not fit one rtx4090" in " ".join(text.split())
-    assert "kvik generate" not in text
+    assert "kvik serve" not in text
 
 
 def test_a_load_that_is_too_much(
@@ -90,7 +94,7 @@ def test_what_the_engine_does_not_run_has_no_command(
     assert main(["advise", model, "--hardware", machine]) == 0
     text = capsys.readouterr().out
     assert "this version does not run OlmoeForCausalLM" in text
-    assert "kvik generate" not in text
+    assert "kvik serve" not in text
 
 
 def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -91,7 +92,8 @@ def as_text(report: Report) -> str:
             lines += _advice(f"   {advice.topic}", advice)
     lines += ["", *_item("with all advised", _figures(report.end))]
     if not report.obstacle and report.usual.shape.spec is not None:
-        lines.append(" ".join(filter(None, ["kvik generate", report.wish.model, *report.flags])))
+        model = [shlex.quote(report.wish.model)] if report.wish.model else []
+        lines.append(" ".join(["kvik serve", *model, *report.flags]))
     return "\n".join(lines)
 
 
