@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvik.planner.known import Known
 from kvik.planner.memory import memory_of
-from kvik.planner.roofline import Step, decode, step_time, verify
+from kvik.planner.roofline import Step, decode, verify
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
@@ -65,6 +66,7 @@ class Serving:
         room: requests of the whole context that fit in memory.
         seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
         usual_budget: what the engine chooses for the latter in the memory it has here.
+        known: what was worked out already; changed settings share it.
     """
 
     shape: ModelShape
@@ -74,6 +76,7 @@ class Serving:
     budget: int
     usual_budget: int
     drafting: Drafting | None = None
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @property
     def most(self) -> int:
@@ -259,4 +262,4 @@ def step_seconds(
 
 
 def _expected(serving: Serving, step: Step) -> float:
-    return step_time(serving.shape, serving.at, step).expected
+    return serving.known.step_seconds(serving.shape, serving.at, step)

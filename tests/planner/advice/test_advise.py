@@ -33,8 +33,14 @@ CPU = Device("cpu", "cpu", 64 << 30, 50e9, {"fp32": 0.4e12, "bf16": 0.8e12, "int
 PROMISE = Slo(ttft=0.3, tpot=0.05)
 
 
+FOUND: dict[str, Report] = {}  # by the question: many tests ask the same
+
+
 def report(model: str, device: Device, wish: Wish) -> Report:
-    return advise_shape(SHAPES[model], device, wish)
+    question = repr((model, device, wish))
+    if question not in FOUND:
+        FOUND[question] = advise_shape(SHAPES[model], device, wish)
+    return FOUND[question]
 
 
 def advice(found: Report, topic: str) -> Advice:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvik.planner.advice.wish import USUAL_CONCURRENCY, Wish
-from kvik.planner.memory import bytes_of
 from kvik.planner.serving import (
     Prediction,
     Serving,
@@ -69,7 +68,7 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
     else:
         load = largest or single
     batch = max(1, min(load.concurrency if load else serving.most, serving.most))
-    memory, limit = bytes_of(serving.shape, replace(serving.at, batch=batch))
+    memory, limit = serving.known.bytes(serving.shape, replace(serving.at, batch=batch))
     return Figures(load, single, full, largest, memory, limit)
 
 

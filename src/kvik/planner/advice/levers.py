@@ -198,4 +198,4 @@ def _renewed(serving: Serving, traffic: Traffic, at: Setting) -> Serving:
     """With the memory counted again."""
     budget = None if serving.budget == serving.usual_budget else serving.budget
     made = set_up(serving.shape, at, traffic, serving.seqs, budget)
-    return replace(made, drafting=serving.drafting)
+    return replace(made, drafting=serving.drafting, known=serving.known)
