@@ -47,15 +47,8 @@ class Step:
         ):
             context = len(keys)
             nodes = self.layout.nodes(start, new)
-            visible = torch.tensor(
-                [
-                    [
-                        j in seen and (window is None or j in sorted(seen)[-window:])
-                        for j in range(context)
-                    ]
-                    for seen in (_seen(query, context - new, nodes) for query in range(new))
-                ]
-            )
+            seen = [_seen(query, context - new, nodes, window) for query in range(new)]
+            visible = torch.tensor([[j in places for j in range(context)] for places in seen])
             rows = torch.empty(new, heads, keys.shape[2], dtype=torch.float64)
             for head in range(heads):
                 shared = head // (heads // kv_heads)
@@ -68,11 +61,14 @@ class Step:
         return torch.cat(out)
 
 
-def _seen(query: int, cached: int, nodes: tuple[int, ...]) -> set[int]:
-    """Keys that a query sees without a window, by their places."""
-    if not nodes:
-        return set(range(cached + query + 1))
-    return {*range(cached), *(cached + j for j in range(len(nodes)) if nodes[query] >> j & 1)}
+def _seen(query: int, cached: int, nodes: tuple[int, ...], window: int | None) -> set[int]:
+    """Keys that a query sees, by their places: the last `window` of those before it."""
+    places = [*range(cached)]
+    if nodes:
+        places += [cached + j for j in range(len(nodes)) if nodes[query] >> j & 1]
+    else:
+        places += range(cached, cached + query + 1)
+    return set(places if window is None else places[-window:])
 
 
 MakeStep = Callable[..., Step]
