@@ -123,12 +123,12 @@ def _throw_in_stop_strings(monkeypatch) -> None:
     genuine = StopStrings.push
     victims: list[StopStrings] = []
 
-    def broken(self, text):
+    def broken(self, text, **options):
         if not victims:
             victims.append(self)
         if self is victims[0]:
             raise RecursionError("stop strings")
-        return genuine(self, text)
+        return genuine(self, text, **options)
 
     monkeypatch.setattr(StopStrings, "push", broken)
 

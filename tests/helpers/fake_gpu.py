@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from kvik import launch
 from kvik.config.config import ResolvedConfig
+from kvik.engine.thread import EngineThread
 from kvik.worker.worker import Worker
 
 CUDA = torch.device("cuda:0")
@@ -202,8 +203,13 @@ def _inner(x: Any) -> Any:
 
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """While it is there, torch can use a GPU, in this thread."""
+    """While it is there, torch can use a GPU, in this thread and in those of engines."""
     gpu = FakeGpu()
+    main = EngineThread._main
+
+    def with_gpu(*arguments: Any) -> None:
+        with gpu:
+            main(*arguments)
 
     class Generator(torch.Generator):
         def __new__(cls, device: object = None) -> torch.Generator:
@@ -229,6 +235,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         for name, call in calls.items():
             patch.setattr(torch.cuda, name, call)
         patch.setattr(torch, "Generator", Generator)
+        patch.setattr(EngineThread, "_main", with_gpu)
         torch._C._set_only_lift_cpu_tensors(True)  # a GPU's are copies of them
         try:
             with gpu:
