@@ -152,6 +152,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answers
     serving.start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     try:
         yield answers
     finally:
@@ -184,6 +185,7 @@ def test_what_the_hub_answers_is_told(
 
 def test_a_hub_that_is_not_there(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: no one listens
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     refused(lambda: find_model("owner/model"), "the hub cannot be reached: check the network")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     refused(lambda: find_model("owner/model"), "HF_HUB_OFFLINE forbids a download")

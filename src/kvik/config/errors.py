@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class KvikError(ValueError):
@@ -17,8 +17,7 @@ class KvikError(ValueError):
         return f"{self.field}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
-class Overflow:
+class Overflow(NamedTuple):  # a dataclass would make `kvik --help` slower
     """The counts of a request that does not fit into the context.
 
     Attributes:
