@@ -55,6 +55,23 @@ def test_flags_are_named_as_elsewhere() -> None:
     assert configs() == (EngineConfig(), ServerConfig())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model", "names"),
+    [
+        (["some/model", "--served-model-name", "a", "b"], "some/model", ("a", "b")),
+        (["--served-model-name", "a", "b", "--port", "1"], "", ("a", "b")),
+        (["m", "--served-model-name", "a", "b", "--served-model-name", "c"], "m", ("a", "b", "c")),
+        (["--served-model-name=a", "some/model"], "some/model", ("a",)),
+        (["--served-model-name", "a", "--port", "1", "some/model"], "some/model", ("a",)),
+    ],
+)
+def test_a_model_may_have_several_names(
+    arguments: list[str], model: str, names: tuple[str, ...]
+) -> None:
+    engine, server = configs(*arguments)
+    assert (engine.model, server.served_model_name) == (model, names)
+
+
 def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +101,8 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
         (["--port", "70000"], "port: must be in"),
         (["--metrics-compat", "x"], "metrics_compat: must be one of"),
         (["--allowed-host", "gpu.example:80"], "allowed_host: must be a name without a port"),
+        (["--served-model-name", "a", "some/model"], "served_model_name: takes all names that fol"),
+        (["--served-model-name", "a", "."], "served_model_name: takes all names that follow it"),
         (["--admin-port", "0"], "admin_port: needs a single API key, or one marked admin"),
         (["--api-key", ""], "api_key: must be printable"),
         (["--config", "/no/such"], "config: '/no/such' cannot be read"),

@@ -18,6 +18,8 @@ from kvik.core.sampling_params import SamplingParams
 # that only starts the engine may name the engine's among its flags, kept under another name.
 NOT_ENGINE_FLAGS = ("model", "seed")
 ENGINE_SEED = "engine_seed"
+# As in vLLM, one use of these takes all that follows. Others would swallow a key or a prompt.
+TAKES_SEVERAL = ("served_model_name",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,8 +122,12 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of ServerConfig that were given: as flags, else in the environment."""
     given = _given(ServerConfig, arguments, ())
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return {**server_environment(), **given, **lists}
+    lists = {name: value for name, value in given.items() if isinstance(value, list)}
+    for name in TAKES_SEVERAL:
+        if name in lists:
+            lists[name] = [entry for use in lists[name] for entry in use]
+    tuples = {name: tuple(value) for name, value in lists.items()}
+    return {**server_environment(), **given, **tuples}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -141,6 +147,7 @@ def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None
             flag,
             dest=name or option.name,
             action="append" if option.repeats else "store",
+            nargs="+" if option.name in TAKES_SEVERAL else None,
             type=_reader(option),
             metavar=option.metavar,
             default=argparse.SUPPRESS,

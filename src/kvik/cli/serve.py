@@ -129,7 +129,17 @@ def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
     config = EngineConfig(**{**file[EngineConfig], **engine_options(arguments, arguments.model)})
     server = ServerConfig(**{**file[ServerConfig], **server_options(arguments)})
     check_server_config(server)
+    uses: list[list[str]] = vars(arguments).get("served_model_name", [[]])
+    if not config.model and len(uses[-1]) > 1 and _is_model(uses[-1][-1]):
+        model = uses[-1][-1][:60]
+        message = f"takes all names that follow it; if {model!r} is the model, put it before"
+        raise ConfigError("served_model_name", message)
     return config, server
+
+
+def _is_model(name: str) -> bool:
+    """Whether a name looks like that of a folder, a file or a model of the hub."""
+    return "/" in name or Path(name).exists()
 
 
 async def _serve(

@@ -28,7 +28,8 @@ class ServerConfig:
             separate several.
         api_key_file: more keys, one on a line: [NAME:] KEY [admin]; KEY is the key or
             sha256:<64 hexadecimal digits> of it. A single key without a name is an administrator's.
-        served_model_name: what clients call the model; the first one is what answers call it.
+        served_model_name: what clients call the model, one name or several; the first one is what
+            answers call it.
         admin_port: of the admin routes, on the loopback address; none: there are no such routes.
         shutdown_timeout: seconds that running requests have to end when the server is stopped.
         request_timeout: seconds that a request may take in all.
