@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,13 +63,45 @@ def test_the_cache_folder_follows_the_specification() -> None:
         assert cache_folder(environ) == Path.home() / ".cache" / "kvik"
 
 
-def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the cache of a user without a home lies among the temporary files."""
+
+    def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_folder({}).name.startswith("kvik-") and cache_folder({}).is_absolute()
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"kvik-{os.getuid()}"
+
+
+def test_a_user_without_a_home_has_a_cache_of_their_own(homeless: Path) -> None:
+    for _ in range(2):
+        assert cache_folder({}) == homeless
+    assert homeless.stat().st_mode & 0o777 == 0o700
     assert cache_folder({"XDG_CACHE_HOME": "/some/where"}) == Path("/some/where/kvik")
+
+
+@pytest.mark.parametrize("trap", ["writable", "link", "file", "owner"])
+def test_a_cache_that_others_can_write_to_is_refused(
+    homeless: Path, trap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homeless.mkdir(mode=0o700)
+    if trap == "writable":
+        homeless.chmod(0o777)
+    elif trap == "link":
+        homeless.rename(homeless.with_name("elsewhere"))
+        homeless.symlink_to(homeless.with_name("elsewhere"))
+    elif trap == "file":
+        homeless.rmdir()
+        homeless.touch()
+    else:
+        theirs = os.getuid() + 1
+        homeless.rename(homeless.with_name(f"kvik-{theirs}"))
+        monkeypatch.setattr(os, "getuid", lambda: theirs)
+    with pytest.raises(ConfigError) as error:
+        cache_folder({})
+    assert error.value.field == "XDG_CACHE_HOME"
 
 
 def test_the_server_has_variables_too() -> None:

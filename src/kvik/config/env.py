@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,11 @@ def draw_seed() -> int:
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where kvik keeps what it can make again: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a user
-    without a home, as in many containers, a folder of its own among the temporary files."""
+    without a home, as in many containers, a folder of its own among the temporary files.
+
+    Raises:
+        ConfigError: somebody else could write to that folder, so what it holds cannot be trusted.
+    """
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     # the specification ignores a relative path
     if os.path.isabs(base):
@@ -111,4 +117,17 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     try:
         return Path.home() / ".cache" / "kvik"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"kvik-{os.getuid()}"
+        return _private_folder(Path(tempfile.gettempdir()) / f"kvik-{os.getuid()}")
+
+
+def _private_folder(folder: Path) -> Path:
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a link is somebody's way to have us write elsewhere
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    if not private or found.st_uid != os.getuid():
+        raise ConfigError(
+            "XDG_CACHE_HOME",
+            f"must be set: you have no home folder, and {folder} is not yours alone to write to",
+        )
+    return folder

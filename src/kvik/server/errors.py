@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
@@ -107,7 +107,7 @@ def called(**names: str) -> Iterator[None]:
         error.field = names.get(error.field, error.field)
         if isinstance(error, ParamError) and error.overflow is not None:
             prompt = error.overflow.prompt
-            error.overflow = replace(error.overflow, prompt=names.get(prompt, prompt))
+            error.overflow = error.overflow._replace(prompt=names.get(prompt, prompt))
         raise
 
 

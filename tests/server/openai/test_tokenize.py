@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anthropic
 import httpx2
 import openai
 import pytest
@@ -71,14 +72,21 @@ def test_models(client: openai.OpenAI, site: Site) -> None:
     assert [one.id for one in listed] == ["stories", "org/stories"]
     assert listed[0].object == "model" and listed[0].created == site.parts.started > 0
     assert client.models.retrieve("stories").id == "stories"
-    assert client.models.retrieve("org/stories").model_extra == {
-        "root": "stories",
-        "parent": None,
-        "max_model_len": 512,
-    }
+    extra = client.models.retrieve("org/stories").model_extra
+    assert extra is not None
+    assert extra.items() >= {"root": "stories", "parent": None, "max_model_len": 512}.items()
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("../stories")
     assert caught.value.code == "model_not_found"
+
+
+def test_models_for_the_other_client(site: Site) -> None:
+    with anthropic.Anthropic(base_url=site.url, api_key="none", max_retries=0) as client:
+        listed = list(client.models.list())
+        one = client.models.retrieve("org/stories")
+    assert [model.id for model in listed] == ["stories", "org/stories"]
+    assert (one.type, one.display_name) == ("model", "org/stories")
+    assert int(one.created_at.timestamp()) == site.parts.started
 
 
 def test_an_answer_has_the_name_that_was_asked_for(client: openai.OpenAI) -> None:

@@ -160,9 +160,14 @@ class Embeddings(Struct, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
+    """A served model, in the fields of OpenAI's API and of Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
-    created: int
+    created: int  # seconds since 1970
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # RFC 3339
     owned_by: str = "kvik"
     root: str
     parent: None = None
@@ -170,8 +175,13 @@ class Model(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
+    """All served models: one page, in the fields of both APIs."""
+
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class Tokenized(Struct, kw_only=True):
