@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError
+from kvik.engine.child import python_command
 from kvik.engine.host import EngineHost
 from kvik.engine.lines import HostLine
 from kvik.engine.remote import RemoteClient
@@ -41,8 +42,7 @@ def engine_in_process(resolved: ResolvedConfig, record: Path | None = None) -> R
     Args:
         record: file that what happens is written to, for `kvik replay`.
     """
-    # -P: what lies in the current folder is no code of ours.
-    command = (sys.executable, "-P", "-m", __name__)
+    command = python_command(__name__)
     start = Start(resolved, None if record is None else str(record))
     return RemoteClient(resolved, Supervisor(command, start, patience_for(resolved), _relay))
 

@@ -37,6 +37,12 @@ def environment_reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"from os import {alias.name}"
 
 
+def interpreters(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+            yield node.lineno, "sys.executable"
+
+
 def feature_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "hasattr":
@@ -126,6 +132,13 @@ def violations(sources: dict[str, Any], rule: Rule) -> list[str]:
 def test_the_environment_is_read_in_one_place(sources: dict[str, Any]) -> None:
     others = {name: s for name, s in sources.items() if name != "kvik.config.env"}
     assert not violations(others, environment_reads)
+
+
+def test_python_is_started_in_one_place(sources: dict[str, Any]) -> None:
+    """There the current folder is kept out of its path. Adapters of other engines are scripts."""
+    allowed = ("kvik.engine.child", "kvik.bench.peers.engine_entries")
+    others = {name: s for name, s in sources.items() if name not in allowed}
+    assert not violations(others, interpreters)
 
 
 def test_no_feature_is_found_by_hasattr(sources: dict[str, Any]) -> None:

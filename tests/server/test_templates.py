@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import uvloop
 
 from kvik.config.errors import ParamError
 from kvik.server.templates import Templates
@@ -39,6 +43,7 @@ def with_templates(
     workers: int = 2,
     seconds: float = 10.0,
     command: tuple[str, ...] | None = None,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> T:
     async def run() -> T:
         made = TemplateSource(source, "<s>", None)
@@ -52,7 +57,8 @@ def with_templates(
             await templates.close()
             assert not templates._live
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(run())
 
 
 def test_a_process_renders_as_the_template_does() -> None:
@@ -150,3 +156,38 @@ def test_a_rendering_that_is_cancelled_leaves_no_answer_for_the_next_one() -> No
         return await templates.render(said("second"))
 
     assert "second" in with_templates(use, workers=1)
+
+
+@pytest.mark.parametrize("loop", [None, uvloop.new_event_loop])
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_process_that_was_killed_while_idle_is_replaced(
+    noticed: bool, loop: Callable[[], asyncio.AbstractEventLoop] | None
+) -> None:
+    async def use(templates: Templates) -> list[str]:
+        texts = [await templates.render(said())]
+        (worker,) = templates._live
+        os.kill(worker._process.pid, signal.SIGKILL)
+        if noticed:
+            await worker._process.wait()
+            await asyncio.sleep(0.05)  # for its pipes
+        texts.append(await templates.render(said()))
+        assert worker not in templates._live
+        return texts
+
+    first, second = with_templates(use, loop=loop)
+    assert first == second
+
+
+@pytest.mark.parametrize("module", ["resource", "jinja2", "kvik"])
+def test_no_code_of_the_current_folder_is_run(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+
+    async def use(templates: Templates) -> str:
+        return await templates.render(said())
+
+    assert with_templates(use)
+    assert not ran.exists()

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -15,6 +16,14 @@ TAIL = 2000  # characters of what it printed last that are kept
 _TICK = 0.01  # seconds
 _REAP = 10.0  # seconds; the memory of a large model is not given back at once
 _READ = 1 << 16
+
+
+def python_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Make the command that runs a module of kvik in a Python of its own.
+
+    With -P, as files of the current folder are not imported: they may be anyone's.
+    """
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 class Child:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from kvik.config.errors import ParamError
+from kvik.engine.child import python_command
 from kvik.text.template_process import (
     LENGTH_BYTES,
     Rendered,
@@ -17,7 +18,7 @@ from kvik.text.template_process import (
     framed,
 )
 
-COMMAND = (sys.executable, "-m", "kvik.text.template_process")
+COMMAND = python_command("kvik.text.template_process")
 WORKERS = 2  # so that a rendering that takes long holds up no short one
 SECONDS = 3.0  # for one rendering
 MAX_TEXT = 64 << 20  # bytes that a rendering may answer
@@ -67,8 +68,17 @@ class Templates:
             raise ParamError("messages", "must be JSON values of valid Unicode") from None
         worker = await self._idle.get()
         try:
-            worker = worker or await self._start()
-            rendered = await asyncio.wait_for(worker.ask(frame), self._seconds)
+            while True:
+                fresh = worker is None
+                worker = worker or await self._start()
+                try:
+                    rendered = await asyncio.wait_for(worker.ask(frame), self._seconds)
+                    break
+                except (EOFError, OSError) as error:
+                    if fresh or isinstance(error, TimeoutError):
+                        raise
+                    await self._kill(worker)  # it may have died while it was idle
+                    worker = None
         except BaseException as error:  # cancelled, too: its answer would be read as the next one's
             if worker is not None:
                 await self._kill(worker)
@@ -119,6 +129,9 @@ class _Worker:
         self._stdin.write(frame)
 
     async def ask(self, frame: bytes) -> Rendered:
+        """Raises EOFError or OSError when the process has ended."""
+        if self._stdin.is_closing():  # some event loops raise RuntimeError on a write to it
+            raise EOFError
         self._stdin.write(frame)
         await self._stdin.drain()
         size = int.from_bytes(await self._stdout.readexactly(LENGTH_BYTES), "big")
@@ -128,6 +141,7 @@ class _Worker:
 
     async def kill(self) -> None:
         if self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                self._process.kill()
         self._stdin.close()
         await self._process.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError
+from kvik.engine.child import python_command
 from kvik.planner.efficiency import POSSIBLE
 from kvik.planner.running import running_device
 
@@ -105,7 +105,7 @@ def start_once(options: Mapping[str, object], prompt: list[int]) -> Start:
     """Raises KvikError with the last line that the process wrote when it fails."""
     order = {"options": options, "prompt": prompt, "started": time.monotonic()}
     done = subprocess.run(
-        [sys.executable, "-m", "kvik.bench.inprocess.startup_process"],
+        python_command("kvik.bench.inprocess.startup_process"),
         input=json.dumps(order),
         capture_output=True,
         text=True,
@@ -121,8 +121,7 @@ def start_once(options: Mapping[str, object], prompt: list[int]) -> Start:
 
 def _help_seconds() -> float:
     started = time.monotonic()
-    command = [sys.executable, "-m", "kvik", "--help"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(python_command("kvik", "--help"), check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - started
 
 
