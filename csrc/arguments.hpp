@@ -15,7 +15,8 @@ union Word {
     void* p;
 };
 
-// Element types of tensors; the last two are those of KV caches alone.
+// Element types of tensors. Activations have one of the first two; the others are those of KV caches and
+// of weights that are packed.
 enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kFP8 = 3, kI4 = 4 };
 // What happens to x W^T + b before the residual is added.
 enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2 };
@@ -23,8 +24,8 @@ enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kGeluTanh = 2 };
 enum MatrixKind : int64_t {
     kMatrixF32 = 0,
     kMatrixBF16 = 1,
-    // W8A8: activations quantised per row, and per group where there are groups. A group is a multiple
-    // of 4 of at most 2048.
+    // W8A8: activations quantised per row, and per group where there are groups. A group of any kind has at
+    // most 32768 inputs, so that integers can be summed in 32 bits; here it is a multiple of 4.
     kMatrixI8 = 2,
     kMatrixI8WeightOnly = 3,  // int8 weights, float activations; a group is a multiple of 4
     // 4 bits in groups, activations quantised per row and group. A group is a multiple of 8, and of at

@@ -1,4 +1,4 @@
-"""The one quantiser of all methods: the steps that a block of weights has, and a weight's code.
+"""The quantiser of all methods but FP8: the steps of a block of weights, and a weight's code.
 
 w = (q - zero) * scale, with q an unsigned code of a few bits. Groups run along the inputs of one
 row, never across rows.
@@ -40,7 +40,8 @@ class Grid:
             code of its own.
         scale_dtypes: formats that must all hold a scale as it is; empty: it stays in fp32. Weights
             are rounded by the scale that they will be multiplied with, not by a finer one.
-            Checkpoints store fp16; the native kernels hold scales of groups as bf16.
+            Checkpoints store fp16, or bf16 in a compressed-tensors one of a bf16 model; the native
+            kernels keep the digits of fp16.
     """
 
     bits: int
