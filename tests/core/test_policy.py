@@ -73,6 +73,15 @@ def test_urgent_requests_first() -> None:
     assert order_of_service(sim) == ["r1", "r2", "r0"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_policy_alone_reads_priorities(policy: str) -> None:
+    sim = Simulation(Setup(policy=policy, max_num_seqs=1, batch_size=1))
+    for priority in (1, 0, -1):
+        sim.add([0, 1, 2], max_tokens=1, priority=priority)
+    expected = ["r2", "r1", "r0"] if policy == "priority" else ["r0", "r1", "r2"]
+    assert order_of_service(sim) == expected
+
+
 def test_ageing_keeps_a_stream_of_urgent_requests_from_starving_others() -> None:
     sim = Simulation(Setup(policy="priority", max_num_seqs=1, ageing=1.0))
     patient = sim.add([0], max_tokens=1, priority=3)[0]

@@ -35,8 +35,9 @@ class EngineConfig:
             "fp8", "int8" or "int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.
         kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.
         enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
-        policy: "fcfs", "priority", "shortest-prefill-first", "longest-prefix-match", "static" or
-            "dynamic".
+        policy: who is served first: "fcfs", "priority" (smaller `priority` of a request first; the
+            other policies do not read it), "shortest-prefill-first", "longest-prefix-match",
+            "static" or "dynamic".
         batch_size: requests per batch of the static and dynamic policies.
         max_wait: seconds the dynamic policy waits for a batch to fill.
         ageing: seconds of waiting that weigh as much as one level of priority ("priority"), as a
