@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from kvik.config.files import can_write, write_whole, writing_whole, writing_whole_folder
+from kvik.config.files import (
+    DRAFT,
+    can_write,
+    working_folder,
+    write_whole,
+    writing_whole,
+    writing_whole_folder,
+)
 
 
 def test_a_file_is_written_with_the_permissions_of_any_new_one(tmp_path: Path) -> None:
@@ -119,3 +130,67 @@ def test_an_interruption_leaves_the_folder_that_was_there(
         raise problem
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
     assert (tmp_path / "folder" / "old").read_text() == "old"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvik.config.files import working_folder, writing_whole, writing_whole_folder
+with {kind}(Path(sys.argv[1])):
+    print("working", flush=True)
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", [writing_whole, writing_whole_folder, working_folder])
+def test_what_a_killed_process_left_goes_with_the_next_and_the_work_of_a_living_one_stays(
+    kind: Callable[[Path], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    def work(name: str, end: str) -> subprocess.Popen[bytes]:
+        code = KILLED.format(kind=kind.__name__)
+        command = [sys.executable, "-c", code, str(tmp_path / name), end]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    for name in ("target", "other"):
+        work(name, "dies").communicate()
+    left = set(tmp_path.iterdir())
+    assert len(left) == 2
+    with work("target", "lives") as living:
+        assert living.stdout is not None and living.stdout.readline()
+        drafts = set(tmp_path.iterdir())
+        assert len(drafts) == 2 and len(drafts - left) == 1  # the dead one's is gone
+        with kind(tmp_path / "target"):
+            assert drafts < set(tmp_path.iterdir())
+        living.communicate()
+        assert living.returncode == 0
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith(DRAFT)]) == 1  # other
+
+
+def test_a_folder_that_was_moved_away_is_kept_until_another_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the process were killed between the two moves of the replacement."""
+    path, replace = tmp_path / "folder", Path.replace
+    path.mkdir()
+    (path / "valuable").touch()
+
+    def moved_away_alone(source: Path, target: Path) -> Path:
+        if source != path:
+            raise OSError("killed")
+        return replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", moved_away_alone)
+        with pytest.raises(OSError), writing_whole_folder(path):
+            pass
+    (old,) = tmp_path.iterdir()
+    with pytest.raises(KeyboardInterrupt), writing_whole_folder(path):
+        raise KeyboardInterrupt
+    assert (old / "valuable").exists()
+    for _ in range(2):
+        with writing_whole_folder(path):
+            pass
+    assert list(tmp_path.iterdir()) == [path]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 DRAFT = ".kvik-"  # what the name of an unfinished file begins with
+OLD = "-old"  # what the name of a folder that is being replaced ends in
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -34,15 +37,10 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     path = path.resolve()  # a link stays, and what it points to is replaced
-    draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}")
-    try:
-        with draft.open("wb") as file:
+    with _draft(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as (draft, number):
+        with os.fdopen(os.dup(number), "wb") as file:
             yield file
         draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
 
 
 @contextlib.contextmanager
@@ -54,11 +52,9 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
         OSError: it cannot be written.
     """
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft, old = (path.with_name(f"{DRAFT}{secrets.token_hex(8)}") for _ in range(2))
-    try:
-        draft.mkdir()
+    with working_folder(path) as draft:
         yield draft
+        old = draft.with_name(draft.name + OLD)
         try:
             if path.exists():
                 path.replace(old)
@@ -67,10 +63,90 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another one has taken the place meanwhile
                 old.replace(path)
             raise
+        finally:
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def working_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder beside `path`, for the work on it; gone when the block ends, or when the next
+    work on `path` begins after this process was killed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _draft(path, None) as (draft, _):
+        yield draft
+
+
+@contextlib.contextmanager
+def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
+    """A new draft of `path` and its descriptor; `flags` to open a file, None: a folder. It is
+    locked as long as its process lives."""
+    prefix = f"{DRAFT}{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}-"
+    _remove_drafts_of_the_dead(path, prefix)
+    while True:
+        draft = path.with_name(prefix + secrets.token_hex(8))
+        if flags is None:
+            draft.mkdir()
+        try:
+            number = os.open(draft, os.O_RDONLY if flags is None else flags, 0o666)
+        except FileNotFoundError:
+            if flags is None:  # taken for one of the dead before it was locked
+                continue
+            raise
+        try:
+            _lock(number)
+        except BlockingIOError:
+            os.close(number)
+            continue
+        except OSError:  # no locks on this file system: nobody takes it for one of the dead
+            pass
+        if draft.exists():
+            break
+        os.close(number)
+    try:
+        yield draft, number
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        os.close(number)
+        _remove(draft)
+
+
+def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
+    """Remove what killed processes left of their work on `path`. An old folder that was moved away
+    is kept while nothing has taken its place."""
+    for draft in path.parent.glob(f"{prefix}*"):
+        if draft.name.endswith(OLD):
+            if path.exists():
+                _remove(draft)
+            continue
+        try:
+            number = os.open(draft, os.O_RDONLY)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            _lock(number)
+            _remove(draft)
+        except OSError:  # a living process has it
+            pass
+        finally:
+            os.close(number)
+
+
+def _lock(number: int) -> None:
+    """Raises BlockingIOError: a living process has locked it."""
+    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def can_write(path: Path) -> bool:

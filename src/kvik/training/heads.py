@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.config.errors import ConfigError, ModelError
-from kvik.config.files import writing_whole_folder
+from kvik.config.files import working_folder, writing_whole_folder
 from kvik.config.step_memory import PROMPT_ROWS
 from kvik.evaluate.reader import Reader, loaded_reader, resolve_reader
 from kvik.evaluate.windows import Window, cut, prompt_prefix
@@ -90,13 +89,12 @@ def train_heads(
     """
     check_place(out)
     check_windows(windows, recipe.depth)
-    out.parent.mkdir(parents=True, exist_ok=True)
     longest = max((len(window.token_ids) for window in windows), default=2)
     with (
         loaded_reader(resolve_reader(config, longest)) as reader,
-        tempfile.TemporaryDirectory(dir=out.parent, prefix=".kvik-") as work,
+        working_folder(out) as work,
     ):
-        states = read_states(reader, windows, Path(work) / "states", progress)
+        states = read_states(reader, windows, work / "states", progress)
         trainee = _trainee(reader, recipe)
         keeper = Keeper(out / FILE, identity_of(recipe, states), time.monotonic)
         finished = train(trainee, states, recipe.schedule, keeper, progress)
