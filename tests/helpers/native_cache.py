@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from helpers.native import Poisoned, Runtime, call
 from torch import Tensor
 
 from kvik.kernels.kv_rounding import SCALES
-from tests.helpers.native import Poisoned, Runtime, call
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:

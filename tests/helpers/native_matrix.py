@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from helpers.native import FLOATS, Poisoned, Runtime, call, normal
 from torch import Tensor
 
 from kvik.kernels.rounding import round_int4
 from kvik.kernels.weights import Fp8Weight, Int4MinWeight, Int4Weight, Int8Weight
-from tests.helpers.native import FLOATS, Poisoned, Runtime, call, normal
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
 I4, I4_MIN, FP8 = "int4", "int4-min", "fp8"

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.building import build_extension, compiler, has_cmake, run_tests
-from torch import Tensor
-
-from tests.helpers.native import Runtime, normal, runtimes
-from tests.helpers.native_matrix import (
+from helpers.native import Runtime, normal, runtimes
+from helpers.native_matrix import (
     I8,
     ONE_OF_EACH,
     NativeMatrix,
@@ -20,6 +18,7 @@ from tests.helpers.native_matrix import (
     pack,
     random_matrix,
 )
+from torch import Tensor
 
 _native = pytest.importorskip("kvik.kernels.cpu._native")
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from helpers.native import normal, runtimes
+from helpers.native_cache import NativeCache, Part, attend
 from torch import Tensor
-
-from tests.helpers.native import normal, runtimes
-from tests.helpers.native_cache import NativeCache, Part, attend
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 FP8, I4 = torch.float8_e4m3fn, torch.uint8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.native import FLOATS, normal, runtimes
+from helpers.native_cache import NativeCache
 from torch import Tensor
 
 from kvik.kernels.kv_rounding import SCALES, round_vectors, unround_vectors
-from tests.helpers.native import FLOATS, normal, runtimes
-from tests.helpers.native_cache import NativeCache
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 name = "{0}".format

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-from tests.helpers.native import Runtime, normal, runtimes
-from tests.helpers.native_matrix import (
+from helpers.native import Runtime, normal, runtimes
+from helpers.native_matrix import (
     BF16,
     F32,
     FP8,
@@ -26,6 +24,7 @@ from tests.helpers.native_matrix import (
     linear,
     random_matrix,
 )
+from torch import Tensor
 
 # [outputs, inputs] of a matrix, and rows: odd sizes, one tile, several, and stretches of inputs.
 SHAPES = [(1, 1, 1), (33, 7, 2), (32, 64, 3), (70, 130, 5), (45, 259, 13), (64, 96, 27)]

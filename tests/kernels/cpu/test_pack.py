@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-from tests.helpers.native import FLOATS, Poisoned, Runtime, call, normal, runtimes
-from tests.helpers.native_matrix import (
+from helpers.native import FLOATS, Poisoned, Runtime, call, normal, runtimes
+from helpers.native_matrix import (
     BF16,
     F32,
     KINDS,
@@ -20,6 +18,7 @@ from tests.helpers.native_matrix import (
     pack,
     random_values,
 )
+from torch import Tensor
 
 SHAPES = [(1, 1), (31, 7), (33, 64), (64, 130), (100, 259)]
 
