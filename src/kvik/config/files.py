@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 DRAFT = ".kvik-"  # what the name of an unfinished file begins with
 OLD = "-old"  # what the name of a folder that is being replaced ends in
+
+
+def only_regular(path: str, flags: int) -> int:
+    """An `opener` for `open` that takes regular files alone: a pipe or a device in the place of a
+    file may never end, or never begin.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    number = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is no regular file", path)
+    return number
 
 
 def write_whole(path: Path, data: bytes) -> None:

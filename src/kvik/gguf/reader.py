@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
+from kvik.config.files import only_regular
 from kvik.gguf.cursor import Cursor
 from kvik.gguf.types import (
     ALIGNMENTS,
@@ -101,7 +102,7 @@ def read_gguf(path: Path) -> GgufFile:
         ModelError: the file cannot be read or is not a valid GGUF file.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=only_regular) as file:
             size = path.stat().st_size
             cursor = Cursor(file, path.name, size)
             tensors, entries = _header(cursor)
