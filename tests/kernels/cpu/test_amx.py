@@ -1,13 +1,10 @@
 """Products by the tile registers of AMX. Where a machine has none they run in emulation, by kernels
-built for that; `amx` of a machine that has them is tested here too."""
+built for that (`test_sanitizers.py`); `amx` of a machine that has them is tested here too."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from helpers.building import build_extension, compiler, has_cmake, run_tests
 from helpers.native import Runtime, normal, runtimes
 from helpers.native_matrix import (
     I8,
@@ -82,21 +79,3 @@ def test_self_check_rejects_what_is_wrong() -> None:
     emulated = EMULATED in _native.instruction_sets()
     expected = ["wrong_bf16", "wrong_i8"] if emulated else []
     assert _native.rejected_instruction_sets() == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(not has_cmake(), reason="needs CMake")
-@pytest.mark.skipif(compiler() is None, reason="needs a C++20 compiler")
-@pytest.mark.skipif(
-    "avx512_bf16" not in _native.instruction_sets(), reason="the emulation needs AVX-512 with bf16"
-)
-def test_emulated_kernels_pass_the_tests() -> None:
-    isas = f"-DKVIK_ISAS={VECTORS.isa}"  # and portable, and the emulation
-    extension = build_extension("emulate-amx", "-DKVIK_EMULATE_AMX=ON", isas)
-    files = ("test_amx.py", "test_linear.py", "test_pack.py")
-    paths = [str(Path(__file__).with_name(name)) for name in files]
-    chosen = f"{EMULATED} or self_check or threads"
-    done = run_tests(extension, ["-q", "-x", "-m", "not slow", "-k", chosen, *paths])
-    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
-    assert " skipped" not in done.stdout, done.stdout[-2000:]

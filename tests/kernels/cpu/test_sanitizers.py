@@ -3,6 +3,7 @@ write outside of a buffer, a misaligned or undefined operation ends the run."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -46,3 +47,7 @@ def test_kernels_stay_within_their_buffers() -> None:
     report = f"{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
     assert done.returncode == 0, report
     assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, report
+    if emulate == "ON":  # nowhere else is the emulation tested
+        for file in ("test_amx", "test_linear", "test_pack"):
+            emulated = re.findall(rf"{file}\.py::\S*amx_emulated\S* (\w+)", done.stdout)
+            assert set(emulated) == {"PASSED"}, (file, emulated)
