@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.on_terminal import OnTerminal
 from helpers.optional_native import needs_native
 
 from kvik.cli.main import main
@@ -177,3 +178,11 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
+    with OnTerminal("info", columns=columns) as terminal:
+        code, written = terminal.finish()
+    assert code == 0 and "max_num_batched_tokens" in written
+    assert max(map(len, written.splitlines())) <= columns

@@ -126,7 +126,7 @@ def test_a_panic_of_a_library_is_one_line(
     (tmp_path / "tokenizer.json").write_text(json.dumps({**facts, "normalizer": normalizer}))
     assert cli.main(["generate", str(tmp_path), "Hello", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvik: error: tokenizer: ") and error.count("\n") == 1
+    assert error.startswith("kvik: error: tokenizer") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_reader_that_left_is_quiet() -> None:
     with os.fdopen(writer, "w") as out:
         command = [sys.executable, "-m", "kvik", "--help"]
         result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
-    assert result.returncode == 141
+    assert result.returncode == 0
     assert result.stderr == ""
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from textwrap import wrap
 
 from kvik.cli.flags import Parser, add_question_flag, integer, number
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, Report, advise
 from kvik.planner.advice.figures import Figures
@@ -57,7 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     if "slo" in given:
         given["slo"] = parse_slo(given["slo"])
     report = advise(Wish(**given))
-    say(json.dumps(as_json(report)) if as_object else as_text(report))
+    if as_object:
+        say(json.dumps(as_json(report)))
+    else:
+        say_report(as_text(report))
     return 0
 
 

@@ -11,7 +11,7 @@ from kvik.bench.report.table import show_figure
 from kvik.cli.calibrate_gpu import calibrate_gpu, usable_gpus
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect
@@ -82,7 +82,7 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
     with share_bar(redraws=False) as progress:
         found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
-    say(as_text(found), flush=True)
+    say_report(as_text(found))
     for remark in remarks:
         say(f"kvik: warning: {remark}", error=True)
     if found.disturbed and not arguments.force:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.gpus import find_gpus
 from kvik.config.hardware import Gpu, detect
 from kvik.config.kernels import TRITON_CAPABILITY
@@ -36,7 +36,7 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
         device = torch.device("cuda", gpu.index)
         found = prompts.measure_prompts(device, dims, lengths, progress)
     torch_from = prompts.thresholds(found)
-    say(as_text(gpu.name, found, torch_from))
+    say_report(as_text(gpu.name, found, torch_from))
     path = prompt_attention_path()
     save(gpu.name, torch_from, path)
     say(f"\nsaved in {path}")

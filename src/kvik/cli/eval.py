@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(_as_json(quality, arguments)))
     else:
-        say(_as_text(quality, arguments))
+        say_report(_as_text(quality, arguments))
     return 0
 
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
 from kvik.config.gpus import find_gpus
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(_as_json(str(path), spec, resolved, refusal)))
     else:
-        say(_as_text(str(path), spec, resolved, refusal))
+        say_report(_as_text(str(path), spec, resolved, refusal))
     return 0
 
 

@@ -42,7 +42,6 @@ VERBS: Mapping[str, tuple[str, str]] = {
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return BROKEN_PIPE
+        return 0  # the reader has had enough, as `head` does
     except BaseException as error:
         trouble = _trouble(error)
         if trouble is None:  # a bug, or SystemExit

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.plan_text import as_text
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.model_spec import SHORT_DTYPES
 from kvik.planner.plan import Plan, plan
 from kvik.planner.question import Question
@@ -56,7 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     answer = plan(question_of(arguments))
-    say(json.dumps(as_object(answer)) if arguments.json else as_text(answer))
+    if arguments.json:
+        say(json.dumps(as_object(answer)))
+    else:
+        say_report(as_text(answer))
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvik.cli.before_after import BUILTIN, BeforeAfter
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
 from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.model_source import find_model
@@ -181,7 +181,10 @@ def run(arguments: argparse.Namespace) -> int:
         say("kvik: stopped; the same command goes on where it was", error=True)
         raise
     path = output.report(report.as_json())
-    say(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
+    if arguments.json:
+        say(json.dumps(report.as_json(), indent=2))
+    else:
+        say_report(report.as_text())
     say(f"\nsaved in {arguments.output}, with this report in {path.name}", error=True)
     return 0
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping
+from textwrap import fill
 from typing import TextIO
 
 # ESC, the other controls of C0 and C1, and DEL: a terminal obeys them. Newline and tab stay.
@@ -31,6 +34,27 @@ def say(text: str = "", *, end: str = "\n", error: bool = False, flush: bool = F
         print(visible(text) if stream.isatty() else text, end=end, file=stream, flush=flush)
     except OSError as failure:
         raise _named(failure, stream) from None
+
+
+def say_report(text: str) -> None:
+    """Print lines of columns. Where a terminal is too narrow for a line, the line is wrapped, and
+    goes on below its last column; a pipe or a file gets it as it is.
+
+    Raises:
+        OSError: as `say` does.
+    """
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
+    say(text, flush=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    starts = [match.end() for match in re.finditer(r"^ +| {2,}", line)]
+    indent = max([start for start in starts if start <= width // 2], default=0)
+    return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def flush_output() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
 from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.config.errors import ConfigError
@@ -133,7 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
         again = "the same command goes on"
         say(f"interrupted: the heads are as far as they came; {again}", error=True)
     report = _report(trained)
-    say(json.dumps(report) if arguments.json else _as_text(report))
+    if arguments.json:
+        say(json.dumps(report))
+    else:
+        say_report(_as_text(report))
     say(f"\nsaved in {arguments.output}", error=True)
     return 0
 

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer as Library
@@ -23,6 +24,7 @@ from kvik.config.errors import ModelError
 REPLACEMENT = "\ufffd"
 MAX_LEADING = 8  # tokens without any text after which a text counts as begun all the same
 MAX_CHAR_BYTES = 4
+MAX_REASON = 200  # characters of the library's own words in an error
 
 # Decoder steps that treat a token by itself, or by whether it is the first one.
 _LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
@@ -41,6 +43,19 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+
+
+@contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """Make `ModelError` of a panic of the library's Rust code. It is a BaseException, which nobody
+    who catches what a request can do wrong would catch, and it has no name to import."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = f"the tokenizers library fails on it: {' '.join(str(error).split())[:MAX_REASON]}"
+        raise ModelError("tokenizer.json", reason) from None
 
 
 class Pieces:
@@ -74,7 +89,8 @@ class Pieces:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens that begin a sequence, as the library sees it."""
-        return self._library.decode(ids, skip_special_tokens=False)
+        with panics_are_errors():
+            return self._library.decode(ids, skip_special_tokens=False)
 
     def _find(self, token: int) -> str | bytes:
         name = self._library.id_to_token(token)

@@ -14,13 +14,12 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 
 from kvik.config.errors import ModelError, ParamError
-from kvik.text.detokenizer import REPLACEMENT, Detokenizer, Pieces
+from kvik.text.detokenizer import MAX_REASON, REPLACEMENT, Detokenizer, Pieces, panics_are_errors
 
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 BRIEF_CHARS = 2048  # that are encoded in about a millisecond
-MAX_REASON = 200  # characters of the library's own words in an error
 
 
 class Tokenizer:
@@ -61,7 +60,10 @@ class Tokenizer:
             raise ModelError("tokenizer.json", _why_missing(folder))
         data = _read(path, MAX_TOKENIZER_BYTES)
         try:
-            library = Library.from_buffer(data)
+            with panics_are_errors():
+                library = Library.from_buffer(data)
+        except ModelError:
+            raise
         except Exception as error:  # the library raises plain Exception
             raise ModelError("tokenizer.json", f"is not a tokenizer: {_brief(error)}") from None
         config = _read_json(folder / "tokenizer_config.json")
@@ -95,11 +97,14 @@ class Tokenizer:
             raise ParamError(
                 "prompt", f"must be valid Unicode; character {error.start} is half a surrogate pair"
             ) from None
-        if len(text) <= BRIEF_CHARS:
-            return self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        # Other threads run meanwhile, which `encode` does not let them.
-        (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return found.ids
+        with panics_are_errors():
+            if len(text) <= BRIEF_CHARS:
+                return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+            # Other threads run meanwhile, which `encode` does not let them.
+            (found,) = self._library.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of a sequence; equal to what a stream of it yields."""
