@@ -47,7 +47,7 @@ def in_process(
     record: Path | None = None,
 ) -> None:
     async def whole() -> None:
-        client = engine_in_process(resolved, record)
+        client = engine_in_process(resolved, sys.stderr.write, record)
         deltas: list[RequestDelta] = []
         client.start(deltas.extend)
         try:

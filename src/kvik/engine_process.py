@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvik.config.config import ResolvedConfig
@@ -35,16 +35,19 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
-def engine_in_process(resolved: ResolvedConfig, record: Path | None = None) -> RemoteClient:
+def engine_in_process(
+    resolved: ResolvedConfig, relay: Callable[[str], object], record: Path | None = None
+) -> RemoteClient:
     """For an event loop. Nothing is loaded before the client is started; what does not load then
     makes it fail.
 
     Args:
+        relay: takes what the child prints. It is called in the event loop, and must not block.
         record: file that what happens is written to, for `kvik replay`.
     """
     command = python_command(__name__)
     start = Start(resolved, None if record is None else str(record))
-    return RemoteClient(resolved, Supervisor(command, start, patience_for(resolved), _relay))
+    return RemoteClient(resolved, Supervisor(command, start, patience_for(resolved), relay))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,12 +65,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     finally:
         line.close()
-
-
-def _relay(printed: str) -> None:
-    """What the child prints goes where ours does."""
-    sys.stderr.write(printed)
-    sys.stderr.flush()
 
 
 def _serve(line: HostLine) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -178,17 +179,17 @@ class Process:
         line = next(line for line in self.printed if "playground on " in line)
         return line.partition("playground on ")[2].partition(",")[0]
 
-    def connect(self) -> HTTPConnection:
+    def connect(self, timeout: float = 60) -> HTTPConnection:
         port = int(self.url.rstrip("/").rpartition(":")[2])
-        return HTTPConnection("127.0.0.1", port, timeout=60)
+        return HTTPConnection("127.0.0.1", port, timeout=timeout)
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Process]:
+def serving(*arguments: str, errors: int = subprocess.PIPE) -> Iterator[Process]:
     command = [sys.executable, "-m", "kvik", "serve", "--port", "0", *arguments]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
     ) as process:
         try:
             yield Process(process)
@@ -222,6 +223,26 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
         assert "Traceback" not in errors
         assert "sesame" not in errors
         assert "Once upon" not in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
+def test_requests_are_answered_while_nobody_reads_the_log() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # bytes: some forty requests
+    small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")
+    with serving(*small, errors=writing) as server:
+        connection = server.connect(timeout=10)
+        for _ in range(100):
+            connection.request("GET", "/v1/models")
+            response = connection.getresponse()
+            assert response.status == 200
+            response.read()
+        connection.close()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        os.close(writing)
+        with os.fdopen(reading) as log:
+            assert "/v1/models 200" in log.read()
 
 
 def test_a_quantised_model_is_served_beside_a_quantised_draft_model(tmp_path: Path) -> None:

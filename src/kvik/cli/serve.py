@@ -6,7 +6,8 @@ import argparse
 import gc
 import logging
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from kvik.cli.flags import (
     number,
     server_options,
 )
-from kvik.cli.terminal import say
+from kvik.cli.terminal import visible
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.config.option_file import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
+from kvik.engine.printer import Printer
 from kvik.engine_process import engine_in_process
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
@@ -65,6 +67,8 @@ ENGINE_FLAGS = (
     "spec_model",
     "spec_tokens",
 )
+STDOUT, STDERR = 1, 2
+LAST_LINES_SECONDS = 1.0  # for the last lines to be read
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
 
 
@@ -101,9 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     if server.admin_port is not None and not keys.has_admin:
         message = "needs a single API key, or one marked admin in api_key_file"
         raise ConfigError("admin_port", message)
-    level = server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
+        out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))
+        level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=level, format=line, stream=err)
         # What is taken already is told of before a model is loaded.
         sockets = [stack.enter_context(bind(server.host, server.port))]
         if server.admin_port is not None:
@@ -113,8 +118,17 @@ def run(arguments: argparse.Namespace) -> int:
             log.warning(what, _url(server.host, sockets[0]))
         resolved = resolve_config(config)
         for line in _decisions(resolved):
-            _tell(line)
-        return uvloop.run(_serve(config, server, keys, resolved, sockets))
+            out.tell(visible(line))  # a path may hold anything
+        return uvloop.run(_serve(config, server, keys, resolved, sockets, out, err))
+
+
+@contextmanager
+def _printer(fd: int) -> Iterator[Printer]:
+    printer = Printer(fd)
+    try:
+        yield printer
+    finally:
+        printer.close(LAST_LINES_SECONDS)
 
 
 def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -148,6 +162,8 @@ async def _serve(
     keys: Keys,
     resolved: ResolvedConfig,
     sockets: list[socket.socket],
+    out: Printer,
+    err: Printer,
 ) -> int:
     path = Path(resolved.runner.model_path)
     names = model_names(server, config.model, path)
@@ -157,7 +173,9 @@ async def _serve(
         observers.append(Tracing(otlp_exporter(server.otlp_endpoint), names[0]))
     parts = assemble(
         server,
-        engine_in_process(resolved, None if server.record is None else Path(server.record)),
+        engine_in_process(
+            resolved, err.write, None if server.record is None else Path(server.record)
+        ),
         Texts(load_tokenizer(resolved), resolved.scheduler.max_model_len),
         model_files(path).default_params(),
         keys,
@@ -167,13 +185,13 @@ async def _serve(
     ports = [Port(make_app(parts, all_routes(parts, requests)), sockets[0])]
     if len(sockets) > 1:
         ports.append(Port(make_admin_app(parts), sockets[1]))
-        _tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")
+        out.tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")
     url = _url(WILDCARDS.get(server.host, server.host), sockets[0])
-    _tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
+    out.tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
     # What is loaded now stays: the collector need not stop all streams to look at it ever again.
     gc.collect()
     gc.freeze()
-    return await serve(parts, ports, _tell)
+    return await serve(parts, ports, out.tell)
 
 
 def _decisions(resolved: ResolvedConfig) -> list[str]:
@@ -183,7 +201,3 @@ def _decisions(resolved: ResolvedConfig) -> list[str]:
 def _url(host: str, listening: socket.socket) -> str:
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"
-
-
-def _tell(line: str) -> None:
-    say(line, flush=True)

@@ -41,7 +41,7 @@ class Child:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], relay: Callable[[str], None]) -> None:
+    def __init__(self, command: Sequence[str], relay: Callable[[str], object]) -> None:
         self.socket, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(

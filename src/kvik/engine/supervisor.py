@@ -71,7 +71,7 @@ class Supervisor:
         command: Sequence[str],
         start: Start,
         patience: Patience,
-        relay: Callable[[str], None],
+        relay: Callable[[str], object],
     ) -> None:
         self._command = command
         self._start = start
