@@ -102,7 +102,9 @@ def test_nor_by_a_path(site: Site, written: str) -> None:
 def test_those_that_are_served_are_found(site: Site, name: str) -> None:
     assert ask(site.server, "GET", f"/v1/models/{name}", **KEY).json["id"] == name
     for path, body in ROUTES:
-        assert ask(site.server, "POST", path, {**body, "model": name}, **KEY).status == 200
+        reply = ask(site.server, "POST", path, {**body, "model": name}, **KEY)
+        assert reply.status == 200
+        assert reply.json.get("model", NAMES[0]) == NAMES[0]  # answers say the first one
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ async def messages(parts: Parts, request: Request) -> Response:
     config = parts.engine.config
     heading = Heading(
         id=f"msg_{secrets.token_hex(12)}",
-        model=body.model,
+        model=parts.model_name,
         meter=Meter(len(prompt.token_ids), prompt.pins, config.cache.block_size),
         stop_sequences=body.stop_sequences or (),
         max_model_len=config.scheduler.max_model_len,

@@ -48,7 +48,7 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
         generation = await parts.generations.start(
             wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
         )
-    heading = Heading(f"chatcmpl-{generation.request_id}", body.model or parts.model_name)
+    heading = Heading(f"chatcmpl-{generation.request_id}", parts.model_name)
     names = TokenNames(parts.texts.tokenizer)
     if body.stream:
         return StreamReply([generation], ChatStream(heading, body, names, len(ids)))

@@ -56,7 +56,7 @@ async def answer_completions(parts: Parts, request: Request, body: CompletionReq
             wishes, tenant, streaming=streaming, trace_parent=trace_parent_of(request)
         )
     shape = CompletionShape(
-        Heading(f"cmpl-{generations[0].request_id}", body.model or parts.model_name),
+        Heading(f"cmpl-{generations[0].request_id}", parts.model_name),
         body,
         TokenNames(parts.texts.tokenizer),
         prompts,

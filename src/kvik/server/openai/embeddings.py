@@ -64,7 +64,7 @@ async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingReque
     num_tokens = sum(map(len, inputs.values()))
     empty = Embeddings(
         data=[],
-        model=body.model or parts.model_name,
+        model=parts.model_name,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
     as_text = body.encoding_format == "base64"
