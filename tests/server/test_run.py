@@ -135,7 +135,7 @@ def test_health_and_readiness_follow_the_engine() -> None:
         assert (await server.get("/health"))[0] == 200
         assert (await server.get("/ready"))[0] == 503
         server.room.fill = 0.0
-        for state in (EngineState.STALLED, EngineState.RESTARTING, EngineState.FAILED):
+        for state in (EngineState.STALLED, EngineState.RESTARTING):
             server.engine.state = state
             status, body = await server.get("/health")
             assert status == 503
@@ -206,6 +206,24 @@ def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
         server.engine.state = EngineState.FAILED
         assert await server.ended == 1
         assert server.engine.closed
+
+    run(work)
+
+
+def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
+    """With an exit code at which whoever started the server starts it again."""
+
+    async def work() -> None:
+        server = Server()
+        await server.ready()
+        waiting = await server.wait()
+        server.engine.reason = "it crashed 5 times"
+        server.engine.state = EngineState.FAILED
+        assert (await waiting)[0] == 503
+        assert await server.ended == 1
+        assert server.engine.closed
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", server.port)
 
     run(work)
 

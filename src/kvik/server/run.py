@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp
@@ -19,6 +20,7 @@ from kvik.server.parts import Parts
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05  # between two looks at the engine while it starts
+WATCH_SECONDS = 0.5  # and while it serves
 LAST_WORDS = 2.0  # seconds for answers that were ended to reach their clients
 HURRY = 0.2  # the same, when the signal came twice
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,9 +40,10 @@ async def serve(
     tell: Callable[[str], None],
     limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> int:
-    """Serve until a signal comes; returns the exit code.
+    """Serve until a signal comes, or no engine is started any more; returns the exit code.
 
-    The first SIGTERM or SIGINT takes no more requests and lets those that run end, for at most
+    It is 1 in the latter case, so that whoever started the server starts it again. The first
+    SIGTERM or SIGINT takes no more requests and lets those that run end, for at most
     `shutdown_timeout` seconds; what is left then ends with an error. The second ends at once.
 
     Args:
@@ -56,8 +59,8 @@ async def serve(
         for listener in listeners:
             await listener.start()
         failed = await _started(parts, stop, tell)
+        failed = failed or await _served(parts, stop)
         if not failed:
-            await stop.asked.wait()
             await _drain(parts, stop, tell)
     finally:
         quick = stop.again.is_set()
@@ -94,6 +97,18 @@ async def _started(parts: Parts, stop: Stop, tell: Callable[[str], None]) -> boo
                 log.error("the engine cannot be started: %s", parts.engine.reason)
                 return True
         await asyncio.sleep(LOOK_SECONDS)
+    return False
+
+
+async def _served(parts: Parts, stop: Stop) -> bool:
+    """Until the server is to stop, or the engine has failed for good. Returns whether it has."""
+    while not stop.asked.is_set():
+        if parts.engine.state is EngineState.FAILED:
+            log.error("the server ends: %s", parts.engine.reason)
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_SECONDS):
+                await stop.asked.wait()
     return False
 
 
