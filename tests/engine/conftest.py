@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import pytest
+import uvloop
+from helpers.scripted_engine import Rig as ScriptedRig
 
 from kvik.config.config import (
     CacheConfig,
@@ -17,8 +20,10 @@ from kvik.config.config import (
 from kvik.config.kv_spec import group_layers
 from kvik.config.model_spec import ModelSpec
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.engine.async_client import EngineState
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
+from kvik.engine.wire import Ready
 
 EOS = 63
 
@@ -122,3 +127,26 @@ def rig() -> Callable[..., Rig]:
         return Rig(core, executor, EngineLoop(core, executor, clock), clock)
 
     return make
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def with_rig(request) -> Callable[[Callable[[ScriptedRig], Awaitable[None]]], None]:
+    """Run a test in an event loop, with a client that is ready."""
+
+    async def whole(test: Callable[[ScriptedRig], Awaitable[None]]) -> None:
+        rig = ScriptedRig()
+        rig.client.start(rig.calls.append)
+        assert rig.client.state is EngineState.STARTING
+        rig.source.say(Ready())
+        await rig.settle()
+        assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
+        await asyncio.wait_for(test(rig), 30)
+        await rig.client.close()
+        rig.source.sock.close()
+
+    def run(test: Callable[[ScriptedRig], Awaitable[None]]) -> None:
+        factory = uvloop.new_event_loop if request.param == "uvloop" else None
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(whole(test))
+
+    return run

@@ -144,6 +144,36 @@ def test_a_process_that_dies_is_replaced(factory):
     assert sum(d.finish_reason is FinishReason.ERROR for d in rig.deltas) == 2
 
 
+def test_what_waits_is_served_by_the_next_engine():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        for i in range(8):  # as many as run at the same time
+            rig.client.add(request(f"r{i}", max_tokens=200))
+        rig.client.add(request("waits"))
+        while len({d.request_id for d in rig.deltas}) < 8:
+            await asyncio.sleep(0.001)
+        os.kill(rig.supervisor.pid, signal.SIGKILL)
+        for i in range(8):
+            lost = await rig.ended(f"r{i}")
+            assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, True)
+        assert (await rig.ended("waits")).finish_reason is FinishReason.LENGTH
+
+    rig = supervised(test)
+    assert sum(len(d.token_ids) for d in rig.deltas if d.request_id == "waits") == 5
+
+
+def test_a_request_that_crashes_engines_crashes_two():
+    async def test(rig: Rig) -> None:
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a", CRASH))
+        lost = await rig.ended("a")
+        assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, False)
+        await rig.restarted()
+        assert rig.client.num_starts == 3
+
+    supervised(test)
+
+
 def test_the_reason_says_how_it_ended_and_its_last_words():
     async def test(rig: Rig) -> None:
         await rig.until(EngineState.READY)
@@ -164,10 +194,10 @@ def test_the_reason_says_how_it_ended_and_its_last_words():
 
 def test_one_that_crashes_again_and_again_is_given_up():
     async def test(rig: Rig) -> None:
-        for i in range(QUICK.crashes):
+        for name in ("twice", "once"):  # the second engine may be asked again
             await rig.until(EngineState.READY)
-            rig.client.add(request(f"r{i}", CRASH))
-            await rig.ended(f"r{i}")
+            rig.client.add(request(name, CRASH))
+            await rig.ended(name)
         await rig.until(EngineState.FAILED)
         assert "crashed 3 times; at last: the engine process exited" in rig.client.reason
         with pytest.raises(UnavailableError, match="crashed 3 times"):

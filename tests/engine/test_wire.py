@@ -122,7 +122,7 @@ def test_deltas_arrive_as_they_were(deltas):
 
 
 # Fields that come only with the last delta, which is never one of tokens alone.
-AT_THE_END = {"stop_reason", "error", "report", "embedding", "refused"}
+AT_THE_END = {"stop_reason", "error", "report", "embedding", "refused", "again"}
 
 
 @pytest.mark.parametrize(

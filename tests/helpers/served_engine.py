@@ -146,7 +146,7 @@ class ThreadSource:
 
     def lost(self, why: str, *, for_good: bool) -> None:
         assert self._client is not None
-        self._client.set_state(EngineState.FAILED, why)
+        self._client.disconnect(EngineState.FAILED, why)
 
     async def close(self) -> None:
         if self._thread.ident is not None:

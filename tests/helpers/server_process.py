@@ -90,8 +90,12 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(*flags: str) -> Iterator[ServerProcess]:
-    """A server of the bundled model on a free port, ready, until the block ends; then it drains."""
+def server_process(*flags: str, exit_code: int = 0) -> Iterator[ServerProcess]:
+    """A server of the bundled model on a free port, ready, until the block ends; then it drains.
+
+    Args:
+        exit_code: that it is to end with.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -107,7 +111,7 @@ def server_process(*flags: str) -> Iterator[ServerProcess]:
         server.wait_ready()
         yield server
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(60) == exit_code
     finally:
         process.kill()
         process.wait()

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,23 +191,27 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
     with server_process("--max-num-seqs", "4", "--max-model-len", "512") as server:
         text, pid = said(server), server.engine_pid
         for number in (signal.SIGKILL, signal.SIGSEGV):
-            stream, whole = under_way(server)
             with ThreadPoolExecutor() as pool:
-                answer = pool.submit(whole)
+                stream, whole = under_way(server, pool)
+                waits = pool.submit(said, server)
+                until(server, "num_requests_waiting", 1)
                 os.kill(pid, number)
-                reply = answer.result()
-            assert reply.status == 500
-            assert reply.headers[RETRY] == "false"
-            assert reply.error["code"] == "engine_error"
+                reply = whole.result()
+                assert reply.status == 503  # nothing of it was sent
+                assert (reply.headers[RETRY], reply.headers["retry-after"]) == ("true", "1")
+                assert reply.error["code"] == "engine_error"
+                assert waits.result() == text
+                pid = server.engine_pid
             told = read_until(stream, b"\r\n0\r\n\r\n")  # the answer itself is whole
             assert b"engine_error" in told
             assert b"[DONE]" not in told
             stream.close()
-            # Meanwhile
-            health, ping = ask(server, "GET", "/health"), ask(server, "GET", "/version")
-            assert health.status == 503
+            # While there is none
+            os.kill(pid, number)
+            while (health := ask(server, "GET", "/health")).status == 200:
+                time.sleep(0.01)
             assert health.json["reason"]
-            assert ping.status == 200
+            assert ask(server, "GET", "/version").status == 200
             refused = ask(server, "POST", "/v1/completions", SHORT)
             assert refused.status == 503
             assert (refused.headers[RETRY], refused.headers["retry-after"]) == ("true", "1")
@@ -217,16 +221,41 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
             assert server.engine_pid != pid
             pid = server.engine_pid
             assert server.metrics()["kv_cache_usage_perc"] == 0.0
-        assert server.metrics()["engine_starts_total"] == 3
+        assert server.metrics()["engine_starts_total"] == 5
 
 
-def under_way(server: ServerProcess) -> tuple[socket.socket, Callable[[], Reply]]:
-    """A stream that has begun, and a request in one piece that has not ended."""
+def until(server: ServerProcess, metric: str, value: float) -> None:
+    deadline = time.monotonic() + 30
+    while server.metrics()[metric] != value:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@linux
+@pytest.mark.slow
+def test_a_server_whose_engine_crashes_again_and_again_ends() -> None:
+    with server_process("--max-num-seqs", "4", exit_code=1) as server:
+        for _ in range(5):
+            server.wait_ready()
+            os.kill(server.engine_pid, signal.SIGKILL)
+            deadline = time.monotonic() + 30
+            while server.process.poll() is None and ask(server, "GET", "/health").status == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert server.process.wait(30) == 1
+
+
+def under_way(
+    server: ServerProcess, pool: ThreadPoolExecutor
+) -> tuple[socket.socket, Future[Reply]]:
+    """A stream that has begun, and a request in one piece that has begun and not ended."""
     stream = connect(server.port)
     post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 2})
     read_until(stream, b"data: ")
     body = {**LONG, "max_tokens": 480, "n": 2}
-    return stream, lambda: ask(server, "POST", "/v1/completions", body)
+    whole = pool.submit(ask, server, "POST", "/v1/completions", body)
+    until(server, "num_requests_running", 4)
+    return stream, whole
 
 
 # The end of the server

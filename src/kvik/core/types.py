@@ -154,6 +154,7 @@ class RequestDelta:
     embedding: list[float] | None = None  # of a pooling request, with its last delta
     refused: str | None = None  # the limit of the queue that kept the request out; nothing was done
     prompt: PromptUse | None = None  # with the first token
+    again: bool = False  # it was lost with its engine, and another one may be asked for all of it
 
 
 @dataclass(frozen=True, slots=True)

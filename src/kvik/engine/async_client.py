@@ -27,7 +27,8 @@ class AsyncEngineClient(Protocol):
     """Requests in; deltas come to the sink that the client was started with. No method blocks.
 
     Every request that was added ends with exactly one last delta for each sibling, whatever happens
-    to the engine: when it crashes, with `FinishReason.ERROR`. A queue that is full refuses a
+    to the engine. When it crashes, what nothing was delivered of is sent to the next engine, once;
+    all else ends with `FinishReason.ERROR`. A queue that is full refuses a
     request with such a delta, too: then `RequestDelta.refused` says which limit it was.
     """
 

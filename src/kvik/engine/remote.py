@@ -18,13 +18,14 @@ import msgspec
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError, ParamError, UnavailableError
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.async_client import EngineState, Sink
 from kvik.engine.checks import check_request
 from kvik.engine.lines import ClientLine
 from kvik.engine.live import LiveView
 from kvik.engine.source import EngineSource
 from kvik.engine.stats import EngineStats
+from kvik.engine.unfinished import Unfinished, Waiting
 from kvik.engine.wire import (
     Add,
     Answer,
@@ -47,19 +48,10 @@ ANSWER_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class _Unfinished:
-    """A request in the engine."""
-
-    __slots__ = ("arrival", "indexes")
-
-    def __init__(self, n: int, arrival: float) -> None:
-        self.indexes = set(range(n))  # siblings whose last delta has not come
-        self.arrival = arrival
-
-
 class RemoteClient:
-    """An `AsyncEngineClient` over a socket. It outlives its engines: when one is lost, its requests
-    end with an error, and the source connects the next.
+    """An `AsyncEngineClient` over a socket. It outlives its engines: when one is lost, the source
+    connects the next. That is sent once more what nothing was delivered of; all else ends with an
+    error.
 
     Args:
         config: what every engine serves.
@@ -78,7 +70,8 @@ class RemoteClient:
         self._clock = clock
         self._sink: Sink = _nobody
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
-        self._unfinished: dict[str, _Unfinished] = {}
+        self._unfinished: dict[str, Unfinished] = {}  # in the engine
+        self._waiting = Waiting(clock, self._give)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
         self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks - 1, 0, 0, 0, 0, 0, 0, 0)
@@ -113,7 +106,7 @@ class RemoteClient:
         self._source.start(self)
 
     def check(self, request: EngineRequest) -> None:
-        if request.request_id in self._unfinished:
+        if request.request_id in self._unfinished or request.request_id in self._waiting:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         check_request(self._config, request)
 
@@ -129,7 +122,7 @@ class RemoteClient:
             raise ParamError("request", f"cannot be sent to the engine: {error}") from None
         if line.num_pending > MAX_PENDING:
             raise UnavailableError("engine", "it does not keep up with what it is sent")
-        self._unfinished[request.request_id] = _Unfinished(n, self._clock())
+        self._unfinished[request.request_id] = Unfinished(request, data, self._clock())
         line.send(data)
 
     def end(
@@ -139,10 +132,13 @@ class RemoteClient:
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
-        if self._line is None or request_id not in self._unfinished:
-            return
         if error is not None:
             error = error.encode("utf-8", "replace").decode()
+        if request_id in self._waiting:
+            self._waiting.end(request_id, index, reason, error)
+        if self._line is None or request_id not in self._unfinished:
+            return
+        self._unfinished[request_id].ended = True
         self._line.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
@@ -189,7 +185,7 @@ class RemoteClient:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(UnavailableError("engine", reason))
-        self._give(self._last_deltas(reason))
+        self._give(self._last_deltas(state, reason))
 
     def set_state(self, state: EngineState, reason: str) -> None:
         if self._state is not EngineState.CLOSED:
@@ -215,7 +211,9 @@ class RemoteClient:
         return msgspec.msgpack.decode(body, type=kind)
 
     def _lost(self, why: str, *, for_good: bool = False) -> None:
-        self.disconnect(EngineState.FAILED if for_good else EngineState.RESTARTING, why)
+        # What could be loaded before is tried again.
+        last = for_good and not self._signs
+        self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, why)
         self._source.lost(why, for_good=for_good)
 
     def _take(self, messages: list[FromEngine]) -> None:
@@ -235,6 +233,7 @@ class RemoteClient:
                 self.set_state(EngineState.READY, "")
                 self._signs += 1
                 self._num_starts += 1
+                self._send_again()
             else:
                 self._lost(str(KvikError(message.field, message.message)), for_good=True)
                 return
@@ -245,6 +244,7 @@ class RemoteClient:
         unfinished = self._unfinished.get(delta.request_id)
         if unfinished is None or delta.index not in unfinished.indexes:
             return False
+        unfinished.begun = True
         if delta.finish_reason is not None:
             unfinished.indexes.discard(delta.index)
             if not unfinished.indexes:
@@ -260,21 +260,35 @@ class RemoteClient:
         else:
             answer.set_result(message.body)
 
-    def _last_deltas(self, error: str) -> list[RequestDelta]:
-        """Of everything unfinished, which is forgotten."""
-        unfinished, self._unfinished = self._unfinished, {}
+    def _send_again(self) -> None:
+        """What waited for this engine."""
+        assert self._line is not None
+        for request in self._waiting.take():
+            request.sends += 1
+            self._unfinished[request.request_id] = request
+            self._line.send(request.frame)
+            for index in set(range(request.n)) - request.indexes:
+                self._line.send(frame(End(request.request_id, index, FinishReason.ABORT, None)))
+
+    def _last_deltas(self, state: EngineState, error: str) -> list[RequestDelta]:
+        """Of everything that ends with the engine, and is forgotten.
+
+        Args:
+            state: from now on.
+        """
+        lost, self._unfinished = list(self._unfinished.values()), {}
+        if state in (EngineState.FAILED, EngineState.CLOSED):  # there will be no other
+            lost += self._waiting.take()
+        else:
+            for request in lost:
+                if request.may_be_sent_again:
+                    self._waiting.add(request)
+            lost = [request for request in lost if not request.may_be_sent_again]
         now = self._clock()
         return [
-            RequestDelta(
-                request_id,
-                index,
-                [],
-                finish_reason=FinishReason.ERROR,
-                error=error,
-                report=RequestReport(request.arrival, None, None, now, 0, 0),
-            )
-            for request_id, request in unfinished.items()
-            for index in sorted(request.indexes)
+            delta
+            for request in lost
+            for delta in request.last_deltas(request.indexes, now, FinishReason.ERROR, error)
         ]
 
     def _give(self, deltas: list[RequestDelta]) -> None:

@@ -1,6 +1,6 @@
 """Keeps an engine process running: starts it, notices when it dies or stands still, starts another.
 
-What a crash costs is the requests that were in the engine, which end with an error at once. The
+A crash ends the requests that the engine had begun; the client keeps the others for the next. The
 next engine is started from the very same decisions.
 """
 

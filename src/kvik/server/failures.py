@@ -31,6 +31,13 @@ def failed(request_id: str) -> HttpError:
     return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
 
 
+def lost() -> HttpError:
+    """The engine was lost before anything of the answer was sent: another one may be asked."""
+    message = "the engine failed and is being started again; nothing of the answer was sent"
+    headers = {"retry-after": "1", "x-should-retry": "true"}
+    return HttpError(503, message, code=FAILED, headers=headers)
+
+
 def deadline_exceeded() -> HttpError:
     message = "the deadline passed before the request was finished"
     return HttpError(504, message, code=DEADLINE)

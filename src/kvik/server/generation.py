@@ -15,7 +15,7 @@ from kvik.server.admission import Admission, Ticket
 from kvik.server.bell import Bell
 from kvik.server.errors import called
 from kvik.server.escape import escaped
-from kvik.server.failures import aborted, deadline_exceeded, failed, not_ready
+from kvik.server.failures import aborted, deadline_exceeded, failed, lost, not_ready
 from kvik.server.intake import Draft, GenerationRequest, Intake, Limits
 from kvik.server.observer import Life, Observer
 from kvik.server.texts import Texts
@@ -309,7 +309,7 @@ class Generations:
         for delta in deltas:
             generation = self._live.get(delta.request_id)
             if generation is not None and delta.finish_reason in _FAILED:
-                self._fail(generation, _failure(delta), delta.finish_reason)
+                self._fail(generation, _failure(delta, generation.life), delta.finish_reason)
         for output in processed.finished:
             generation = self._live.get(output.request_id)
             if generation is not None:
@@ -363,14 +363,16 @@ class Generations:
         del self._live[generation.request_id]
 
 
-def _failure(delta: RequestDelta) -> KvikError:
+def _failure(delta: RequestDelta, life: Life) -> KvikError:
     if delta.refused is not None:
         return OverloadError(delta.refused, delta.error or "the queue is full", 1.0, own=False)
     if delta.finish_reason is FinishReason.DEADLINE:
         return deadline_exceeded()
     if delta.finish_reason is FinishReason.ABORT:
         return aborted("the request was aborted", again=True)
-    return _failed(delta.request_id, delta.error or "the engine did not say why")
+    failure = _failed(delta.request_id, delta.error or "the engine did not say why")
+    sent = life.streaming and life.first_token is not None
+    return lost() if delta.again and not sent else failure
 
 
 def _failed(request_id: str, error: str) -> KvikError:

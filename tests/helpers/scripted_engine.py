@@ -1,0 +1,84 @@
+"""A client whose engine is the test, at the other end of its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from helpers.served_engine import tiny_config
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.engine import wire
+from kvik.engine.remote import RemoteClient
+from kvik.engine.source import SourceClient
+from kvik.engine.wire import Frames, Start, stepped
+
+REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
+def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
+    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
+
+
+def token(name: str, index: int = 0) -> RequestDelta:
+    return RequestDelta(name, index, [1])
+
+
+def end(name: str, index: int = 0) -> RequestDelta:
+    return RequestDelta(name, index, [], FinishReason.LENGTH, report=REPORT)
+
+
+class Scripted:
+    """A source whose engine is the test."""
+
+    def __init__(self) -> None:
+        self.client: SourceClient | None = None
+        self.sock: socket.socket | None = None
+        self.lost_why: list[tuple[str, bool]] = []
+        self.closed = False
+        self._frames = Frames()
+
+    def start(self, client: SourceClient) -> None:
+        self.client = client
+        self.connect()
+
+    def connect(self, start: Start | None = None) -> None:
+        ours, self.sock = socket.socketpair()
+        self.sock.setblocking(False)
+        self._frames = Frames()
+        self.client.connect(ours, start)
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        self.lost_why.append((why, for_good))
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def say(self, *messages) -> None:
+        self.sock.sendall(b"".join(wire.frame(message) for message in messages))
+
+    def step(self, *deltas: RequestDelta, steps: int = 1, waits: bool = False) -> None:
+        self.say(stepped(steps, waits, deltas))
+
+    def heard(self) -> list:
+        return [wire.to_engine.decode(b) for b in self._frames.receive(self.sock)[0]]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.source = Scripted()
+        self.client = RemoteClient(tiny_config(), self.source)
+        self.calls: list[list[RequestDelta]] = []
+
+    @property
+    def deltas(self) -> list[RequestDelta]:
+        return [delta for call in self.calls for delta in call]
+
+    @property
+    def ends(self) -> list[tuple[str, int, FinishReason]]:
+        return [(d.request_id, d.index, d.finish_reason) for d in self.deltas if d.finish_reason]
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0.002)
