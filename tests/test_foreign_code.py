@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvik
-from kvik import LLM, SamplingParams
+from kvik import LLM, KvikError, SamplingParams
 
 BUNDLED = Path(kvik.__file__).with_name("bundled")
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
@@ -49,3 +51,43 @@ def test_it_is_not_run(tmp_path: Path, drafter: bool) -> None:
     for folder in folders:
         assert not (folder / "ran").exists()
     assert not {"foreign", "modeling_foreign", "tokenization_foreign"} & set(sys.modules)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "engine.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "shard.safetensors",
+    ],
+)
+def test_what_is_no_regular_file_is_refused(
+    name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """A pipe would be waited for without end, and some devices can be read without end."""
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED / "stories", folder)
+    if name in ("model.safetensors.index.json", "shard.safetensors"):
+        (folder / "model.safetensors").unlink()
+        index = {"weight_map": {"x": "shard.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    with pytest.raises(KvikError, match=rf"^{name}: cannot be read \(it is no regular file\)"):
+        LLM(str(folder), **OPTIONS)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(KvikError, match=r"^model\.gguf: cannot be read"):
+        LLM(str(tmp_path), **OPTIONS)

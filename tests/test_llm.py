@@ -17,7 +17,6 @@ import torch
 
 from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
 from kvik.config.hardware import detect
-from kvik.config.model_source import BUNDLED
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -273,30 +272,6 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llm, tmp_path):
             bare.chat([{"role": "user", "content": "Hello"}], GREEDY)
         with pytest.raises(ParamError, match=r"^stop: needs a tokenizer"):
             bare.generate([5, 6], GREEDY.with_changes(stop="a"))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model.safetensors",
-        "model.gguf",
-    ],
-)
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, name):
-    model = tmp_path / "model.gguf" if name == "model.gguf" else tmp_path
-    for file in BUNDLED.iterdir():
-        if file.name != name:
-            (tmp_path / file.name).symlink_to(file)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError):
-        LLM(str(model), device="cpu", threads=1, max_model_len=64).chat(
-            [{"role": "user", "content": "Hello"}], GREEDY
-        )
 
 
 def test_a_closed_llm_says_so():

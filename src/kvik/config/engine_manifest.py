@@ -147,7 +147,7 @@ class Built:
 
 
 def is_engine_folder(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST).exists()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvik.config.errors import ModelError
-from kvik.config.files import only_regular
+from kvik.config.files import regular
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
 MAX_SHOWN = 60  # characters of a bad value that an error repeats
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, object]:
         ModelError: the file is missing, unreadable, too large, or holds no JSON object.
     """
     try:
-        with open(path, "rb", opener=only_regular) as file:
+        with open(path, "rb", opener=regular) as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise ModelError(path.name, f"is missing in {str(path.parent)!r}") from None

@@ -14,22 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+NO_FILE = "it is no regular file"
 DRAFT = ".kvik-"  # what the name of an unfinished file begins with
 OLD = "-old"  # what the name of a folder that is being replaced ends in
 
 
-def only_regular(path: str, flags: int) -> int:
-    """An `opener` for `open` that takes regular files alone: a pipe or a device in the place of a
-    file may never end, or never begin.
+def regular(path: str, flags: int) -> int:
+    """Open a regular file and nothing else, as `opener` of `open`: a pipe or a device of a model
+    folder could be waited for without end.
 
     Raises:
         OSError: it cannot be opened, or is something else.
     """
-    number = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "is no regular file", path)
-    return number
+    fd = os.open(path, flags | os.O_NONBLOCK)  # which opens a pipe without a writer at once
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, NO_FILE)
+    return fd
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.config.files import only_regular
+from kvik.config.files import regular
 from kvik.gguf.cursor import Cursor
 from kvik.gguf.types import (
     ALIGNMENTS,
@@ -85,7 +85,7 @@ class GgufFile:
             what = f"tensor {shown(tensor.name)} must have at most {most} bytes, not {tensor.size}"
             raise ModelError(self.path.name, what)
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open(self.path, "rb", buffering=0, opener=regular) as file:
                 file.seek(tensor.start)
                 data = file.read(tensor.size)
         except OSError as error:
@@ -102,7 +102,7 @@ def read_gguf(path: Path) -> GgufFile:
         ModelError: the file cannot be read or is not a valid GGUF file.
     """
     try:
-        with open(path, "rb", buffering=0, opener=only_regular) as file:
+        with open(path, "rb", buffering=0, opener=regular) as file:
             size = path.stat().st_size
             cursor = Cursor(file, path.name, size)
             tensors, entries = _header(cursor)

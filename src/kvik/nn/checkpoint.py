@@ -126,9 +126,9 @@ def open_checkpoint(folder: str | Path) -> FolderCheckpoint:
         ModelError: nothing that can be loaded, or a malformed header or index.
     """
     folder = Path(folder)
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).exists():
         return FolderCheckpoint(((folder / SINGLE, read_header(folder / SINGLE)),))
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).exists():
         return _open_sharded(folder)
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     for name in names:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.config.errors import ModelError
+from kvik.config.files import regular
 
 
 def read_ahead(path: Path, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
@@ -28,7 +29,10 @@ def read_ahead(path: Path, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]
     largest = max((size for _, size in spans), default=0)
     buffers = cycle([np.empty(largest, np.uint8), np.empty(largest, np.uint8)])
     try:
-        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+        with (
+            open(path, "rb", buffering=0, opener=regular) as file,
+            ThreadPoolExecutor(1) as reader,
+        ):
             reads = deque[Future[np.ndarray]]()
             for start, size in spans:
                 reads.append(reader.submit(_read, file, start, size, next(buffers)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.config.files import only_regular
+from kvik.config.files import regular
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -58,7 +58,7 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
         ModelError: the file cannot be read or is not a valid safetensors file.
     """
     try:
-        with open(path, "rb", opener=only_regular) as file:
+        with open(path, "rb", opener=regular) as file:
             file_size = path.stat().st_size
             prefix = file.read(8)
             if len(prefix) < 8:

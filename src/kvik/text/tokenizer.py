@@ -14,6 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 
 from kvik.config.errors import ModelError, ParamError
+from kvik.config.files import regular
 from kvik.text.detokenizer import MAX_REASON, REPLACEMENT, Detokenizer, Pieces, panics_are_errors
 
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
@@ -56,7 +57,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise ModelError("tokenizer.json", _why_missing(folder))
         data = _read(path, MAX_TOKENIZER_BYTES)
         try:
@@ -155,10 +156,10 @@ def _why_missing(folder: Path) -> str:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             data = file.read(limit + 1)
     except OSError as error:
-        raise ModelError(path.name, f"cannot be read: {error.strerror}") from None
+        raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
     if len(data) > limit:
         raise ModelError(path.name, f"must have at most {limit >> 20} MiB")
     return data
@@ -166,7 +167,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 def _read_json(path: Path) -> Mapping[str, object]:
     """A JSON object; empty if there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         value = json.loads(_read(path, MAX_CONFIG_BYTES))
@@ -195,7 +196,7 @@ def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
 def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
     """The chat template: a file of its own, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if path.exists():
         try:
             return _read(path, MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError:
