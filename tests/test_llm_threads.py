@@ -152,6 +152,23 @@ def test_a_stream_that_is_forgotten_ends(llm: LLM) -> None:
     assert llm.stats().num_running == 0
 
 
+def test_an_engine_that_fails_tells_all_callers_and_serves_the_next(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(timeout: float) -> None:
+        raise ZeroDivisionError("broken")
+
+    def work(_: int) -> None:
+        with pytest.raises(RuntimeError, match="broken"):
+            llm.generate("Once", KINDS[0])
+
+    (right,) = llm.generate("Once", KINDS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._client, "poll", broken)
+        in_threads(work, 4)
+    assert llm.generate("Once", KINDS[0])[0].text == right.text
+
+
 def in_fork(work: Callable[[], str]) -> str:
     """What `work` returns in a fork of this process."""
     read, write = os.pipe()

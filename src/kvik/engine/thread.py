@@ -210,11 +210,9 @@ class EngineThread:
                 return
             try:
                 busy = self._advance()
-            except (
-                Exception
-            ) as error:  # of the engine as a whole; what fails in a request ends that
+            except Exception as error:  # of the engine itself, not of one request
                 self._fail(error)
-                continue
+                busy = False  # until somebody asks again: it may fail for ever
             if not busy:
                 self._woken.wait()
 
