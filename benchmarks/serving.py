@@ -194,13 +194,11 @@ def serve_paced(model: str) -> None:
     from kvik.engine.wire import Start
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.model_files import model_files
-    from kvik.server.all_routes import all_routes
-    from kvik.server.app import make_app
-    from kvik.server.assemble import assemble
+    from kvik.server.app import all_routes, make_app
     from kvik.server.keys import Keys
-    from kvik.server.listener import bind
-    from kvik.server.request_metrics import RequestMetrics
-    from kvik.server.run import Port, serve
+    from kvik.server.metrics import RequestMetrics
+    from kvik.server.run import Port, bind, serve
+    from kvik.server.server import assemble
     from kvik.server.texts import Texts
 
     resolved = resolve_config(EngineConfig(model=model, **ENGINE_OPTIONS))

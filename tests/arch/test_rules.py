@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-MAX_LINES = 500
 
 # Functions that may take **options and hand them on; each checks every name it is given.
 HANDS_ON_KEYWORDS = {
@@ -171,13 +168,6 @@ def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
         if len(ours) > 1 or any(b in parents for base in ours for b in parents[base]):
             bad.append(f"{name}({', '.join(bases)})")
     assert not bad
-
-
-def test_files_stay_short(sources: dict[str, Any]) -> None:
-    tests = Path(__file__).parents[1]
-    files = [source.path for source in sources.values()] + sorted(tests.rglob("*.py"))
-    long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > MAX_LINES}
-    assert not long
 
 
 def test_folders_explain_themselves_and_export_nothing(sources: dict[str, Any]) -> None:

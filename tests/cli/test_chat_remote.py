@@ -23,8 +23,8 @@ from kvik.cli.chat_remote import RemoteBackend, first_model
 from kvik.cli.main import main
 from kvik.cli.remote_server import RemoteServer
 from kvik.config.errors import ConfigError
+from kvik.server.app import openai_routes
 from kvik.server.keys import read_keys
-from kvik.server.openai.routes import routes
 
 END = event(choices=[], usage=usage(7, 2, prompt_tokens_details={"cached_tokens": 3})) + DONE
 HELLO = Reply([delta("Hel"), delta("lo", "stop"), END])
@@ -32,7 +32,7 @@ HELLO = Reply([delta("Hel"), delta("lo", "stop"), END])
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with story_site(routes, read_keys(["right"])) as made:
+    with story_site(openai_routes, read_keys(["right"])) as made:
         yield made
         made.at_rest()
 

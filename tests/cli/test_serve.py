@@ -21,7 +21,7 @@ from kvik.cli.serve import build_parser, read_configs
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import BUNDLED
 from kvik.config.server_config import ServerConfig
-from kvik.server.assemble import model_names
+from kvik.server.server import model_names
 
 MAX_FLAGS = 40
 MODELS = (BUNDLED, BUNDLED.parent / "stories-draft")

@@ -24,8 +24,8 @@ from kvik.config.env import server_environment
 from kvik.config.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.keys import read_keys
-from kvik.server.parts import Parts
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 
 def routes(parts: Parts) -> list[Route]:

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kvik.config.errors import CapacityError, Overflow, OverloadError, ParamError
 from kvik.server.app import App, Edge
 from kvik.server.body import read_body
-from kvik.server.drain import Drain
 from kvik.server.exchange import caller_of
 from kvik.server.keys import read_keys
 from kvik.server.route import Route
+from kvik.server.server import Drain
 
 KEY = {"authorization": "Bearer right"}
 

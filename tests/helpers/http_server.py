@@ -16,7 +16,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from kvik.server.http_protocol import DEFAULT_LIMITS, ConnectionLimits
-from kvik.server.listener import Listener, bind
+from kvik.server.run import Listener, bind
 
 T = TypeVar("T")
 

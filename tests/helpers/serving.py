@@ -16,11 +16,10 @@ from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.server.admission import Admission
 from kvik.server.app import make_app
-from kvik.server.generation import Generations
-from kvik.server.intake import Limits
+from kvik.server.generation import Generations, Limits
 from kvik.server.keys import Keys
-from kvik.server.parts import Parts
 from kvik.server.route import Route
+from kvik.server.server import Parts
 from kvik.server.texts import Texts
 
 

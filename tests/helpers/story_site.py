@@ -13,11 +13,10 @@ from helpers.served_engine import ServedEngine, bundled, make_engine
 from kvik.config.server_config import ServerConfig
 from kvik.model_files import model_files
 from kvik.server.app import App, make_app
-from kvik.server.assemble import assemble
 from kvik.server.keys import Keys
 from kvik.server.observer import Observer
-from kvik.server.parts import Parts
 from kvik.server.route import Route
+from kvik.server.server import Parts, assemble
 from kvik.server.texts import Texts
 
 NAMES = ("stories", "org/stories")

@@ -15,7 +15,7 @@ from kvik.engine.async_client import EngineState
 from kvik.server.admin import make_admin_app
 from kvik.server.app import App
 from kvik.server.keys import read_keys
-from kvik.server.parts import Parts
+from kvik.server.server import Parts
 
 ADMIN = {"authorization": "Bearer boss"}
 

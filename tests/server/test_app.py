@@ -14,7 +14,7 @@ from helpers.http_server import HttpServer, ask, raw
 from helpers.raw_http import read_all
 
 from kvik.server.app import Edge
-from kvik.server.drain import Drain
+from kvik.server.server import Drain
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from helpers.serving import served
 from helpers.story_site import Site, story_site
 
 from kvik.server import health
-from kvik.server.all_routes import all_routes
-from kvik.server.openai.routes import routes as openai
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.app import all_routes
+from kvik.server.app import openai_routes as openai
+from kvik.server.metrics import RequestMetrics
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -12,8 +12,8 @@ from helpers.raw_http import read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
+from kvik.server.app import openai_routes
 from kvik.server.keys import read_keys
-from kvik.server.openai.routes import routes
 
 BODY = '{"prompt": [1, 2, 3, 4], "max_tokens": 100, "ignore_eos": true, "stream": true}'
 QUEUE = 32
@@ -41,7 +41,7 @@ def flooded(executor: FakeExecutor) -> Iterator[Served]:
     """A server whose engine stands still, with all that one key may have queued."""
     executor.gate.clear()
     keys = read_keys(["flood", "other"])
-    with served(routes, executor, max_requests=QUEUE, keys=keys, max_num_seqs=4) as server:
+    with served(openai_routes, executor, max_requests=QUEUE, keys=keys, max_num_seqs=4) as server:
         connections = [send(server, "flood") for _ in range(QUEUE)]
         waiting, refused = server.inner.admission, server.inner.watcher.refusals
         until(lambda: waiting.num_waiting + len(refused) == QUEUE)
@@ -79,7 +79,7 @@ def test_it_is_told_to_wait_and_another_key_is_not() -> None:
 def test_each_completion_takes_a_place() -> None:
     executor = FakeExecutor()
     executor.gate.clear()
-    with served(routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
+    with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
         first = send(server, "", BODY.replace("{", '{"n": 24, ', 1))
         until(lambda: server.inner.admission.num_waiting == 24)
         for n, status in ((9, 503), (QUEUE, 503), (QUEUE + 1, 400)):
@@ -96,7 +96,7 @@ def test_each_completion_takes_a_place() -> None:
 def test_the_queue_is_bounded_in_tokens() -> None:
     executor = FakeExecutor()
     executor.gate.clear()
-    with served(routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
+    with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
         server.parts.admission._max_tokens = 500
         first = send(server, "", f'{{"prompt": {[1] * 200}, "max_tokens": 1, "n": 2}}')
         until(lambda: server.inner.admission.waiting_tokens == 400)

@@ -25,13 +25,11 @@ from kvik.config.errors import (
     ParamError,
     UnavailableError,
 )
-from kvik.server.app import App, Edge
-from kvik.server.drain import Drain
-from kvik.server.errors import HttpError, model_not_found
-from kvik.server.failures import aborted, deadline_exceeded, failed
+from kvik.server.app import App, Edge, openai_routes
+from kvik.server.errors import HttpError, aborted, deadline_exceeded, failed, model_not_found
 from kvik.server.keys import Keys
-from kvik.server.openai.routes import routes
 from kvik.server.route import Route
+from kvik.server.server import Drain
 
 # name -> how it is raised, its status, and whether a client should come back
 ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
@@ -126,7 +124,7 @@ def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool)
         server.http.call(_now(end, server))
         executor.gate.set()
 
-    with served(routes, executor) as server:
+    with served(openai_routes, executor) as server:
         client = openai.OpenAI(base_url=f"{server.http.url}/v1", api_key="x", max_retries=2)
         thread = threading.Thread(target=act)
         thread.start()
@@ -150,7 +148,7 @@ async def _now(end: Callable[[Served], None], server: Served) -> None:
 
 
 def test_a_server_that_is_drained_is_asked_again() -> None:
-    with served(routes) as server:
+    with served(openai_routes) as server:
         drain = server.parts.drain
         drain.start()
         client = openai.OpenAI(base_url=f"{server.http.url}/v1", api_key="x", max_retries=2)

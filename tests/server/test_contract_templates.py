@@ -10,9 +10,9 @@ from helpers.http_server import ask
 from helpers.serving import served
 
 from kvik.server import health
-from kvik.server.openai.routes import routes as openai
-from kvik.server.parts import Parts
+from kvik.server.app import openai_routes as openai
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 STRICT = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user. ' * 500) }}"

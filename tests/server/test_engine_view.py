@@ -19,12 +19,12 @@ from helpers.story_site import Site, story_site
 
 from kvik.engine.async_client import EngineState
 from kvik.server import native
-from kvik.server.all_routes import all_routes
+from kvik.server.app import all_routes
 from kvik.server.engine_view import EngineView, Feed
 from kvik.server.keys import read_keys
-from kvik.server.parts import Parts
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.metrics import RequestMetrics
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 MAX_WATCHERS = 2
 SECRET = "a prompt that nobody else may read"

@@ -12,11 +12,9 @@ from helpers.served_engine import EOS, FakeExecutor
 from kvik.config.errors import CapacityError, OverloadError, ParamError, UnavailableError
 from kvik.engine import held
 from kvik.server import generation as module
-from kvik.server.errors import HttpError
-from kvik.server.failures import ABORTED, DEADLINE, FAILED
-from kvik.server.generation import Generations
-from kvik.server.intake import Limits
-from kvik.server.pressure import Degradation
+from kvik.server.admission import Degradation
+from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
+from kvik.server.generation import Generations, Limits
 
 
 def run(test):

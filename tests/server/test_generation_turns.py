@@ -12,7 +12,7 @@ from helpers.served_engine import FakeExecutor
 from kvik.config.errors import OverloadError
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.server import generation as module
-from kvik.server.intake import Limits
+from kvik.server.generation import Limits
 
 
 def run(test):

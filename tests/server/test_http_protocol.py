@@ -16,12 +16,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvik.server.app import App, Edge
 from kvik.server.body import read_body
-from kvik.server.body_budget import BodyLimits
-from kvik.server.drain import Drain
+from kvik.server.exchange import BodyLimits
 from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.keys import Keys
-from kvik.server.listener import bind
 from kvik.server.route import Route
+from kvik.server.run import bind
+from kvik.server.server import Drain
 
 LIMITS = ConnectionLimits(
     max_connections=8,

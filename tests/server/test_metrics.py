@@ -28,12 +28,10 @@ from kvik.engine.output import RequestMetrics as Times
 from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS
-from kvik.server.drain import Drain
-from kvik.server.metrics import Metrics
+from kvik.server.app import openai_routes
+from kvik.server.metrics import Metrics, RequestMetrics
 from kvik.server.observer import Life
-from kvik.server.openai.routes import routes as openai_routes
-from kvik.server.parts import Parts
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.server import Drain, Parts
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from kvik.server import openapi
 from kvik.server.app import App, Edge
-from kvik.server.drain import Drain
+from kvik.server.app import openai_routes as openai
 from kvik.server.keys import read_keys
-from kvik.server.openai.routes import routes as openai
 from kvik.server.route import Route
+from kvik.server.server import Drain
 
 
 class Wish(msgspec.Struct):

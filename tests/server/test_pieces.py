@@ -8,18 +8,11 @@ from helpers.stalls import assert_turns
 from msgspec import UNSET
 
 from kvik.core.types import TokenLogprobs
-from kvik.server.openai.answers import AnswerMessage as Message
-from kvik.server.openai.answers import (
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Delta,
-    Usage,
-)
-from kvik.server.openai.tokens import TokenNames
-from kvik.server.pieces import PIECE, Made, encoded
+from kvik.server.openai.answers import CompletionLogprobs, TokenNames, Usage
+from kvik.server.openai.chat import AnswerMessage as Message
+from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
+from kvik.server.openai.completions import Completion, CompletionChoice
+from kvik.server.responses import PIECE, Made, encoded
 
 NAMES = TokenNames(None)
 

@@ -9,9 +9,9 @@ import pytest
 from helpers import chromium
 from helpers.story_site import Site, story_site
 
-from kvik.server.all_routes import all_routes
+from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.metrics import RequestMetrics
 
 pytestmark = [
     pytest.mark.slow,

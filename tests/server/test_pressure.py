@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.server.pressure import Degradation, pressure
+from kvik.server.admission import Degradation, pressure
 
 
 @pytest.mark.parametrize(

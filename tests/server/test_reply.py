@@ -15,13 +15,13 @@ from helpers.served_engine import FakeExecutor
 from helpers.serving import served
 from starlette.requests import Request
 
+from kvik.core.sampling_params import SamplingParams
+from kvik.server.admission import Degradation
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
-from kvik.server.intake import GenerationRequest, Limits
+from kvik.server.generation import GenerationRequest, Limits
 from kvik.server.native import GenerateEvents, GenerateRequest, generate
-from kvik.server.openai.sampling import SamplingParams
-from kvik.server.pressure import Degradation
-from kvik.server.reply import Patience, StreamReply
+from kvik.server.responses import Patience, StreamReply
 from kvik.server.route import Route
 
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
@@ -141,7 +141,7 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text
         server.at_rest()
-    (told,) = [r for r in caplog.records if r.name == "kvik.server.reply"]
+    (told,) = [r for r in caplog.records if r.name == "kvik.server.responses"]
     _, *lines = logging.Formatter().format(told).split("\n")
     assert any("secret" in line for line in lines)
     assert all(line.startswith("    ") and line.isprintable() for line in lines)

@@ -17,11 +17,10 @@ from kvik.config.server_config import ServerConfig
 from kvik.engine.async_client import EngineState
 from kvik.server import health
 from kvik.server.app import make_app
-from kvik.server.failures import aborted
-from kvik.server.listener import bind
-from kvik.server.parts import Parts
+from kvik.server.errors import aborted
 from kvik.server.route import Route
-from kvik.server.run import Port, serve
+from kvik.server.run import Port, bind, serve
+from kvik.server.server import Parts
 
 
 class Engine:

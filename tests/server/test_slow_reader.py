@@ -15,9 +15,9 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine import held
 from kvik.server import generation as generation_module
 from kvik.server.body import read_body
-from kvik.server.intake import GenerationRequest
+from kvik.server.generation import GenerationRequest
 from kvik.server.native import GenerateEvents, GenerateRequest
-from kvik.server.reply import Patience, StreamReply
+from kvik.server.responses import Patience, StreamReply
 from kvik.server.route import Route
 
 PADDING = b"x" * 200_000

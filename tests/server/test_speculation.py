@@ -13,11 +13,12 @@ from helpers.drafting import CHECK, MAKING, PLAIN, DraftingExecutor, drafting_co
 from helpers.serving import Served, served
 
 from kvik.server import native
+from kvik.server.app import openai_routes
 from kvik.server.native import Generated
-from kvik.server.openai import routes as openai
-from kvik.server.openai.answers import ChatCompletion, Completion
-from kvik.server.parts import Parts
+from kvik.server.openai.chat import ChatCompletion
+from kvik.server.openai.completions import Completion
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "AB"}]}
@@ -40,7 +41,7 @@ ONE = {
 
 
 def table(parts: Parts) -> list[Route]:
-    return [*native.routes(parts), *openai.routes(parts)]
+    return [*native.routes(parts), *openai_routes(parts)]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from kvik.server.sse import DONE, HEARTBEAT, Template, event, json_event
+from kvik.server.responses import DONE, HEARTBEAT, Template, event, json_event
 
 
 def test_events():

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from kvik.config.errors import ParamError
-from kvik.server.templates import Templates
+from kvik.server.texts import Templates
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.template_process import TemplateSource
 

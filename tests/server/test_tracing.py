@@ -18,9 +18,9 @@ from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
-from kvik.server.all_routes import all_routes
+from kvik.server.app import all_routes
+from kvik.server.metrics import RequestMetrics
 from kvik.server.observer import Life, Observer
-from kvik.server.request_metrics import RequestMetrics
 from kvik.server.tracing import Tracing, otlp_exporter
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

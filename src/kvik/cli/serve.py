@@ -29,15 +29,13 @@ from kvik.engine_process import engine_in_process
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
 from kvik.server.admin import LOOPBACK, make_admin_app
-from kvik.server.all_routes import all_routes
-from kvik.server.app import make_app
-from kvik.server.assemble import assemble, model_names
+from kvik.server.app import all_routes, make_app
 from kvik.server.guards import is_loopback
 from kvik.server.keys import Keys, read_keys
-from kvik.server.listener import bind
+from kvik.server.metrics import RequestMetrics
 from kvik.server.observer import Observer
-from kvik.server.request_metrics import RequestMetrics
-from kvik.server.run import Port, serve
+from kvik.server.run import Port, bind, serve
+from kvik.server.server import assemble, model_names
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
 

@@ -8,11 +8,10 @@ from starlette.responses import Response
 
 from kvik.server.app import App, Edge
 from kvik.server.body import read_body
-from kvik.server.drain import Drain
 from kvik.server.errors import HttpError
 from kvik.server.health import routes as health
-from kvik.server.parts import Parts
 from kvik.server.route import Route
+from kvik.server.server import Drain, Parts
 
 LOOPBACK = "127.0.0.1"
 

@@ -8,30 +8,127 @@ body. A path or method that nobody answers needs a key too, so that a stranger l
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from email.utils import formatdate
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvik.config.errors import KvikError, UnavailableError
-from kvik.server.access_log import AccessLog
-from kvik.server.answer import Answer
-from kvik.server.body_budget import DEFAULT_LIMITS, BodyBudget, BodyLimits
-from kvik.server.drain import Drain
-from kvik.server.errors import HttpError, describe, in_messages
-from kvik.server.escape import escaped_traceback
-from kvik.server.exchange import CLOSE_EXTENSION, SCOPE_KEY, Exchange
+from kvik.server import engine_view, health, native, openapi, playground
+from kvik.server.anthropic import messages
+from kvik.server.errors import HttpError, describe, escaped, escaped_traceback, in_messages
+from kvik.server.exchange import (
+    CLOSE_EXTENSION,
+    DEFAULT_LIMITS,
+    SCOPE_KEY,
+    BodyBudget,
+    BodyLimits,
+    Exchange,
+)
 from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
-from kvik.server.parts import Parts
-from kvik.server.route import Route
-from kvik.server.route_table import RouteTable
+from kvik.server.metrics import Metrics, RequestMetrics
+from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
+from kvik.server.route import Route, RouteTable
+from kvik.server.server import Drain, Parts
+
+SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class Answer:
+    """Wraps `send` of one request.
+
+    Attributes:
+        status: None until it has begun.
+        num_bytes: of the body so far.
+    """
+
+    def __init__(
+        self, send: Send, exchange: Exchange, request_id: str | None, headers: Mapping[str, str]
+    ) -> None:
+        """Args:
+        request_id: what the client calls its request; sent back if it is harmless.
+        headers: to add.
+        """
+        self.status: int | None = None
+        self.num_bytes = 0
+        self._send = send
+        self._exchange = exchange
+        theirs = request_id is not None and SAFE_ID.fullmatch(request_id)
+        self._echoed = request_id if theirs else exchange.request_id
+        self._headers = headers
+
+    @property
+    def started(self) -> bool:
+        return self.status is not None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], *self._own_headers()]}
+        else:
+            self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = {
+            "date": formatdate(usegmt=True),
+            "x-request-id": self._echoed,
+            "x-kvik-request-id": self._exchange.request_id,
+            **self._headers,
+        }
+        if self._exchange.ignored_fields:
+            headers["x-kvik-ignored-fields"] = ", ".join(self._exchange.ignored_fields)
+        return [(name.encode(), str(value).encode("latin-1")) for name, value in headers.items()]
+
+
+_access_log = logging.getLogger("kvik.access")
+
+
+PROBES = ("/health", "/ping", "/ready", "/metrics")
+
+
+MAX_PATH = 200
+
+
+MAX_REMEMBERED = 256  # unknown fields that are told of once each
+
+
+class AccessLog:
+    def __init__(self) -> None:
+        self._ignored: set[str] = set()
+
+    def add(self, request: Request, exchange: Exchange, answer: Answer, seconds: float) -> None:
+        """Args:
+        seconds: from the request's head to the answer's end.
+        """
+        # Load balancers ask for the server's health every few seconds.
+        dull = request.scope["path"] in PROBES and answer.status == 200
+        _access_log.log(
+            logging.DEBUG if dull else logging.INFO,
+            "%s %s %s %s %.1f ms %d bytes %s",
+            exchange.request_id,
+            escaped(request.method, 16),
+            escaped(request.scope["path"], MAX_PATH),
+            answer.status or "unanswered",
+            seconds * 1000,
+            answer.num_bytes,
+            exchange.caller.name,
+        )
+        for name in exchange.ignored_fields:
+            if name not in self._ignored and len(self._ignored) < MAX_REMEMBERED:
+                self._ignored.add(name)
+                _access_log.warning("the field %s of requests is unknown and ignored", name)
+
 
 log = logging.getLogger(__name__)
+
 
 NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 
@@ -160,3 +257,23 @@ class App:
 
 def _log_failure(exchange: Exchange, error: Exception) -> None:
     log.error("request %s failed:\n%s", exchange.request_id, escaped_traceback(error))
+
+
+def all_routes(parts: Parts, requests: RequestMetrics) -> list[Route]:
+    """The one route table of the main port."""
+    table = [
+        *openai_routes(parts),
+        *messages.routes(parts),
+        *native.routes(parts),
+        *engine_view.routes(parts),
+        *Metrics(parts, requests).routes(),
+        *health.routes(parts),
+        *playground.routes(),
+    ]
+    return [*table, *openapi.routes(table)]
+
+
+def openai_routes(parts: Parts) -> list[Route]:
+    """The routes of the OpenAI API, and of the tokenizer beside it."""
+    endpoints = (chat, completions, embeddings, invocations, models, tokenize)
+    return [route for endpoint in endpoints for route in endpoint.routes(parts)]

@@ -15,10 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from kvik.server.body_budget import BodyLimits, BodyShare
-from kvik.server.errors import HttpError
-from kvik.server.escape import escaped
-from kvik.server.exchange import exchange_of
+from kvik.server.errors import HttpError, escaped
+from kvik.server.exchange import BodyLimits, BodyShare, exchange_of
 from kvik.server.unhonoured import NOTHING, Table, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -19,11 +19,10 @@ from kvik.config.config import Decision, MemoryPlan, SchedulerConfig
 from kvik.config.errors import OverloadError, UnavailableError
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
-from kvik.server.drain import Drain
 from kvik.server.exchange import CLOSE_EXTENSION
-from kvik.server.parts import Parts
+from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route
-from kvik.server.sse import CONTENT_TYPE, json_event
+from kvik.server.server import Drain, Parts
 
 INTERVAL = 0.4  # seconds between two events
 MAX_WATCHERS = 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +16,44 @@ from dataclasses import dataclass, field
 from starlette.responses import Response
 
 from kvik.config.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
+from kvik.engine.async_client import EngineState
+
+MAX_LINE = 500  # signs of a line of a traceback
+
+
+def escaped(text: str, most: int) -> str:
+    """`text` cut after `most` signs, and all but printable ASCII as backslash sequences."""
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(
+        sign if sign.isascii() and sign.isprintable() and sign != "\\" else _sequence(sign)
+        for sign in cut
+    )
+
+
+def escaped_traceback(error: BaseException) -> str:
+    """The traceback of an error, which may quote text of others.
+
+    Each line is indented, so that none can pass for a line of the log.
+    """
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(f"    {escaped(line, MAX_LINE)}" for line in lines)
+
+
+def _sequence(sign: str) -> str:
+    return sign.encode("unicode_escape").decode("ascii")
+
 
 INVALID = "invalid_request_error"
+
+
 SERVER = "server_error"
+
 
 MESSAGES = "/v1/messages"  # the API of Anthropic
 
+
 MAX_MESSAGE = 1000  # characters: messages may quote what was sent
+
 
 # Status -> what Anthropic calls it; others are `invalid_request_error` below 500.
 ANTHROPIC_TYPES: Mapping[int, str] = {
@@ -193,3 +225,63 @@ def _retry(status: int) -> dict[str, str]:
 
 def _short(message: str) -> str:
     return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+
+
+FAILED = "engine_error"
+
+
+DEADLINE = "deadline_exceeded"
+
+
+ABORTED = "aborted"
+
+
+_STATES: Mapping[EngineState, str] = {
+    EngineState.STARTING: "is being started",
+    EngineState.STALLED: "has work, and has computed no step for too long",
+    EngineState.RESTARTING: "has failed, and is being started again",
+    EngineState.FAILED: "has failed, and is not started again",
+    EngineState.CLOSED: "was closed",
+}
+
+
+def failed(request_id: str) -> HttpError:
+    """The engine could not finish it, and would not if it was asked again.
+
+    Args:
+        request_id: under which the log says why.
+    """
+    return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
+
+
+def lost() -> HttpError:
+    """The engine was lost before anything of the answer was sent: another one may be asked."""
+    message = "the engine failed and is being started again; nothing of the answer was sent"
+    headers = {"retry-after": "1", "x-should-retry": "true"}
+    return HttpError(503, message, code=FAILED, headers=headers)
+
+
+def deadline_exceeded() -> HttpError:
+    message = "the deadline passed before the request was finished"
+    return HttpError(504, message, code=DEADLINE)
+
+
+def aborted(message: str, *, again: bool) -> HttpError:
+    """It was ended from outside.
+
+    Args:
+        again: whether to send it again, as to another server or to this one when it is back. Not
+            if somebody wanted this very request to end.
+    """
+    headers = {"retry-after": "1"} if again else {}
+    headers["x-should-retry"] = "true" if again else "false"
+    return HttpError(503, message, code=ABORTED, headers=headers)
+
+
+def state_in_words(state: EngineState) -> str:
+    """Of an engine that is not ready: what it does instead."""
+    return _STATES.get(state, "is not ready")
+
+
+def not_ready(state: EngineState) -> UnavailableError:
+    return UnavailableError("engine", state_in_words(state))

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from kvik import __version__
 from kvik.engine.async_client import EngineState
-from kvik.server.failures import state_in_words
-from kvik.server.parts import Parts
+from kvik.server.errors import state_in_words
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 
 class Health:

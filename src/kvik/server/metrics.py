@@ -5,28 +5,280 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import KvikError
 from kvik.engine.async_client import EngineState
+from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency
 from kvik.planner.running import RunningModel
-from kvik.server.metric_families import Families, Naming, Row
-from kvik.server.parts import Parts
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.observer import Life
 from kvik.server.route import Route
+from kvik.server.server import Parts
+
+# Of tokens in a request or a step; of seconds between tokens, to the first one, and of requests.
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+
+FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+)
+
+
+SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+
+
+FEW = (1, 2, 5, 10, 20, 50, 100)
+
+
+class Histogram:
+    """Args:
+    bounds: upper bounds of the buckets, growing; one more takes what is larger than all.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(float(bound) for bound in bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound as text, how many values are not larger)."""
+        found, below = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
+            below += count
+            found.append((bound, float(below)))
+        return found
+
+
+class RequestMetrics:
+    """An `Observer`. Durations are of the engine's clock, but for the gaps between tokens, which
+    are what this process saw.
+
+    Attributes:
+        ended: requests by how they ended. refused: by why.
+        ttft: arrival to the first token. gaps: between pieces of one completion's stream.
+        tpot: (e2e - ttft) / (tokens - 1). e2e: arrival to the last token.
+        queued: arrival to the first step. prefill: from there to the first token.
+        decode: from there to the last. inference: the first step to the last token.
+        prompt_tokens, output_tokens: of a request. longest: of its completions.
+        computed: prompt tokens that were not in the prefix cache.
+        n, max_tokens: as asked for.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.refused_for: Counter[str] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_pinned_tokens = 0
+        self.num_output_tokens = 0
+        self.ttft = Histogram(FIRST)
+        self.gaps = Histogram(GAPS)
+        self.tpot = Histogram(GAPS)
+        self.e2e, self.queued = Histogram(SECONDS), Histogram(SECONDS)
+        self.prefill, self.decode = Histogram(SECONDS), Histogram(SECONDS)
+        self.inference = Histogram(SECONDS)
+        self.prompt_tokens, self.output_tokens = Histogram(TOKENS), Histogram(TOKENS)
+        self.longest, self.computed = Histogram(TOKENS), Histogram(TOKENS)
+        self.max_tokens = Histogram(TOKENS)
+        self.n, self.preemptions = Histogram(FEW), Histogram(FEW)
+
+    def arrived(self, life: Life) -> None:
+        self.n.add(life.params.n)
+        if life.params.max_tokens is not None:
+            self.max_tokens.add(life.params.max_tokens)
+
+    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+        self.num_output_tokens += num_tokens
+        before = life.last_tokens.get(index)
+        if before is not None and num_tokens:
+            self.gaps.add(now - before)
+
+    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+        self.ended[reason] += 1
+        if output is None:
+            return
+        times, tokens = output.metrics, [len(one.token_ids) for one in output.completions]
+        self.num_prompt_tokens += life.num_prompt_tokens
+        self.num_cached_tokens += output.num_cached_tokens
+        self.prompt_tokens.add(life.num_prompt_tokens)
+        self.computed.add(life.num_prompt_tokens - output.num_cached_tokens)
+        self.output_tokens.add(sum(tokens))
+        self.longest.add(max(tokens))
+        self.preemptions.add(output.num_preemptions)
+        self.e2e.add(times.e2e)
+        if times.first_scheduled is None:
+            return
+        self.queued.add(times.first_scheduled - times.arrival)
+        self.inference.add(times.finished - times.first_scheduled)
+        if times.first_token is None:
+            return
+        self.ttft.add(times.first_token - times.arrival)
+        self.prefill.add(times.first_token - times.first_scheduled)
+        self.decode.add(times.finished - times.first_token)
+        if life.params.n == 1 and (tpot := times.tpot(tokens[0])) is not None:
+            self.tpot.add(tpot)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        self.refused_for[reason] += 1
+
+
+Row = tuple[Mapping[str, str], float]  # labels, value
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Attributes:
+    prefix: of every name.
+    labels: of every value.
+    """
+
+    prefix: str
+    labels: Mapping[str, str]
+
+
+class Families:
+    """What one scrape answers.
+
+    Args:
+        own: names of every metric.
+        others: names of those that others have, too.
+    """
+
+    def __init__(self, own: Naming, others: Sequence[Naming] = ()) -> None:
+        self._own, self._others = own, others
+        self._metrics: list[Metric] = []
+
+    def gauge(
+        self, name: str, note: str, rows: float | Iterable[Row], *, ours: bool = False
+    ) -> None:
+        """Args:
+        ours: nobody else has it.
+        """
+        found = _rows(rows)
+        for naming in self._namings(ours):
+            family = GaugeMetricFamily(naming.prefix + name, note, labels=_keys(naming, found))
+            _fill(family, naming, found)
+            self._metrics.append(family)
+
+    def counter(
+        self, name: str, note: str, rows: float | Iterable[Row], *, ours: bool = False
+    ) -> None:
+        """`_total` is added to its name."""
+        found = _rows(rows)
+        for naming in self._namings(ours):
+            family = CounterMetricFamily(naming.prefix + name, note, labels=_keys(naming, found))
+            _fill(family, naming, found)
+            self._metrics.append(family)
+
+    def histogram(self, name: str, note: str, values: Histogram, *, ours: bool = False) -> None:
+        self.buckets(name, note, values.buckets(), values.sum, ours=ours)
+
+    def buckets(
+        self,
+        name: str,
+        note: str,
+        buckets: Sequence[tuple[str, float]],
+        total: float,
+        *,
+        ours: bool = False,
+    ) -> None:
+        """A histogram by its (upper bound, values not larger)."""
+        for naming in self._namings(ours):
+            labels = list(naming.labels)
+            family = HistogramMetricFamily(naming.prefix + name, note, labels=labels)
+            family.add_metric(list(naming.labels.values()), list(buckets), total)
+            self._metrics.append(family)
+
+    def text(self, registry: CollectorRegistry) -> bytes:
+        """In Prometheus' text format, after what `registry` knows."""
+        return generate_latest(registry) + generate_latest(_Collected(self._metrics))
+
+    def _namings(self, ours: bool) -> Sequence[Naming]:
+        return (self._own,) if ours else (self._own, *self._others)
+
+
+class _Collected(CollectorRegistry):
+    """A registry of one scrape."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        super().__init__()
+        self._found = list(metrics)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
+
+
+def _rows(rows: float | Iterable[Row]) -> list[Row]:
+    return [({}, float(rows))] if isinstance(rows, (int, float)) else list(rows)
+
+
+def _keys(naming: Naming, rows: Sequence[Row]) -> list[str]:
+    return [*naming.labels, *(rows[0][0] if rows else ())]
+
+
+def _fill(
+    family: GaugeMetricFamily | CounterMetricFamily, naming: Naming, rows: Sequence[Row]
+) -> None:
+    for labels, value in rows:
+        family.add_metric([*naming.labels.values(), *labels.values()], value)
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
 WINDOW_SECONDS = 60.0  # over which rates beside the machine's limits are taken
+
+
 APART_SECONDS = 5.0  # between readings that are kept for that
+
+
 REASONS = ("stop", "length", "abort", "deadline", "error")
+
+
 REFUSALS = ("queue", "share", "deadline", "unavailable", "invalid")
 
 

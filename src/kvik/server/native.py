@@ -14,17 +14,14 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_LIST_ENTRIES, MAX_STOP_STRINGS, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
-from kvik.server.asking import either
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
-from kvik.server.generation import Generation
-from kvik.server.intake import GenerationRequest
-from kvik.server.openai.fields import Limit, limit_of
-from kvik.server.parts import Parts
-from kvik.server.reply import StreamReply, degraded_header, outputs
+from kvik.server.generation import Generation, GenerationRequest
+from kvik.server.openai.answers import Speculation, speculation_of
+from kvik.server.openai.fields import Limit, either, limit_of
+from kvik.server.responses import StreamReply, Template, degraded_header, json_event, outputs
 from kvik.server.route import Route
-from kvik.server.speculation import Speculation, speculation_of
-from kvik.server.sse import Template, json_event
+from kvik.server.server import Parts
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
 _HOLE = "\ue000text\ue000"

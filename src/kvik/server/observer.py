@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
-from kvik.server.escape import escaped_traceback
+from kvik.server.errors import escaped_traceback
 
 _log = logging.getLogger(__name__)
 

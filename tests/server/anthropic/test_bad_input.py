@@ -11,7 +11,7 @@ import pytest
 from helpers.http_server import HttpServer
 from helpers.story_site import NAMES, story_site
 
-from kvik.server.anthropic.routes import routes
+from kvik.server.anthropic.messages import routes
 from kvik.server.keys import read_keys
 
 MODEL = NAMES[0]

@@ -12,7 +12,7 @@ import pytest
 from helpers.served_engine import bundled, make_engine
 from helpers.story_site import NAMES, Site, story_site
 
-from kvik.server.anthropic.routes import routes
+from kvik.server.anthropic.messages import routes
 from kvik.server.keys import read_keys
 
 MODEL = NAMES[0]

@@ -10,9 +10,13 @@ import pytest
 from helpers.generating import letters
 
 from kvik.core.types import Pin
-from kvik.server.anthropic.conversation import read_conversation
-from kvik.server.anthropic.message_request import CountRequest
-from kvik.server.anthropic.prompt import Prompt, common_length, make_prompt
+from kvik.server.anthropic.conversation import (
+    CountRequest,
+    Prompt,
+    common_length,
+    make_prompt,
+    read_conversation,
+)
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvik.core.types import Pin, PromptUse
 from kvik.server.anthropic.conversation import FIVE_MINUTES, HOUR
-from kvik.server.anthropic.usage import Meter
+from kvik.server.anthropic.messages import Meter
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 from helpers.story_site import Site, story_site
 
-from kvik.server.all_routes import all_routes
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.app import all_routes
+from kvik.server.metrics import RequestMetrics
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import pytest
 from helpers.http_server import Reply, ask
 from helpers.story_site import Site, story_site
 
-from kvik.server.all_routes import all_routes
+from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
-from kvik.server.parts import Parts
-from kvik.server.request_metrics import RequestMetrics
+from kvik.server.metrics import RequestMetrics
 from kvik.server.route import Route
+from kvik.server.server import Parts
 
 KEY = {"authorization": "Bearer right"}
 CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

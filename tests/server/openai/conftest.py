@@ -10,12 +10,12 @@ import pytest
 from helpers.story_site import MAX_MODEL_LEN, Site, story_site
 
 from kvik.llm import LLM
-from kvik.server.openai.routes import routes
+from kvik.server.app import openai_routes
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with story_site(routes) as made:
+    with story_site(openai_routes) as made:
         yield made
         made.at_rest()
 

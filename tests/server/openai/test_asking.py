@@ -10,13 +10,11 @@ import pytest
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin
-from kvik.server.openai.answers import ChatCompletion, Completion
-from kvik.server.openai.asking import generation_request
-from kvik.server.openai.chat_request import ChatRequest
-from kvik.server.openai.completion_request import CompletionRequest
-from kvik.server.openai.embedding_request import EmbeddingRequest
-from kvik.server.openai.sampling import chat_params, completion_params
-from kvik.server.openai.tokenize_request import TokenizeRequest
+from kvik.server.openai.chat import ChatCompletion, ChatRequest, chat_params
+from kvik.server.openai.completions import Completion, CompletionRequest, completion_params
+from kvik.server.openai.embeddings import EmbeddingRequest
+from kvik.server.openai.requests import generation_request
+from kvik.server.openai.tokenize import TokenizeRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from kvik.engine.embedding import normalise
-from kvik.server import beside as module
-from kvik.server.beside import beside
-from kvik.server.openai import chat, completions, conversation, embeddings, tokenize
-from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
+from kvik.server import responses as module
+from kvik.server.openai import chat, completions, embeddings, tokenize
+from kvik.server.openai import chat as conversation
+from kvik.server.openai.embeddings import Embedding, Embeddings, EmbeddingUsage
+from kvik.server.responses import beside
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
 

@@ -9,8 +9,7 @@ import pytest
 from helpers.generating import letters
 
 from kvik.config.errors import ParamError
-from kvik.server.continuation import continued
-from kvik.server.texts import Texts
+from kvik.server.texts import Texts, continued
 from kvik.text.tokenizer import Tokenizer
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>\n{% endfor %}"

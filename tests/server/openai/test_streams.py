@@ -10,13 +10,10 @@ import pytest
 
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import TextDelta
-from kvik.server.openai.chat_answer import ChatStream
-from kvik.server.openai.chat_request import ChatRequest
-from kvik.server.openai.completion_answer import CompletionShape, CompletionStream
-from kvik.server.openai.completion_request import CompletionRequest
-from kvik.server.openai.heading import Heading
-from kvik.server.openai.prompts import check_choices, split
-from kvik.server.openai.tokens import TokenNames
+from kvik.server.openai.answers import Heading, TokenNames
+from kvik.server.openai.chat import ChatRequest, ChatStream
+from kvik.server.openai.completions import CompletionRequest, CompletionShape, CompletionStream
+from kvik.server.openai.requests import check_choices, split
 
 HEADING = Heading("id-1", "m", 1)
 NAMES = TokenNames(None)

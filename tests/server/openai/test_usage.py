@@ -8,7 +8,7 @@ import msgspec
 
 from kvik.core.counters import RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
-from kvik.server.openai.usage import usage_of, usage_so_far
+from kvik.server.openai.answers import usage_of, usage_so_far
 
 
 def output(

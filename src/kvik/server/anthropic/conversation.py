@@ -4,12 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from kvik.config.errors import ParamError
-from kvik.server.anthropic.message_request import Block, CacheControl, CountRequest
+from kvik.core.sampling_params import MAX_STOP_BYTES, MAX_STOP_STRINGS
+from kvik.core.types import Pin
+from kvik.server.errors import called
+from kvik.server.openai.fields import MAX_INT32, Name
+from kvik.server.texts import Texts, continued
+from kvik.text.chat_template import MAX_MESSAGES
+
+StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
+
+
+class CacheControl(Struct, kw_only=True):
+    """The prompt up to here is kept in the prefix cache, for so long after its last use."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None  # 5m
+
+
+class Block(Struct, kw_only=True):
+    """A part of a message's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+    cache_control: CacheControl | None = None
+    citations: Any = None  # of documents, and there are none
+
+
+class Message(Struct, kw_only=True):
+    """One turn. Turns of one role that follow each other are one."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class CountRequest(Struct, kw_only=True):
+    """A conversation, whose tokens are counted."""
+
+    model: Name
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[Block] | None = None
+    cache_control: CacheControl | None = None  # as if it stood at the last block
+
+
+class MessageRequest(CountRequest, kw_only=True):
+    """A conversation to answer. An assistant's message at its end is the beginning of the answer.
+
+    The answer ends with the context, where `max_tokens` would go beyond it. With 0 there is none:
+    the prompt is computed, for the cache.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopSequence], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+
+    metadata: Any = None  # these change nothing in the answer
+    diagnostics: Any = None
+    inference_geo: Any = None
+    service_tier: Any = None
+    speed: Any = None
+
 
 MAX_MARKS = 4
+
+
 FIVE_MINUTES, HOUR = 300.0, 3600.0
+
+
 _SECONDS = {None: FIVE_MINUTES, "5m": FIVE_MINUTES, "1h": HOUR}
 
 
@@ -102,3 +170,62 @@ def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
     """At the last block so far of a turn."""
     block = len(conversation.turns[turn].texts) - 1
     conversation.marks.append(Mark(turn, block, _SECONDS[control.ttl]))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    pins: tuple[Pin, ...]  # in order of length
+
+
+async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
+    """Raises `ParamError` if the template refuses the conversation, or it is too long."""
+    turns = conversation.turns
+    if conversation.continues:
+        with called(continue_final_message="messages"):
+            text = await continued(texts, plain(turns))
+    else:
+        text = await texts.render(plain(turns), add_generation_prompt=True)
+    with called(prompt="messages"):
+        ids = await texts.encode(text, add_special_tokens=False)
+    pins = []
+    for mark in conversation.marks:
+        length = await _length(texts, turns, mark, text, ids)
+        if length:
+            pins.append(Pin(length, mark.seconds))
+    return Prompt(ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
+
+
+async def _length(
+    texts: Texts, turns: Sequence[Turn], mark: Mark, text: str, ids: Sequence[int]
+) -> int:
+    """Tokens of the prompt up to a mark."""
+    marked = turns[mark.turn]
+    shown = [*turns[: mark.turn], Turn(marked.role, marked.texts[: mark.block + 1])]
+    if marked.role == "system":
+        # Most templates need somebody to speak. What he says is not what he says in the prompt.
+        following = turns[mark.turn + 1]
+        other = "b" if following.texts[0].lstrip().startswith("a") else "a"
+        shown.append(Turn(following.role, [other]))
+    try:
+        alone = await texts.render(plain(shown), add_generation_prompt=False)
+    except ParamError:
+        return 0  # this template cannot show the beginning of this conversation
+    length = common_length(alone, text)
+    if length == len(text):
+        return len(ids)
+    return common_length(await texts.encode(text[:length], add_special_tokens=False), ids)
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How long the longest common beginning is: by halves, since slices are compared quickly."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

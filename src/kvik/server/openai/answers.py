@@ -1,12 +1,75 @@
-"""The bodies of answers, field by field as clients of the OpenAI API read them."""
+"""What answers have in common: their head, usage, tokens and log probabilities."""
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import cast
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kvik.server.speculation import Speculation
+from kvik import __version__
+from kvik.core.types import TokenLogprobs
+from kvik.engine.output import RequestOutput
+from kvik.server.responses import Made
+from kvik.text.detokenizer import Detokenizer
+from kvik.text.tokenizer import Tokenizer
+
+FINGERPRINT = f"kvik-{__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """`id` and `model` of an answer, and when it was begun, in whole seconds since 1970."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Speculation(Struct, kw_only=True):
+    """Tokens guessed ahead for an answer, of all its choices together. A check is a step that
+    judged drafts of a choice. A draft's place is how many drafts stand before it; drafts of a tree
+    have the place of their depth.
+
+    Attributes:
+        checks: how many there were.
+        drafted_per_position: [i] checks with a draft at place i.
+        accepted_per_position: [i] checks in which it was right, and those before it.
+        mean_accepted_length: tokens that a check brought, the model's own included. null: none was
+            made.
+        speedup: how much faster the tokens came than they would have without speculation, as
+            estimated from the times of steps with and without drafts. null: not known.
+    """
+
+    checks: int
+    drafted_tokens: int
+    accepted_tokens: int
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    mean_accepted_length: float | None
+    speedup: float | None
+
+
+def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
+    """Of finished requests together; unset if nobody guessed for any of them."""
+    known = [one for output in outputs if (one := output.speculation) is not None]
+    if not known:
+        return UNSET
+    found = reduce(add, known)
+    drafts, speedup = found.drafts, found.speedup
+    return Speculation(
+        checks=drafts.rows,
+        drafted_tokens=drafts.drafts,
+        accepted_tokens=drafts.accepted,
+        drafted_per_position=drafts.at,
+        accepted_per_position=drafts.accepted_at,
+        mean_accepted_length=round(drafts.mean_length, 4) if drafts.rows else None,
+        speedup=None if speedup is None else round(speedup, 4),
+    )
 
 
 class PromptDetails(Struct):
@@ -69,138 +132,131 @@ class PromptLogprob(Struct, gc=False):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id
 
 
-class AnswerMessage(Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Of finished requests together. A prompt counts once, whatever its `n`."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(output.num_output_tokens for output in outputs)
+    drafted = sum(output.num_drafted_tokens for output in outputs)
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    return Usage(
+        prompt,
+        completion,
+        prompt + completion,
+        PromptDetails(sum(output.num_cached_tokens for output in outputs)),
+        CompletionDetails(accepted, drafted - accepted) if drafted else UNSET,
+        speculation_of(outputs),
+    )
 
 
-class ChatChoice(Struct):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None = None  # the stop string or stop id that ended it
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> Usage:
+    """In the middle of a stream."""
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
-class ChatCompletion(Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+LEAST = -9999.0  # JSON has no minus infinity
 
 
-class Delta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+class TokenNames:
+    """How the tokens of a model are written. Without a tokenizer they are only numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    def bytes(self, token: int) -> bytes | None:
+        """What it adds to a text."""
+        return None if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+    def name(self, token: int, escape: str = "") -> str:
+        """Its text; if it is no UTF-8 by itself, `escape` and its bytes as \\xHH."""
+        data = self.bytes(token)
+        if data is None:
+            return f"token_id:{token}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return escape + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """Of a few output tokens, in order."""
+        return ChatLogprobs([self._chat_token(one) for one in logprobs])
+
+    def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """Of all of them; for `pieces.encoded`."""
+        return ChatLogprobs(cast(list[TokenLogprob], Made(logprobs, self._chat_token)))
+
+    def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
+        top = [
+            TopLogprob(self.name(token), finite(value), self._numbers(token))
+            for token, value in one.top
+        ]
+        token = one.token_id
+        return TokenLogprob(self.name(token), finite(one.logprob), self._numbers(token), top)
+
+    def _numbers(self, token: int) -> list[int] | None:
+        data = self.bytes(token)
+        return None if data is None else list(data)
+
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+        """By token id, the token itself first; for `pieces.encoded`, which knows no difference."""
+        return cast(PromptLogprobs, Made(logprobs, self._prompt_token))
+
+    def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
+        if one is None:
+            return None
+        found = {
+            str(one.token_id): PromptLogprob(finite(one.logprob), one.rank, self.name(one.token_id))
+        }
+        for rank, (token, value) in enumerate(one.top, start=1):
+            found.setdefault(str(token), PromptLogprob(finite(value), rank, self.name(token)))
+        return found
 
 
-class ChunkChoice(Struct):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
+class CompletionTokens:
+    """The tokens of one completion in the shape of /v1/completions, from first to last.
+
+    Args:
+        num_top: alternatives to show at each position; more may have been computed.
+        skip_special: whether special tokens are left out of the text, so that they have no length.
+        prompt_ids: what stands before the completion's own tokens.
+    """
+
+    def __init__(
+        self, names: TokenNames, num_top: int, skip_special: bool, prompt_ids: Sequence[int]
+    ) -> None:
+        self._names = names
+        self._num_top = num_top
+        self._offset = 0
+        self._text: Detokenizer | None = None
+        if names.tokenizer is not None:
+            self._text = names.tokenizer.new_stream(prompt_ids, skip_special)
+
+    def skip(self, num_chars: int) -> None:
+        """Text that stands before the next token and belongs to none."""
+        self._offset += num_chars
+
+    def show(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        """The next tokens, one entry of `logprobs` for each."""
+        shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
+        for token, one in zip(token_ids, logprobs, strict=True):
+            shown.text_offset.append(self._offset)
+            shown.tokens.append(self._names.name(token, "bytes:"))
+            shown.token_logprobs.append(None if one is None else finite(one.logprob))
+            if shown.top_logprobs is not None:
+                shown.top_logprobs.append(None if one is None else self._top(one))
+            if self._text is not None:
+                self._offset += len(self._text.push([token]))
+        return shown
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """By text, the likelier where two tokens have the same. The token itself is among them."""
+        found: dict[str, float] = {}
+        for token, value in one.top[: self._num_top]:
+            found.setdefault(self._names.name(token, "bytes:"), finite(value))
+        found.setdefault(self._names.name(one.token_id, "bytes:"), finite(one.logprob))
+        return found
 
 
-class ChatChunk(Struct, kw_only=True):
-    """`usage`: absent unless it was asked for; null then, but in chunks that have it."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
-
-
-class CompletionChoice(Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Completion(Struct, kw_only=True):
-    """An answer, or a chunk of a stream of them."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str
-
-
-class Embedding(Struct):
-    index: int
-    embedding: list[float] | str  # or base64 of little-endian fp32
-    object: Literal["embedding"] = "embedding"
-
-
-class EmbeddingUsage(Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embeddings(Struct, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
-
-
-class Model(Struct, kw_only=True):
-    """A served model, in the fields of OpenAI's API and of Anthropic's."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int  # seconds since 1970
-    type: Literal["model"] = "model"
-    display_name: str
-    created_at: str  # RFC 3339
-    owned_by: str = "kvik"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
-class Models(Struct, kw_only=True):
-    """All served models: one page, in the fields of both APIs."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-    has_more: bool = False
-    first_id: str
-    last_id: str
-
-
-class Tokenized(Struct, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
-
-
-class Detokenized(Struct):
-    prompt: str
-
-
-class TokenizerInfo(Struct, kw_only=True):
-    """What a client needs to count and to render as this server does."""
-
-    bos_token: str | None
-    eos_token: str | None
-    chat_template: str | None
-    vocab_size: int
-    max_model_len: int
-    special_tokens: list[str]
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -2,23 +2,179 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.asking import check_model, large_response
+from kvik.config.errors import ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import TokenLogprobs
+from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.server.body import read_body
 from kvik.server.errors import called
 from kvik.server.exchange import caller_of, trace_parent_of
-from kvik.server.openai.asking import check_logprobs, check_room, generation_request, num_logprobs
-from kvik.server.openai.chat_answer import ChatStream, whole
-from kvik.server.openai.chat_request import ChatRequest
-from kvik.server.openai.conversation import conversation_ids
-from kvik.server.openai.heading import Heading
-from kvik.server.openai.sampling import asked_tokens, chat_params
-from kvik.server.openai.tokens import TokenNames
-from kvik.server.openai.unhonoured import CHAT
-from kvik.server.parts import Parts
-from kvik.server.reply import StreamReply, degraded_header, outputs
+from kvik.server.openai.answers import (
+    FINGERPRINT,
+    ChatLogprobs,
+    Heading,
+    PromptLogprobs,
+    TokenNames,
+    Usage,
+    usage_of,
+    usage_so_far,
+)
+from kvik.server.openai.fields import Count, Generating, Logprobs, limit_of
+from kvik.server.openai.requests import (
+    asked_tokens,
+    check_logprobs,
+    check_room,
+    check_stream,
+    generation_request,
+    num_logprobs,
+    sampling_changes,
+)
+from kvik.server.responses import (
+    DONE,
+    StreamReply,
+    Template,
+    beside,
+    degraded_header,
+    encoded,
+    event,
+    json_event,
+    large_response,
+    outputs,
+)
+from kvik.server.route import Route
+from kvik.server.server import Parts, check_model
+from kvik.server.texts import Texts, continued
+from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse
+from kvik.text.chat_template import MAX_MESSAGES
+
+Variable = str | int | float | bool | None
+
+
+class Part(Struct, kw_only=True):
+    """A part of a message's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    """One turn. The template decides in which order the roles may come."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatRequest(Generating, kw_only=True):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
+
+    parallel_tool_calls: Any = None  # of tools, and there are none
+
+
+_MEDIA = "only text is supported"
+
+
+_REASONING = "reasoning is not controlled yet"
+
+
+CHAT: Table = {
+    **SAMPLING,
+    "chat_template": ((), "the template is the model's own"),
+    "tools": (([],), TOOLS),
+    "tool_choice": (("none", "auto"), TOOLS),
+    "functions": (([],), TOOLS),
+    "function_call": (("none", "auto"), TOOLS),
+    "modalities": ((["text"], []), _MEDIA),
+    "audio": ((), _MEDIA),
+    "reasoning_effort": (("none",), _REASONING),
+    "thinking_token_budget": ((), _REASONING),
+    "enable_thinking": ((), "put it into chat_template_kwargs"),
+    "verbosity": (("medium",), "is not supported"),
+    "web_search_options": ((), "there is no search"),
+    "documents": (([],), "put them into a message"),
+    "echo": ((False,), "is for /v1/completions"),
+    "mm_processor_kwargs": (({},), _MEDIA),
+}
+
+
+MESSAGE: Table = {
+    "tool_calls": (([],), TOOLS),
+    "tool_call_id": ((), TOOLS),
+    "function_call": ((), TOOLS),
+    "audio": ((), _MEDIA),
+}
+
+
+class AnswerMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None  # the stop string or stop id that ended it
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Delta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    """`usage`: absent unless it was asked for; null then, but in chunks that have it."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
 
 
 async def chat(parts: Parts, request: Request) -> Response:
@@ -40,7 +196,7 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
         body.continue_final_message,
         body.add_special_tokens,
     )
-    name, asked = asked_tokens(body)
+    name, asked = asked_tokens(body, body.max_completion_tokens)
     with called(prompt="messages", max_tokens=name):
         check_room(parts, len(ids), asked, name)
         check_logprobs(parts, [ids], params, "prompt_logprobs", "top_logprobs")
@@ -56,3 +212,220 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
     answer = await large_response(num_logprobs(output), lambda: whole(heading, body, names, output))
     answer.headers.update(degraded_header([generation]))
     return answer
+
+
+def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+    """Without a limit an answer may fill the context.
+
+    Raises:
+        ParamError: a value is impossible, or nothing that the engine honours.
+    """
+    check_stream(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ParamError("top_logprobs", "needs logprobs to be true")
+    name, asked = asked_tokens(body, body.max_completion_tokens)
+    if asked == 0:
+        raise ParamError(name, "must be at least 1")
+    # The default limit is for callers in Python, who can ask for more; the file may have another.
+    own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
+    changes = sampling_changes(body)
+    changes["max_tokens"] = own if asked is None else limit_of(asked)
+    if body.logprobs:
+        changes["logprobs"] = body.top_logprobs or 0
+    return defaults.with_changes(**changes)
+
+
+# What a template gets anyway, or what would replace it.
+_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+
+
+_AS = {"developer": "system"}  # a newer name, which few templates know
+
+
+_TOOL_ROLES = ("tool", "function")
+
+
+async def conversation_ids(
+    texts: Texts,
+    messages: Sequence[Message],
+    variables: Mapping[str, Variable] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's turn.
+
+    Args:
+        add_generation_prompt: None is true, unless the final message is continued.
+        continue_final_message: end where the last message does, so that its author goes on.
+        add_special_tokens: to what the template wrote, which has its own.
+
+    Raises:
+        ParamError: the messages are malformed or too long, or the template refuses them.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise ParamError("continue_final_message", "excludes add_generation_prompt")
+    for name in variables or ():
+        if name in _OWN_NAMES:
+            raise ParamError("chat_template_kwargs", f"must not set {name}")
+    plain = await beside(len(messages), lambda: [_plain(message) for message in messages])
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    if continue_final_message:
+        text = await continued(texts, plain, variables)
+    else:
+        text = await texts.render(
+            plain, add_generation_prompt=add_generation_prompt, variables=dict(variables or {})
+        )
+    with called(prompt="messages"):
+        return await texts.encode(text, bool(add_special_tokens))
+
+
+def _plain(message: Message) -> dict[str, object]:
+    refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
+    if message.role in _TOOL_ROLES:
+        raise ParamError("messages", f"of role {message.role!r} need tools, not supported yet")
+    plain: dict[str, object] = {
+        "role": _AS.get(message.role, message.role),
+        "content": _text(message.content),
+    }
+    for name in ("name", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    return plain
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None:
+        raise ParamError("messages", "need a content, a string or a list of text parts")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text":
+            raise ParamError(
+                "messages", f"have a part of type {part.type[:40]!r}; only text is supported"
+            )
+        if part.text is None:
+            raise ParamError("messages", "have a text part without text")
+    return "\n".join(part.text or "" for part in content)
+
+
+_HOLE = "\ue000text\ue000"
+
+
+def whole(
+    heading: Heading, body: ChatRequest, names: TokenNames, output: RequestOutput
+) -> ChatCompletion:
+    """Of a finished request."""
+    asked = body.prompt_logprobs is not None and output.prompt_logprobs is not None
+    return ChatCompletion(
+        id=heading.id,
+        created=heading.created,
+        model=heading.model,
+        choices=[_choice(body, names, one) for one in output.completions],
+        usage=usage_of([output]),
+        system_fingerprint=FINGERPRINT,
+        prompt_logprobs=names.prompt(output.prompt_logprobs or []) if asked else UNSET,
+    )
+
+
+def _choice(body: ChatRequest, names: TokenNames, one: CompletionOutput) -> ChatChoice:
+    return ChatChoice(
+        index=one.index,
+        message=AnswerMessage(one.text),
+        logprobs=names.whole_chat(one.logprobs or []) if body.logprobs else None,
+        finish_reason=one.finish_reason,
+        stop_reason=one.stop_reason,
+    )
+
+
+class ChatStream:
+    """Deltas -> events. Each completion begins with its role and ends with its finish reason."""
+
+    def __init__(
+        self, heading: Heading, body: ChatRequest, names: TokenNames, prompt_tokens: int
+    ) -> None:
+        options = body.stream_options
+        self._heading = heading
+        self._names = names
+        self._logprobs = bool(body.logprobs)
+        self._prompt_logprobs = body.prompt_logprobs is not None
+        self._final_usage = options is not None and bool(options.include_usage)
+        self._each_usage = (
+            self._final_usage and options is not None and bool(options.continuous_usage_stats)
+        )
+        self._num_prompt_tokens = prompt_tokens
+        self._num_tokens = 0
+        self._templates: dict[int, Template] = {}  # of the completions that have begun
+
+    def begin(self) -> bytes:
+        return b""
+
+    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
+        """`position` is 0: a chat has one prompt."""
+        return b"".join(one for delta in deltas for one in self._events(delta))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        usage = json_event(self._chunk([], usage_of(outputs))) if self._final_usage else b""
+        return usage + DONE
+
+    def _events(self, delta: TextDelta) -> Iterator[bytes]:
+        self._num_tokens += len(delta.token_ids)
+        if delta.index not in self._templates:
+            self._templates[delta.index] = self._template(delta.index)
+            first = self._chunk_of(ChunkChoice(delta.index, Delta(role="assistant", content="")))
+            if self._prompt_logprobs and delta.prompt_logprobs is not None:
+                first.prompt_logprobs = self._names.prompt(delta.prompt_logprobs)
+            yield event(encoded(first))
+        logprobs = self._shown(delta.logprobs)
+        if logprobs is not None or (delta.text and self._each_usage):
+            yield self._event(ChunkChoice(delta.index, Delta(content=delta.text), logprobs))
+        elif delta.text:
+            yield self._templates[delta.index].fill(delta.text)
+        if delta.finish_reason is not None:
+            yield self._event(
+                ChunkChoice(
+                    delta.index,
+                    Delta(),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
+
+    def _shown(self, logprobs: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
+        return self._names.chat(logprobs) if self._logprobs and logprobs else None
+
+    def _template(self, index: int) -> Template:
+        usage = None if self._final_usage else UNSET
+        return Template(self._chunk([ChunkChoice(index, Delta(content=_HOLE))], usage), [_HOLE])
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return json_event(self._chunk_of(choice))
+
+    def _chunk_of(self, choice: ChunkChoice) -> ChatChunk:
+        usage: Usage | UnsetType | None = None if self._final_usage else UNSET
+        if self._each_usage:
+            usage = usage_so_far(self._num_prompt_tokens, self._num_tokens)
+        return self._chunk([choice], usage)
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(
+            id=self._heading.id,
+            created=self._heading.created,
+            model=self._heading.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=FINGERPRINT,
+        )
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/v1/chat/completions",
+            partial(chat, parts),
+            body=ChatRequest,
+            answer=ChatCompletion,
+            note="Answer a conversation.",
+        ),
+    ]

@@ -5,25 +5,75 @@ from __future__ import annotations
 import struct
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.embedding import normalise
-from kvik.server.asking import check_model
-from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
-from kvik.server.intake import GenerationRequest
-from kvik.server.openai.answers import Embedding, Embeddings, EmbeddingUsage
-from kvik.server.openai.embedding_request import MAX_INPUTS, EmbeddingRequest
-from kvik.server.openai.prompts import all_prompt_ids, split
-from kvik.server.openai.unhonoured import EMBEDDING
-from kvik.server.parts import Parts
-from kvik.server.reply import outputs
+from kvik.server.generation import GenerationRequest
+from kvik.server.openai.fields import Name, Prompt
+from kvik.server.openai.requests import all_prompt_ids, split
+from kvik.server.responses import beside, outputs
+from kvik.server.route import Route
+from kvik.server.server import Parts, check_model
+from kvik.server.unhonoured import Table
+
+MAX_INPUTS = 2048
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """Texts of which one vector each is wanted."""
+
+    input: Prompt
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    pooling: (
+        Annotated[
+            Literal["mean", "last"], Meta(description="of the final hidden states; default mean")
+        ]
+        | None
+    ) = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    add_special_tokens: bool | None = None
+
+    user: str | None = None
+    metadata: Any = None
+
+
+EMBEDDING: Table = {
+    # -1: at the end of the context; what is longer is refused for that
+    "truncate_prompt_tokens": ((-1,), "inputs are not truncated"),
+    "messages": ((), "give input"),
+}
+
+
+class Embedding(Struct):
+    index: int
+    embedding: list[float] | str  # or base64 of little-endian fp32
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
 
 DEFAULT_POOLING = "mean"
 
@@ -86,3 +136,15 @@ def _written(empty: Embeddings, vectors: Sequence[Sequence[float]], as_text: boo
 def _base64(vector: Sequence[float]) -> str:
     """Little-endian fp32, as clients unpack it."""
     return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/v1/embeddings",
+            partial(embeddings, parts),
+            body=EmbeddingRequest,
+            answer=Embeddings,
+            note="A vector for each text, pooled from hidden states.",
+        ),
+    ]

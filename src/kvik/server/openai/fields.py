@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
+from kvik.config.errors import ParamError
 from kvik.core.sampling_params import (
     MAX_LIST_ENTRIES,
     MAX_LOGPROBS,
@@ -15,32 +17,65 @@ from kvik.core.sampling_params import (
 )
 
 MAX_INT32 = 2**31 - 1
+
+
 TO_THE_END = -1  # tokens of output, as llama.cpp counts them
 
+
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+
+
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
+
+
 Name = Annotated[str, Meta(max_length=512)]
+
+
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+
+
 Limit = Annotated[
     int, Meta(ge=TO_THE_END, le=MAX_INT32, description=f"{TO_THE_END}: to the end of the context")
 ]
+
+
 Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy; at least 0.001 else")]
+
+
 Share = Annotated[float, Meta(gt=0, le=1)]
+
+
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
 Repetition = Annotated[float, Meta(gt=0, le=10)]
+
+
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
+
+
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+
+
 # JSON has no integers as keys: the ids are strings there.
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(description=f"token id -> added to its logit; at most {MAX_LIST_ENTRIES}"),
 ]
+
+
 BadWords = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)] | TokenIds],
     Meta(max_length=MAX_LIST_ENTRIES, description="words, or sequences of token ids"),
 ]
+
+
 Number = Annotated[int, Meta(ge=1, le=MAX_N)]
+
+
 Prompt = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="a text, token ids, or a list of texts or of lists of token ids"),
@@ -103,3 +138,15 @@ class Generating(Struct, kw_only=True):
     store: Any = None
     service_tier: Any = None
     prediction: Any = None  # a guess at the answer, for speed
+
+
+def either(body: msgspec.Struct, name: str, other: str) -> Any:
+    """The value of a field that has two names; None if it has none.
+
+    Raises:
+        ParamError: they contradict each other.
+    """
+    value, same = getattr(body, name), getattr(body, other)
+    if None not in (value, same) and value != same:
+        raise ParamError(other, f"must be left out, or be {value} as {name} is, not {same}")
+    return same if value is None else value

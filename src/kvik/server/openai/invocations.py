@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -11,14 +12,11 @@ from starlette.responses import Response
 
 from kvik.server.body import read_chosen
 from kvik.server.errors import HttpError
-from kvik.server.openai.chat import answer_chat
-from kvik.server.openai.chat_request import ChatRequest
-from kvik.server.openai.completion_request import CompletionRequest
-from kvik.server.openai.completions import answer_completions
-from kvik.server.openai.embedding_request import EmbeddingRequest
-from kvik.server.openai.embeddings import answer_embeddings
-from kvik.server.openai.unhonoured import CHAT, COMPLETION, EMBEDDING
-from kvik.server.parts import Parts
+from kvik.server.openai.chat import CHAT, ChatRequest, answer_chat
+from kvik.server.openai.completions import COMPLETION, CompletionRequest, answer_completions
+from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, answer_embeddings
+from kvik.server.route import Route
+from kvik.server.server import Parts
 from kvik.server.unhonoured import Table
 
 Body = ChatRequest | CompletionRequest | EmbeddingRequest
@@ -55,3 +53,14 @@ def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:
     if len(kinds) != 1:
         raise HttpError(400, f"there must be one of {', '.join(_KINDS)}")
     return kinds[0]
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/invocations",
+            partial(invocations, parts),
+            body=Invocation,
+            note="Any of the three, as its body says.",
+        ),
+    ]

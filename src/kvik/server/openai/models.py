@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
+from typing import Literal
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.asking import json_response
 from kvik.server.errors import model_not_found
-from kvik.server.openai.answers import Model, Models
-from kvik.server.parts import Parts
+from kvik.server.responses import json_response
+from kvik.server.route import Route
+from kvik.server.server import Parts
+
+
+class Model(Struct, kw_only=True):
+    """A served model, in the fields of OpenAI's API and of Anthropic's."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int  # seconds since 1970
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # RFC 3339
+    owned_by: str = "kvik"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class Models(Struct, kw_only=True):
+    """All served models: one page, in the fields of both APIs."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 async def models(parts: Parts, request: Request) -> Response:
@@ -37,3 +65,22 @@ def _model(parts: Parts, name: str) -> Model:
         root=parts.model_name,
         max_model_len=parts.engine.config.scheduler.max_model_len,
     )
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/v1/models",
+            partial(models, parts),
+            method="GET",
+            answer=Models,
+            note="The model that is served.",
+        ),
+        Route(
+            "/v1/models/{model:path}",
+            partial(model, parts),
+            method="GET",
+            answer=Model,
+            note="One model.",
+        ),
+    ]

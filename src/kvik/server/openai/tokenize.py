@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET, UnsetType
+from functools import partial
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.errors import ParamError
-from kvik.server.asking import check_model, json_response
-from kvik.server.beside import beside
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.exchange import caller_of
-from kvik.server.openai.answers import Detokenized, Tokenized, TokenizerInfo
-from kvik.server.openai.conversation import conversation_ids
-from kvik.server.openai.prompts import prompt_ids
-from kvik.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
-from kvik.server.openai.tokens import TokenNames
-from kvik.server.openai.unhonoured import TOKENIZE
-from kvik.server.parts import Parts
+from kvik.server.openai.answers import TokenNames
+from kvik.server.openai.chat import Message, Variable, conversation_ids
+from kvik.server.openai.fields import Name, TokenId
+from kvik.server.openai.requests import prompt_ids
+from kvik.server.responses import beside, json_response
+from kvik.server.route import Route
+from kvik.server.server import Parts, check_model
+from kvik.server.unhonoured import TOOLS, Table
+from kvik.text.chat_template import MAX_MESSAGES
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """A text, or a conversation that the chat template renders."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Variable] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    model: Name | None = None
+    tokens: list[TokenId]
+
+
+TOKENIZE: Table = {
+    "chat_template": ((), "the template is the model's own"),
+    "tools": (([],), TOOLS),
+}
+
+
+class Tokenized(Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class TokenizerInfo(Struct, kw_only=True):
+    """What a client needs to count and to render as this server does."""
+
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    vocab_size: int
+    max_model_len: int
+    special_tokens: list[str]
 
 
 async def tokenize(parts: Parts, request: Request) -> Response:
@@ -84,3 +133,29 @@ async def tokenizer_info(parts: Parts, request: Request) -> Response:
 
 def _context(parts: Parts) -> int:
     return parts.engine.config.scheduler.max_model_len
+
+
+def routes(parts: Parts) -> list[Route]:
+    return [
+        Route(
+            "/tokenize",
+            partial(tokenize, parts),
+            body=TokenizeRequest,
+            answer=Tokenized,
+            note="Token ids of a text or a conversation.",
+        ),
+        Route(
+            "/detokenize",
+            partial(detokenize, parts),
+            body=DetokenizeRequest,
+            answer=Detokenized,
+            note="Text of token ids.",
+        ),
+        Route(
+            "/tokenizer_info",
+            partial(tokenizer_info, parts),
+            method="GET",
+            answer=TokenizerInfo,
+            note="Special tokens, chat template and sizes.",
+        ),
+    ]

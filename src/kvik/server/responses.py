@@ -1,29 +1,168 @@
-"""Answers whose readers are watched: who goes away, or does not read, stops costing anything."""
+"""Responses: JSON, and server-sent events to readers that may be slow or gone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvik.config.errors import KvikError
 from kvik.engine.output import RequestOutput, TextDelta
-from kvik.server.beside import beside
-from kvik.server.errors import describe
-from kvik.server.escape import escaped_traceback
-from kvik.server.failures import aborted
+from kvik.server.errors import aborted, describe, escaped_traceback
 from kvik.server.generation import Generation
-from kvik.server.sse import CONTENT_TYPE, HEARTBEAT, json_event
+
+T = TypeVar("T")
+
+
+BRIEF = 2000  # items at a microsecond or two: a thread would take longer to wake
+
+
+async def beside(num_items: int, work: Callable[[], T]) -> T:
+    """What `work` returns: done at once if it is little, else in a thread, where Python gives all
+    others their turn every few milliseconds.
+
+    Args:
+        num_items: tokens, messages, log probabilities: whatever there is one turn of a loop for.
+    """
+    return work() if num_items <= BRIEF else await asyncio.to_thread(work)
+
+
+PIECE = 16  # entries of a long list that are encoded at once
+
+
+class Made:
+    """A list whose entries are made as they are encoded, and gone after that. To make, to collect
+    or to free them all at once would hold up other threads too.
+
+    Args:
+        rows: what they are made from, one of each.
+    """
+
+    def __init__(self, rows: Sequence[T], make: Callable[[T], object]) -> None:
+        self._rows = rows
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def slice(self, start: int, stop: int) -> list[object]:
+        return [self._make(row) for row in self._rows[start:stop]]
+
+
+def encoded(value: object) -> bytes:
+    """As `msgspec.json.encode`, for Structs whose fields have their own names and for lists, as our
+    answers are made of, and `Made` ones. It takes longer in all."""
+    out: list[bytes] = []
+    _add(value, out)
+    return b"".join(out)
+
+
+def _add(value: object, out: list[bytes]) -> None:
+    match value:
+        case msgspec.Struct():
+            before = b"{"
+            for name in value.__struct_fields__:
+                item = getattr(value, name)
+                if item is not msgspec.UNSET:
+                    out += (before, msgspec.json.encode(name), b":")
+                    _add(item, out)
+                    before = b","
+            out.append(b"{}" if before == b"{" else b"}")
+        case Made() if len(value):
+            _add_slices(len(value), value.slice, out)
+        case Made():
+            out.append(b"[]")
+        case list() if len(value) > PIECE:
+            _add_slices(len(value), lambda start, stop: value[start:stop], out)
+        case list() if any(isinstance(item, msgspec.Struct) for item in value):
+            before = b"["
+            for item in value:
+                out.append(before)
+                _add(item, out)
+                before = b","
+            out.append(b"]")
+        case _:
+            out.append(msgspec.json.encode(value))
+
+
+def _add_slices(length: int, of: Callable[[int, int], list[object]], out: list[bytes]) -> None:
+    before = b"["
+    for start in range(0, length, PIECE):
+        out += (before, msgspec.json.encode(of(start, start + PIECE))[1:-1])
+        before = b","
+    out.append(b"]")
+
+
+CONTENT_TYPE = "text/event-stream"
+
+
+DONE = b"data: [DONE]\n\n"  # the end of a stream that did not fail, as OpenAI's clients know it
+
+
+HEARTBEAT = b": alive\n\n"  # a comment, which clients skip
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One event; `data` is JSON in one line."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+def json_event(value: object, name: str | None = None) -> bytes:
+    return event(msgspec.json.encode(value), name)
+
+
+class Template:
+    """An event whose JSON is encoded once, with holes that are filled for each event of a stream.
+
+    Args:
+        value: whatever msgspec encodes, with each of `holes` once in it, as a string.
+        holes: in the order in which they come in the JSON.
+        name: of the event.
+    """
+
+    def __init__(self, value: object, holes: Sequence[str], name: str | None = None) -> None:
+        rest = event(msgspec.json.encode(value), name)
+        self._parts: list[bytes] = []
+        for hole in holes:
+            before, found, rest = rest.partition(msgspec.json.encode(hole))
+            if not found:
+                raise ValueError(f"no hole {hole!r} in order in the value")
+            self._parts.append(before)
+        self._parts.append(rest)
+
+    def fill(self, *values: object) -> bytes:
+        """The event with these values in its holes, in order."""
+        out = [self._parts[0]]
+        for value, part in zip(values, self._parts[1:], strict=True):
+            out += (msgspec.json.encode(value), part)
+        return b"".join(out)
+
+
+def json_response(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def large_response(num_items: int, answer: Callable[[], msgspec.Struct]) -> Response:
+    """The same for what may be large: see `beside`."""
+    data = await beside(num_items, lambda: encoded(answer()))
+    return Response(data, media_type="application/json")
+
 
 DEGRADED_HEADER = "x-kvik-degraded"
+
+
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
+
+
 _log = logging.getLogger(__name__)
 
 

@@ -1,0 +1,207 @@
+"""What the routes that generate have in common: prompts, sampling parameters, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvik.config.errors import Overflow, ParamError
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import Pin, TokenLogprobs
+from kvik.engine.output import RequestOutput
+from kvik.server.errors import called
+from kvik.server.generation import GenerationRequest
+from kvik.server.openai.fields import Generating, either
+from kvik.server.server import Parts
+from kvik.server.texts import Texts
+
+Given = str | list[str | int | list[int]]
+
+
+One = str | list[int]
+
+
+MAX_CHOICES = 128  # prompts times n, in one request
+
+
+_KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
+
+
+def split(name: str, given: Given) -> dict[str, One]:
+    """The prompts by what errors call them: `name` alone, or `name[0]`, `name[1]`, ... of many.
+
+    Raises:
+        ParamError: one is empty, or they are of mixed kinds.
+    """
+    if isinstance(given, list) and len(set(map(type, given))) > 1:
+        first = type(given[0])
+        i = next(i for i, one in enumerate(given) if type(one) is not first)
+        raise ParamError(f"{name}[{i}]", f"must be {_KINDS[first]}, as {name}[0] is")
+    prompts: dict[str, One]
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        prompts = {name: given}  # type: ignore[dict-item]
+    else:
+        prompts = {f"{name}[{i}]": one for i, one in enumerate(given)}  # type: ignore[misc]
+    for field, prompt in prompts.items():
+        if not prompt:
+            raise ParamError(field, "must not be empty")
+    return prompts
+
+
+def check_choices(name: str, num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        raise ParamError(
+            name,
+            f"{num_prompts} prompts with {n} choices each are {num_prompts * n} choices; a request "
+            f"has at most {MAX_CHOICES}",
+        )
+
+
+async def all_prompt_ids(
+    texts: Texts, prompts: Mapping[str, One], add_special_tokens: bool | None
+) -> dict[str, list[int]]:
+    """Token ids of each prompt, by what errors call it."""
+    found = {}
+    for field, prompt in prompts.items():
+        with called(prompt=field):
+            found[field] = await prompt_ids(texts, prompt, add_special_tokens)
+    return found
+
+
+async def prompt_ids(texts: Texts, prompt: One, add_special_tokens: bool | None) -> list[int]:
+    """Token ids of one prompt; to a text, special tokens are added unless that is not wanted."""
+    if not isinstance(prompt, str):
+        return prompt
+    return await texts.encode(prompt, add_special_tokens is not False)
+
+
+# Fields that mean what the sampling parameter of the same name means.
+_ALIKE = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "seed",
+    "prompt_logprobs",
+    "speculation",
+)
+
+
+def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int | None]:
+    """How many tokens an answer may have, with the field that says so.
+
+    Args:
+        newest: `max_completion_tokens`, which goes before the others.
+    """
+    if newest is not None:
+        return "max_completion_tokens", newest
+    asked: int | None = either(body, "max_tokens", "n_predict")
+    return "max_tokens" if body.n_predict is None else "n_predict", asked
+
+
+def sampling_changes(body: Generating) -> dict[str, object]:
+    given = {name: getattr(body, name) for name in _ALIKE}
+    given["repetition_penalty"] = either(body, "repetition_penalty", "repeat_penalty")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_stream(body: Generating) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ParamError("stream_options", "needs stream to be true")
+
+
+# How long a prompt is kept that shall be; each use begins the time anew.
+RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
+
+
+_DEFAULT = "in_memory"
+
+
+MAX_LOGPROB_VALUES = 1 << 19
+
+
+def generation_request(
+    body: Generating, prompt_ids: Sequence[int], params: SamplingParams, field: str
+) -> GenerationRequest:
+    """What the body wants with one prompt. Errors call that `field`."""
+    return GenerationRequest(
+        prompt=prompt_ids,
+        params=params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        deadline_ms=body.deadline_ms,
+        pins=_pins(body, len(prompt_ids)),
+        field=field,
+    )
+
+
+def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
+    """Who names a key, or wants a prompt kept for long, has the whole of it pinned."""
+    retention = body.prompt_cache_retention
+    if retention is not None and retention not in RETENTION:
+        raise ParamError("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
+    if body.prompt_cache_key is None and retention in (None, _DEFAULT):
+        return ()
+    return (Pin(num_tokens, RETENTION[retention or _DEFAULT]),)
+
+
+def check_room(parts: Parts, num_prompt: int, asked: int | None, name: str) -> None:
+    """Whether the output that was asked for fits behind the prompt. The engine would give less.
+
+    Raises:
+        ParamError: it does not, though the prompt itself fits.
+    """
+    limit = parts.engine.config.scheduler.max_model_len
+    if asked is not None and num_prompt < limit < num_prompt + asked:
+        raise ParamError(
+            name,
+            f"{asked} tokens do not fit behind a prompt of {num_prompt} tokens in the context of "
+            f"{limit}: at most {limit - num_prompt} do",
+            overflow=Overflow(limit, num_prompt, asked),
+        )
+
+
+def check_logprobs(
+    parts: Parts, prompts: Sequence[Sequence[int]], params: SamplingParams, of_prompt: str, of: str
+) -> None:
+    """Whether the log probabilities that may come of one request can be held.
+
+    Args:
+        of_prompt, of: fields that ask for those of the prompts and of the output.
+
+    Raises:
+        ParamError: they are too many.
+    """
+    limit = parts.engine.config.scheduler.max_model_len
+    most = limit if params.max_tokens is None else params.max_tokens
+    for name, top, num_tokens in (
+        (of_prompt, params.prompt_logprobs, sum(map(len, prompts))),
+        (of, params.logprobs, sum(params.n * min(most, limit - len(ids)) for ids in prompts)),
+    ):
+        if top is not None and num_tokens * (1 + top) > MAX_LOGPROB_VALUES:
+            raise ParamError(
+                name,
+                f"would be up to {num_tokens * (1 + top)} values of {num_tokens} tokens; a request "
+                f"has at most {MAX_LOGPROB_VALUES}",
+            )
+
+
+def num_logprobs(output: RequestOutput) -> int:
+    """Values to write of a finished request."""
+    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
+    rows.append(output.prompt_logprobs or ())
+    # The last entry is as wide as all; the first of a prompt is none.
+    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
