@@ -21,7 +21,7 @@ from helpers.tiny_models import save_tiny
 from kvik import LLM, SamplingParams
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
 from kvik.engine.async_client import EngineState

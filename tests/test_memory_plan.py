@@ -27,9 +27,8 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.engine_manifest import WEIGHTS
 from kvik.config.hardware import detect
-from kvik.config.memory import LOADING_BYTES, QUANTIZED_SCRATCH_BYTES
+from kvik.config.memory import GATHERED_KEYS, LOADING_BYTES, PROMPT_PADDING, QUANTIZED_SCRATCH_BYTES
 from kvik.config.model_spec import ModelSpec
-from kvik.config.step_memory import GATHERED_KEYS, PROMPT_PADDING
 from kvik.config.units import GIB, MIB
 from kvik.kernels.rounding import PIECE
 from kvik.nn.checkpoint import RUN_BYTES, SINGLE

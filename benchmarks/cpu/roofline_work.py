@@ -10,7 +10,7 @@ from itertools import product
 import torch  # before the extension, which then shares torch's threads
 from torch import Tensor
 
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.native import DTYPES
 

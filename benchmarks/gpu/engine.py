@@ -12,8 +12,7 @@ from place import REHEARSED
 from rehearsed import rehearsed_worker
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import detect
+from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kvik import __version__
 from kvik.config.config import EngineConfig
-from kvik.config.engine_files import file_facts
 from kvik.config.engine_manifest import (
     MANIFEST,
     WEIGHTS,
     FileFacts,
     Manifest,
+    file_facts,
     is_engine_folder,
 )
 from kvik.config.errors import ConfigError

@@ -15,15 +15,13 @@ from kvik.config.config import CacheConfig, EngineConfig, ResolvedConfig, Schedu
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.errors import ConfigError, ModelError
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import detect
-from kvik.config.kernels import ASKED
+from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec
-from kvik.config.notes import Notes
+from kvik.config.notes import ASKED, Notes
 from kvik.config.resolve import choose_device, resolve
+from kvik.config.sizes import wish_of
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
-from kvik.config.speculative_choice import wish_of
 from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop

@@ -16,7 +16,7 @@ from kvik.bench.machine.effort import FULL, QUICK, Effort
 from kvik.cli import calibrate, calibrate_gpu
 from kvik.cli.main import main
 from kvik.config.hardware import Gpu, Hardware, detect
-from kvik.config.prompt_attention import load as load_prompts
+from kvik.config.hardware import load_thresholds as load_prompts
 from kvik.planner.calibration import ReadRate, calibration_path, load, save, this_machine
 
 HARDWARE = Hardware(

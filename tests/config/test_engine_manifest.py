@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvik.config.engine_files import check_files, file_facts, read_built, verify
 from kvik.config.engine_manifest import (
     ALIGNMENT,
     MANIFEST,
@@ -19,7 +18,11 @@ from kvik.config.engine_manifest import (
     FileFacts,
     Manifest,
     Place,
+    check_files,
+    file_facts,
+    read_built,
     read_manifest,
+    verify,
 )
 from kvik.config.errors import ModelError
 

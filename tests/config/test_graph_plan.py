@@ -11,7 +11,7 @@ from helpers.configs import PUBLIC
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
 from kvik.config.errors import CapacityError
-from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes
+from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes, num_decoding_sizes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
@@ -156,3 +156,12 @@ def test_captured_steps_with_drafts_are_planned(method: str) -> None:
     more = resolved.memory.overhead - without.memory.overhead
     logits = step[1] * spec.vocab_size * 4
     assert more >= 2 * logits + (len(captured) + len(drafting)) * graph_bytes(16)
+
+
+@pytest.mark.parametrize("most", [*range(1, 34), 64, 65, 1000])
+def test_decoding_sizes_are_counted_and_the_last_is_the_largest(most: int) -> None:
+    sizes = decoding_sizes(most)
+    assert num_decoding_sizes(most) == len(sizes) == len(set(sizes))
+    assert [size.rows for size in sizes] == sorted(size.rows for size in sizes)
+    assert sizes[-1].rows == most
+    assert all(size.tokens == size.samples == size.rows for size in sizes)

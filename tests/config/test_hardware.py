@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.optional_native import instruction_sets, needs_native
 
+from kvik.config.env import visible_gpus
 from kvik.config.hardware import (
     ISA_FLAGS,
     NATIVE_ISAS,
     Gpu,
     detect,
+    find_gpus,
     is_cuda_build,
+    load_thresholds,
     memory_limit,
+    parse_gpus,
+    prompt_attention_path,
+    save_thresholds,
     usable_cores,
 )
 
@@ -212,3 +221,104 @@ def test_builds_of_torch(
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     monkeypatch.setattr("sys.platform", platform)
     assert is_cuda_build() is cuda
+
+
+TABLE = "0, NVIDIA A, 1000, 900, 9.0\n1, NVIDIA B, 2000, 1500, 7.5\n2, C, [N/A], [N/A], 8.0\n"
+MIB = 1 << 20
+A = Gpu(0, "NVIDIA A", 1000 * MIB, 900 * MIB, (9, 0))
+B = Gpu(1, "NVIDIA B", 2000 * MIB, 1500 * MIB, (7, 5))
+
+
+def test_the_table_is_read() -> None:
+    assert parse_gpus(TABLE, None) == (A, B)
+    assert parse_gpus("NVIDIA-SMI has failed\n", None) == ()
+    assert parse_gpus("", None) == ()
+
+
+def test_devices_are_numbered_as_cuda_sees_them() -> None:
+    found = parse_gpus(TABLE, (1, 5, 0))
+    assert [(gpu.index, gpu.name) for gpu in found] == [(0, "NVIDIA B"), (1, "NVIDIA A")]
+    assert parse_gpus(TABLE, ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "visible"),
+    [
+        (None, None),
+        ("", ()),
+        ("0", (0,)),
+        ("2, 0", (2, 0)),
+        ("1,-1,0", (1,)),
+        ("GPU-8f2c", None),
+    ],
+)
+def test_visible_devices(text: str | None, visible: tuple[int, ...] | None) -> None:
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    assert visible_gpus(environ) == visible
+
+
+def test_without_the_tool_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvik.config.hardware.is_cuda_build", lambda: True)
+    monkeypatch.setenv("PATH", "")
+    assert find_gpus() == ()
+
+
+def test_what_was_measured_of_a_device_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<END\n{TABLE}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("kvik.config.hardware.is_cuda_build", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert find_gpus() == (A, B)
+    save_thresholds("NVIDIA B", ((128, 2048),), prompt_attention_path())
+    assert find_gpus() == (A, replace(B, torch_prompts=((128, 2048),)))
+
+
+FOUND = ((64, 4096), (128, 1024))
+
+
+def test_each_gpu_keeps_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "kvik" / "prompt-attention.json"
+    assert load_thresholds("A", path) == ()
+    save_thresholds("A", ((128, 2048),), path)
+    save_thresholds("B", (), path)
+    save_thresholds("A", FOUND, path)
+    assert load_thresholds("A", path) == FOUND
+    assert load_thresholds("B", path) == ()
+
+
+def test_what_other_versions_did_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt-attention.json"
+    save_thresholds("A", FOUND, path)
+    versions = {"torch": "1.0", "triton": "3.6.0", "kvik": "0"}
+    monkeypatch.setattr("kvik.config.hardware.metadata.version", versions.__getitem__)
+    assert load_thresholds("A", path) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "3", "null", '{"A": 3}', '{"A": {}}', "[" * 100_000),
+        *("torch_from", "not a number", "infinite", "dims"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_broken_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "prompt-attention.json"
+    save_thresholds("A", FOUND, path)
+    broken = {"torch_from": 3, "not a number": {"64": "many"}, "dims": {"sixty": 64}}
+    broken["infinite"] = {"64": float("inf")}
+    if text in broken:
+        every = json.loads(path.read_bytes())
+        every["A"]["torch_from"] = broken[text]
+        text = json.dumps(every)
+    path.write_text(text)
+    assert load_thresholds("A", path) == ()
+    save_thresholds("A", FOUND, path)  # and is replaced
+    assert load_thresholds("A", path) == FOUND

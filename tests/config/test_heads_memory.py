@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec
-from kvik.config.heads_memory import HeadsFootprint
+from kvik.config.memory import HeadsFootprint
 from kvik.launch import resolve_config
 
 MODEL = {

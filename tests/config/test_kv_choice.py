@@ -9,7 +9,7 @@ import pytest
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Hardware
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 from kvik.config.stored_quantization import StoredQuantization

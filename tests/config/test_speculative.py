@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
+from kvik.config.memory import StepSize
+from kvik.config.sizes import choose_speculation, wish_of, with_draft_rows
 from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
-from kvik.config.speculative_choice import choose_speculation, wish_of, with_draft_rows
-from kvik.config.step_memory import StepSize
 
 NO_SOURCE = DraftSource()
 SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)

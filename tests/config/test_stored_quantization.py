@@ -13,11 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvik.config.errors import ModelError
-from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint
+from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
 from kvik.config.model_spec import ModelSpec
 from kvik.config.patterns import Matcher
 from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
-from kvik.config.step_memory import StepSize
 from kvik.config.stored_quantization import StoredScheme, stored_alike
 
 DOWN = "model.layers.3.mlp.down_proj"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvik.config.gpus import find_gpus
+from kvik.config.hardware import find_gpus
 
 if TYPE_CHECKING:
     import torch

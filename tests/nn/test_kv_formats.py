@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.config.kv_formats import KV_FORMATS
-from kvik.config.kv_spec import KVCacheSpec, KVGroup, KVKind, block_bytes, group_layers, stored_as
+from kvik.config.kv_spec import (
+    KV_FORMATS,
+    KVCacheSpec,
+    KVGroup,
+    KVKind,
+    block_bytes,
+    group_layers,
+    stored_as,
+)
 from kvik.nn.kv_formats import allocate_apart, allocate_kv
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.config.model_spec import DTYPE_BYTES
 from kvik.config.quantization import SCHEMES
 from kvik.planner.formats import (

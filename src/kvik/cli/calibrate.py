@@ -14,9 +14,8 @@ from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
-from kvik.config.hardware import detect
+from kvik.config.hardware import detect, prompt_attention_path
 from kvik.config.options import parse_int
-from kvik.config.prompt_attention import prompt_attention_path
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 
 MAX_THREADS = 1024

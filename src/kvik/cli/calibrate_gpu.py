@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import Gpu, detect
+from kvik.config.hardware import (
+    Gpu,
+    Thresholds,
+    detect,
+    find_gpus,
+    prompt_attention_path,
+    save_thresholds,
+)
 from kvik.config.kernels import TRITON_CAPABILITY
-from kvik.config.prompt_attention import Thresholds, prompt_attention_path, save
 
 if TYPE_CHECKING:
     from kvik.bench.machine.prompt_attention import PromptPace
@@ -25,7 +30,7 @@ def usable_gpus() -> tuple[Gpu, ...]:
 
 
 def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
-    """Measure, print and save."""
+    """Measure, print and save_thresholds."""
     import torch
 
     from kvik.bench.machine import prompt_attention as prompts
@@ -38,7 +43,7 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
     torch_from = prompts.thresholds(found)
     say_report(as_text(gpu.name, found, torch_from))
     path = prompt_attention_path()
-    save(gpu.name, torch_from, path)
+    save_thresholds(gpu.name, torch_from, path)
     say(f"\nsaved in {path}")
 
 

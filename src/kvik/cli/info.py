@@ -10,10 +10,8 @@ from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import CapacityError
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import detect
-from kvik.config.kv_formats import AUTO
-from kvik.config.kv_spec import formats_of
+from kvik.config.hardware import detect, find_gpus
+from kvik.config.kv_spec import AUTO, formats_of
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.config.quantization import weight_bytes

@@ -22,7 +22,7 @@ from kvik.cli.flags import (
 from kvik.cli.terminal import visible
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
-from kvik.config.option_file import read_option_file
+from kvik.config.options import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.engine.printer import Printer
 from kvik.engine_process import engine_in_process

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import AUTO, KV_FORMATS, SYNONYMS
+from kvik.config.kv_spec import AUTO, KV_FORMATS, SYNONYMS
 from kvik.config.model_spec import MAX_LAYERS
 from kvik.config.quantization import SCHEMES
 from kvik.config.speculative import speculative_wish

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.config.graph_sizes import GraphSize
-from kvik.config.kv_formats import AUTO
-from kvik.config.kv_spec import KVGroup
+from kvik.config.kv_spec import AUTO, KVGroup
 from kvik.config.model_spec import ModelSpec
 from kvik.config.speculative import ResolvedSpeculation
 

@@ -1,19 +1,25 @@
 """What this machine lets this process use: cores, memory, instruction sets.
 
-Read from the system's own files, without torch and without trying. GPU facts are handed in as data
-by whoever can ask the driver.
+Read from the system's own files and from the driver's own tool, without torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+from kvik.config.env import cache_folder, visible_gpus
+from kvik.config.errors import ConfigError
+from kvik.config.files import write_whole
+from kvik.config.units import MIB
 
 # Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
 ISA_FLAGS = frozenset(
@@ -48,7 +54,7 @@ class Gpu:
     Attributes:
         total_memory, free_memory: bytes.
         torch_prompts: (head_dim, tokens) from where on torch's attention was measured to read
-            fresh prompts faster than Triton's (`prompt_attention.py`).
+            fresh prompts faster than Triton's.
     """
 
     index: int
@@ -244,3 +250,96 @@ def _field(text: str, name: str) -> str:
         if colon and key.strip() == name:
             return value.strip()
     return ""
+
+
+MEASURED_PACKAGES = ("kvik", "torch", "triton")  # of other versions a measurement tells nothing
+
+Thresholds = tuple[tuple[int, int], ...]
+"""(head_dim, tokens), by head_dim; a head_dim for which torch's never is faster is missing."""
+
+
+def prompt_attention_path() -> Path:
+    """Where it is kept."""
+    return cache_folder() / "prompt-attention.json"
+
+
+def load_thresholds(gpu: str, path: Path) -> Thresholds:
+    """What was measured of GPUs of this name with the installed packages; () if nothing was, or
+    what the file holds is nothing of the kind."""
+    try:
+        measured = json.loads(path.read_bytes())[gpu]
+        if measured["versions"] != _versions():
+            return ()
+        pairs = sorted((int(dim), int(least)) for dim, least in measured["torch_from"].items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return ()
+    except RecursionError:  # of thousands of brackets
+        return ()
+    return tuple((dim, least) for dim, least in pairs if dim > 0 and least > 0)
+
+
+def save_thresholds(gpu: str, found: Thresholds, path: Path) -> None:
+    """What is kept of other GPUs stays.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        kept = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        kept = {}
+    every = kept if isinstance(kept, dict) else {}
+    torch_from = {str(dim): least for dim, least in found}
+    every[gpu] = {"versions": _versions(), "torch_from": torch_from}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(every, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError("calibration", f"cannot write {str(path)!r} ({error.strerror})") from None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in MEASURED_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from its sources
+            found[name] = ""
+    return found
+
+
+GPU_FIELDS = "index,name,memory.total,memory.free,compute_cap"
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """The devices that the installed torch could use, with what was measured of them; none if
+    anything is in doubt."""
+    if not is_cuda_build():
+        return ()
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    path = prompt_attention_path()
+    return tuple(
+        replace(gpu, torch_prompts=load_thresholds(gpu.name, path))
+        for gpu in parse_gpus(answer.stdout, visible_gpus())
+    )
+
+
+def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
+    """Lines of `GPU_FIELDS` -> devices, numbered as CUDA numbers the visible ones."""
+    found: dict[int, Gpu] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        try:
+            index, name, total, free, capability = cells
+            major, _, minor = capability.partition(".")
+            found[int(index)] = Gpu(
+                int(index), name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))
+            )
+        except ValueError:
+            continue  # "[N/A]", or a message in place of a table
+    order = sorted(found) if visible is None else [i for i in visible if i in found]
+    return tuple(replace(gpu, index=rank) for rank, gpu in enumerate(found[i] for i in order))

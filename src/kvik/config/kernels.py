@@ -8,9 +8,10 @@ from typing import Protocol
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import TRITON_SDPA, ModelSizes
 from kvik.config.model_spec import SHORT_DTYPES
+from kvik.config.notes import ASKED
 from kvik.config.quantization import matrix_scheme
-from kvik.config.step_memory import TRITON_SDPA, ModelSizes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
@@ -21,7 +22,6 @@ TRITON_CAPABILITY = (8, 0)
 # Tokens from which torch's attention takes prompts where it is asked for and nothing was measured.
 TORCH_FROM = 2048
 FUSED_DTYPES = ("bfloat16", "float16")  # of torch's fused attention
-ASKED = "as asked"
 
 
 class Note(Protocol):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.config.architectures import ARCHITECTURES, Architecture, WindowRule
-from kvik.config.engine_files import read_built
-from kvik.config.engine_manifest import Built
+from kvik.config.engine_manifest import Built, read_built
 from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
 from kvik.config.kv_spec import KVCacheSpec, KVKind

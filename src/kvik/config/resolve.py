@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvik.config.built import BUILT_IN, built_in, settled
-from kvik.config.capacity import Limit
 from kvik.config.check import check_config
 from kvik.config.config import (
     CacheConfig,
@@ -22,31 +21,35 @@ from kvik.config.config import (
 from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import (
+    Note,
     choose_attention,
     choose_kernels,
     native_reason,
     torch_prompts,
 )
-from kvik.config.kv_choice import choose_kv_format
-from kvik.config.kv_formats import SYNONYMS
+from kvik.config.kv_spec import AUTO, KV_FORMATS, SYNONYMS
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     POOL_BYTES_PER_BLOCK,
     RUNTIME_BYTES,
     THREAD_BYTES,
     Footprint,
+    ModelSizes,
+    StepSize,
 )
 from kvik.config.model_spec import ModelSpec
 from kvik.config.notes import ASKED, Notes
 from kvik.config.quantization import SCHEMES, weight_bytes
-from kvik.config.sizes import choose_num_blocks, choose_sizes, cut_seqs
-from kvik.config.speculative import NO_SOURCE, DraftSource
-from kvik.config.speculative_choice import (
+from kvik.config.sizes import (
+    Limit,
+    choose_num_blocks,
+    choose_sizes,
     choose_speculation,
+    cut_seqs,
     wish_of,
     with_drafter,
 )
-from kvik.config.step_memory import ModelSizes, StepSize
+from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.config.units import show_bytes
 
 CROWDED = "no request would fit into memory beside them; decoding takes longer"
@@ -279,3 +282,36 @@ def memory_plan(footprint: Footprint, size: StepSize, num_blocks: int, limit: Li
         kv_cache=num_blocks * footprint.block_bytes,
         overhead=footprint.overhead(size) + bookkeeping,
     )
+
+
+def choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, note: Note) -> None:
+    """Write down what was asked for.
+
+    Raises:
+        ConfigError: the model has no such layers, or heads that the format cannot store.
+    """
+    name, skipped = config.kv_cache_dtype, sorted(set(config.kv_cache_dtype_skip_layers))
+    for layer in skipped:
+        if layer >= spec.num_layers:
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers",
+                f"must name layers from 0 to {spec.num_layers - 1}, not {layer}",
+            )
+    if name == AUTO:
+        if skipped:
+            raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
+        note("kv_cache_dtype", dtype, f"the model's{_calibrated(spec)}")
+        return
+    if name == "int4" and spec.head_dim % 2:
+        raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {spec.head_dim}")
+    reason = f"as asked: keys and values {KV_FORMATS[name].meaning}"
+    if skipped:
+        reason += f"; layers {', '.join(map(str, skipped))} in {dtype}"
+    note("kv_cache_dtype", name, reason + _calibrated(spec))
+
+
+def _calibrated(spec: ModelSpec) -> str:
+    """What becomes of scales that the checkpoint has for keys and values."""
+    if spec.quantization is None or not spec.quantization.kv_scales:
+        return ""
+    return "; the checkpoint's calibrated scales are not needed: each vector has its own"

@@ -1,17 +1,27 @@
-"""How much fits: requests and tokens of a step, the longest request, and blocks of the KV cache."""
+"""How much fits: requests, tokens and drafts of a step, the longest request, blocks of the KV
+cache; and what to say when it does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from kvik.config.capacity import MIN_BUDGET, MIN_CONTEXT, Limit, cache_bytes, capacity_error
+from kvik.config.built import check_draft
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
-from kvik.config.memory import Footprint
+from kvik.config.errors import CapacityError, ConfigError
+from kvik.config.kernels import LANES, MAX_HEAD_DIM, Note
+from kvik.config.kv_spec import AUTO, KVGroup, KVKind
+from kvik.config.memory import TRITON_BACKENDS, Footprint, HeadsFootprint, StepSize
 from kvik.config.notes import ASKED, Notes
-from kvik.config.speculative_choice import draft_tokens, wish_of, with_draft_rows
-from kvik.config.step_memory import StepSize
+from kvik.config.speculative import (
+    DEFAULT_TOKENS,
+    OFF,
+    DraftSource,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    Typical,
+    speculative_wish,
+)
 from kvik.config.units import GIB, show_bytes
 
 MAX_NUM_SEQS = 256
@@ -198,3 +208,228 @@ def cut_seqs(
         reason = "sampling for more would take too much memory, or more tokens than a step has"
     notes.add("max_num_seqs", count, reason)
     return with_draft_rows(wish_of(config), replace(size, max_num_seqs=count), footprint.device)
+
+
+MIN_BUDGET = 64  # tokens of a step below which even one request crawls
+MIN_CONTEXT = 256  # a planned context shorter than this is of no use to anyone
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes the engine may plan with, and their source in words."""
+
+    size: int
+    source: str
+
+
+def cache_bytes(config: EngineConfig, footprint: Footprint, size: StepSize) -> int:
+    """The KV cache that was asked for, else the smallest that holds one request."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    blocks = config.num_blocks
+    if blocks is None:
+        blocks = 1 + footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+    return blocks * footprint.block_cost
+
+
+def capacity_error(
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit, longest: int
+) -> CapacityError:
+    """The error for a `size` that does not fit.
+
+    Args:
+        longest: the longest context that would fit with all else as it is; 0 if none does.
+    """
+    length = size.max_model_len
+    enough = 1 + footprint.blocks_per_request(length, size.max_num_batched_tokens)
+    if config.num_blocks is not None and config.num_blocks < enough:
+        return CapacityError(
+            "num_blocks",
+            f"must be at least {enough} to hold {length} tokens, not {config.num_blocks}",
+        )
+    enough_bytes = enough * footprint.block_cost
+    if config.kv_cache_memory is not None and config.kv_cache_memory < enough_bytes:
+        return CapacityError(
+            "kv_cache_memory",
+            f"must be at least {enough_bytes} bytes to hold {length} tokens, "
+            f"not {config.kv_cache_memory}",
+        )
+    cache = cache_bytes(config, footprint, size)
+    needed = footprint.fixed(size) + cache
+    allowed = f"{show_bytes(limit.size)} are allowed: {limit.source}"
+    if config.max_model_len is not None and longest > 0:
+        return CapacityError(
+            "max_model_len",
+            f"{length} tokens need {show_bytes(needed)}, {allowed}; up to {longest} would fit",
+        )
+    graphs = footprint.graphs(size)
+    captured = (f"{show_bytes(graphs)} for CUDA graphs",) if graphs else ()
+    parts = ", ".join(
+        (
+            f"{show_bytes(footprint.weights)} of weights in {footprint.stored_as}",
+            f"{show_bytes(footprint.activations(size))} for a step",
+            f"{show_bytes(cache)} of KV cache",
+            *captured,
+            f"{show_bytes(footprint.overhead(size) - graphs)} for the runtime",
+        )
+    )
+    advice = _what_would_fit(config, footprint, size, limit)
+    return CapacityError(
+        "memory", f"{show_bytes(needed)} are needed ({parts}), {allowed}; {advice} would fit"
+    )
+
+
+def _what_would_fit(
+    config: EngineConfig, footprint: Footprint, size: StepSize, limit: Limit
+) -> str:
+    """The smallest change that helps."""
+    free = replace(config, num_blocks=None, kv_cache_memory=None)
+    small = replace(size, max_num_seqs=1, max_num_batched_tokens=MIN_BUDGET)
+    half = replace(footprint, dtype="bfloat16")
+    one_by_one = f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}"
+    also = "" if free == config else " and a smaller KV cache"
+    eager = replace(footprint, graph_memory=0)
+    for advice, trial_config, trial_footprint, trial_size in (
+        ("a smaller KV cache", free, footprint, size),
+        ("a smaller graph_memory", config, eager, size),
+        (f"a smaller graph_memory{also}", free, eager, size),
+        (f"{one_by_one}{also}", free, footprint, small),
+        (f"dtype=bfloat16{also}", free, half, size),
+        (f"dtype=bfloat16, {one_by_one}{also}", free, half, small),
+    ):
+        cache = cache_bytes(trial_config, trial_footprint, trial_size)
+        if trial_footprint.fixed(trial_size) + cache <= limit.size:
+            return advice
+    needed = footprint.fixed(size) + cache_bytes(config, footprint, size)
+    if needed * config.memory_utilization <= limit.size:
+        return "a higher memory_utilization"
+    return f"a smaller model, or {show_bytes(int(needed / config.memory_utilization))} of memory,"
+
+
+# Drafts of a step beyond which it is bound by arithmetic, so that wrong ones cost what right ones
+# gain. Each is a row of logits.
+MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
+
+
+def wish_of(config: EngineConfig) -> SpeculativeConfig | None:
+    """None: no speculation. Raises `ConfigError` for what is impossible."""
+    return speculative_wish(
+        config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
+    )
+
+
+def draft_tokens(wish: SpeculativeConfig) -> int:
+    """Most drafts of a request in one step."""
+    return wish.num_speculative_tokens or DEFAULT_TOKENS[wish.method]
+
+
+def with_draft_rows(wish: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
+    """The step with as many drafts as are of use. Half of the tokens that decoding requests leave
+    of it are kept for prompts, which could starve otherwise.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    if wish is None:
+        return size
+    tokens, seqs = size.max_num_batched_tokens, size.max_num_seqs
+    most = min(seqs * draft_tokens(wish), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
+    most = max(0, most)
+    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(wish)))
+
+
+def with_drafter(
+    footprint: Footprint, wish: SpeculativeConfig | None, source: DraftSource
+) -> Footprint:
+    """What the engine takes with a draft model, or with heads.
+
+    Raises:
+        ConfigError: the draft model cannot run beside the target.
+    """
+    if wish is not None and source.heads is not None:
+        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(wish))
+        return replace(footprint, heads=heads)
+    if wish is None or source.spec is None:
+        return footprint
+    _shared_group(footprint.groups)
+    dim, backend = source.spec.head_dim, footprint.attention_backend
+    large = backend in ("cpu", *TRITON_BACKENDS) and dim > MAX_HEAD_DIM
+    if large or (backend == "cpu" and dim % LANES):
+        raise ConfigError(
+            "spec_model", f"its heads of {dim} need attention_backend sdpa, for both models"
+        )
+    built = source.spec.built
+    if built is not None:
+        check_draft(built, footprint.dtype, footprint.kernels, wish.quantization)
+    draft = replace(
+        footprint,
+        spec=source.spec,
+        quantization=built.quantization if built else wish.quantization,
+        runtime=0,
+        kv_format=AUTO,
+        kv_skipped=(),
+        mapped=built.weight_bytes if built else None,
+    )
+    return replace(footprint, draft=draft)
+
+
+def _shared_group(groups: tuple[KVGroup, ...]) -> int:
+    """The target's KV group that keeps every key."""
+    for index, group in enumerate(groups):
+        if group.spec.kind is KVKind.FULL:
+            return index
+    raise ConfigError(
+        "spec_method",
+        "draft_model needs a model with layers that see every key; ngram and suffix do not",
+    )
+
+
+def choose_speculation(
+    wish: SpeculativeConfig | None,
+    size: StepSize,
+    groups: tuple[KVGroup, ...],
+    source: DraftSource,
+    note: Note,
+) -> ResolvedSpeculation | None:
+    """Args:
+        size: of a step, its drafts included.
+        groups: of the target's KV cache.
+
+    Raises:
+        ConfigError: a step has no room for drafts.
+    """
+    if wish is None:
+        note("speculation", OFF, "the default: see spec_method")
+        return None
+    if size.max_draft_rows == 0:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"must be at least {size.max_num_seqs + 2} for {size.max_num_seqs} requests and their "
+            f"drafts, not {size.max_num_batched_tokens}",
+        )
+    most = min(draft_tokens(wish), size.max_draft_rows)
+    reason = ASKED if wish.num_speculative_tokens else f"{ASKED}, with the method's default"
+    note("speculation", wish.method, f"{reason}: up to {most} tokens of a request in a step")
+    rows = f"{size.max_draft_rows} drafts"
+    note("max_draft_rows", rows, "of all requests in a step, with room left for prompts")
+    typical = None
+    if wish.typical_acceptance:
+        typical = Typical(wish.typical_epsilon, wish.typical_delta)
+        effect = "lossy: changes the distribution of requests that sample without a seed"
+        note("typical_acceptance", "on", f"{effect}; {ASKED}")
+    return ResolvedSpeculation(
+        method=wish.method,
+        num_draft_tokens=most,
+        max_draft_rows=size.max_draft_rows,
+        adaptive=wish.adaptive,
+        # A draft model runs ahead in blocks that it shares with the target.
+        num_lookahead_tokens=most if wish.method == "draft_model" else 0,
+        source=source,
+        draft_step=size.of_draft_model,
+        draft_group=_shared_group(groups) if source.spec is not None else 0,
+        quantization=wish.quantization,
+        ngram_min=wish.ngram_min,
+        ngram_max=wish.ngram_max,
+        shared=wish.shared,
+        typical=typical,
+    )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from kvik.config.draft_heads import HeadsSpec
 from kvik.config.errors import ConfigError
 from kvik.config.fields import shown
+from kvik.config.memory import StepSize
 from kvik.config.model_spec import ModelSpec
 from kvik.config.quantization import SCHEMES
-from kvik.config.step_memory import StepSize
 
 WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
 OFF = "off"

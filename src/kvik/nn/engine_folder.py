@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.engine_files import check_seal
 from kvik.config.engine_manifest import (
     ALIGNMENT,
     HEAD_BYTES,
@@ -25,6 +24,7 @@ from kvik.config.engine_manifest import (
     FileFacts,
     Manifest,
     Place,
+    check_seal,
     read_manifest,
     rebuild,
 )

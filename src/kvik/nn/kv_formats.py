@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.config.kv_formats import AUTO
-from kvik.config.kv_spec import KVCacheSpec, KVGroup, formats_of
+from kvik.config.kv_spec import AUTO, KVCacheSpec, KVGroup, formats_of
 from kvik.kernels.kv_rounding import SCALES
 
 FLOATS: Mapping[str, torch.dtype] = {

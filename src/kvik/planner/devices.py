@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvik.config.errors import ConfigError
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import Gpu, Hardware, detect
+from kvik.config.hardware import Gpu, Hardware, detect, find_gpus
 from kvik.config.units import MIB
 from kvik.planner.calibration import (
     Calibration,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.engine_files import read_built
+from kvik.config.engine_manifest import read_built
 from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
 from kvik.config.model_source import CONFIG, find_config, is_gguf

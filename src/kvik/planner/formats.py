@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import KV_FORMATS, KVFacts
+from kvik.config.kv_spec import KV_FORMATS, KVFacts
 from kvik.config.model_spec import DTYPE_BYTES, SHORT_DTYPES
 from kvik.config.quantization import INT4_GROUPS, SCALE_BYTES, layer_scheme
 

@@ -10,16 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvik.config.capacity import Limit
 from kvik.config.config import EngineConfig, MemoryPlan
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kv_spec import KVCacheSpec, KVKind
-from kvik.config.memory import Footprint
+from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.config.notes import Notes
 from kvik.config.resolve import choose_footprint, memory_plan
-from kvik.config.sizes import step_size
-from kvik.config.step_memory import StepSize
+from kvik.config.sizes import Limit, step_size
 from kvik.planner.devices import Device
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvik.config.capacity import Limit
 from kvik.config.config import EngineConfig
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import Hardware, detect
+from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.notes import Notes
 from kvik.config.resolve import choose_dtype
+from kvik.config.sizes import Limit
 from kvik.planner.calibration import calibration_path
 from kvik.planner.devices import Device, find_device, this_device
 from kvik.planner.families import read_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import Memory, bytes_of
 from kvik.planner.parallel import MAX_DEVICES, can_share

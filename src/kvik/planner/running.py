@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from kvik import __version__
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
-from kvik.config.gpus import find_gpus
-from kvik.config.hardware import detect
-from kvik.config.kv_formats import AUTO
+from kvik.config.hardware import detect, find_gpus
+from kvik.config.kv_spec import AUTO
 from kvik.engine.stats import EngineStats
 from kvik.planner.calibration import calibration_path, load, this_machine
 from kvik.planner.devices import Device, cpu_device, this_device

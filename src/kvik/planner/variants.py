@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import memory_of
 from kvik.planner.roofline import decode_rate

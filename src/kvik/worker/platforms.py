@@ -15,7 +15,7 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
-from kvik.config.step_memory import DRAW_BYTES
+from kvik.config.memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from kvik.config.step_memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
+from kvik.config.memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.upload import upload

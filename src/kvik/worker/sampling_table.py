@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvik.config.step_memory import DRAW_BYTES, RULES_BYTES
+from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.draws import Draws, Truncation
 from kvik.kernels.penalties import Penalties

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.step_memory import SAMPLER_BYTES
+from kvik.config.memory import SAMPLER_BYTES
 from kvik.core.types import TokenLogprobs
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops

@@ -18,8 +18,7 @@ from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError
-from kvik.config.kv_formats import AUTO
-from kvik.config.kv_spec import formats_of
+from kvik.config.kv_spec import AUTO, formats_of
 from kvik.config.units import MIB
 from kvik.evaluate.quality import Change, Progress, Quality, Reading, check_same, prepare, read
 from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvik.attention.base import LayerKV, StepLayout
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
-from kvik.config.prompt_attention import Thresholds
+from kvik.config.hardware import Thresholds
 from kvik.kernels.triton.ops import triton_ops
 
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
-from kvik.config.kv_formats import KV_FORMATS
+from kvik.config.kv_spec import KV_FORMATS
 from kvik.config.options import options_of
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import working_dtype
