@@ -25,10 +25,10 @@ from kvik.config.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.keys import read_keys
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(parts: Server) -> list[Route]:
     return [*engine_view.routes(parts), *native.routes(parts)]
 
 

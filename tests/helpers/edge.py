@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvik.config.errors import CapacityError, Overflow, OverloadError, ParamError
-from kvik.server.app import App, Edge
+from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.keys import read_keys
@@ -87,7 +87,7 @@ def table(calls: Calls) -> list[Route]:
 @contextmanager
 def edge_server(
     keys: Sequence[str],
-    edge: Edge,
+    edge: AppConfig,
     calls: Calls | None = None,
     drain: Drain | None = None,
 ) -> Iterator[HttpServer]:

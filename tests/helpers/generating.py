@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
 from kvik.server.admission import Admission
-from kvik.server.generation import GenerationRequest, Generations, Limits
-from kvik.server.observer import Life
+from kvik.server.generation import GenerationRequest, Generations, RequestLimits
+from kvik.server.observer import GenerationRecord
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 
@@ -41,13 +41,13 @@ class Watcher:
     refusals: list[tuple[str, str]] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
 
-    def arrived(self, life: Life) -> None:
+    def arrived(self, life: GenerationRecord) -> None:
         self.arrived_ids.append(life.request_id)
 
-    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         self.tokens[life.request_id] = self.tokens.get(life.request_id, 0) + num_tokens
 
-    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         assert life.request_id not in self.ended, "it ended twice"
         self.ended[life.request_id] = reason
         if output is not None:
@@ -77,7 +77,7 @@ class Generating:
 async def generating(
     executor: FakeExecutor | None = None,
     *,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     shared: bool = False,
     max_requests: int = 64,
     max_tokens: int = 4096,
@@ -90,7 +90,9 @@ async def generating(
         texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
         admission = Admission(max_requests, max_tokens, shared=shared, clock=time.monotonic)
         watcher = Watcher()
-        generations = Generations(engine.client, texts, admission, watcher, limits or Limits())
+        generations = Generations(
+            engine.client, texts, admission, watcher, limits or RequestLimits()
+        )
         engine.client.start(generations.take)
         await engine.ready()
         try:

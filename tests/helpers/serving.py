@@ -16,10 +16,10 @@ from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.server.admission import Admission
 from kvik.server.app import make_app
-from kvik.server.generation import Generations, Limits
+from kvik.server.generation import Generations, RequestLimits
 from kvik.server.keys import Keys
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 from kvik.server.texts import Texts
 
 
@@ -27,7 +27,7 @@ from kvik.server.texts import Texts
 class Served:
     http: HttpServer
     inner: Generating
-    parts: Parts
+    parts: Server
 
     def at_rest(self) -> None:
         """Nothing lives, in the engine or before it."""
@@ -36,10 +36,10 @@ class Served:
 
 @contextmanager
 def served(
-    routes: Callable[[Parts], Sequence[Route]],
+    routes: Callable[[Server], Sequence[Route]],
     executor: FakeExecutor | None = None,
     *,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     max_requests: int = 64,
     keys: Keys | None = None,
     template: str | None = None,
@@ -59,8 +59,8 @@ def served(
     keys = keys or Keys()
     admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)
     watcher = Watcher()
-    generations = Generations(engine.client, texts, admission, watcher, limits or Limits())
-    parts = Parts(
+    generations = Generations(engine.client, texts, admission, watcher, limits or RequestLimits())
+    parts = Server(
         ServerConfig(),
         ("letters",),
         engine.client,

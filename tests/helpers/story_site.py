@@ -16,7 +16,7 @@ from kvik.server.app import App, make_app
 from kvik.server.keys import Keys
 from kvik.server.observer import Observer
 from kvik.server.route import Route
-from kvik.server.server import Parts, assemble
+from kvik.server.server import Server, assemble
 from kvik.server.texts import Texts
 
 NAMES = ("stories", "org/stories")
@@ -34,7 +34,7 @@ class Site:
 
     server: HttpServer
     engine: ServedEngine
-    parts: Parts
+    parts: Server
 
     @property
     def url(self) -> str:
@@ -48,7 +48,7 @@ class Site:
 
 @contextmanager
 def story_site(
-    routes: Callable[[Parts], Sequence[Route]],
+    routes: Callable[[Server], Sequence[Route]],
     keys: Keys = NO_KEYS,
     engine: ServedEngine | None = None,
     observers: Sequence[Observer] = (),
@@ -62,7 +62,7 @@ def story_site(
         scheduler: fields of `SchedulerConfig` to change.
     """
     engine = engine or make_engine(*bundled(), **scheduler)
-    made: list[Parts] = []
+    made: list[Server] = []
 
     async def make() -> App:
         config = engine.client.config

@@ -15,7 +15,7 @@ from kvik.engine.async_client import EngineState
 from kvik.server.admin import make_admin_app
 from kvik.server.app import App
 from kvik.server.keys import read_keys
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 ADMIN = {"authorization": "Bearer boss"}
 
@@ -39,18 +39,18 @@ class Stubs:
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Server:
     file: Path = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("operator: boss admin\nuser: plain\n")
     stubs: Any = Stubs(live={"gen-1"})
     config = ServerConfig()
-    return Parts(
+    return Server(
         config, ("m",), stubs, stubs, stubs, stubs, stubs, stubs, keys=read_keys([], str(file))
     )
 
 
 @pytest.fixture(scope="module")
-def server(parts: Parts) -> Iterator[HttpServer]:
+def server(parts: Server) -> Iterator[HttpServer]:
     async def make() -> App:
         return make_admin_app(parts)
 
@@ -70,7 +70,7 @@ def test_only_an_administrator_may(server: HttpServer, path: str) -> None:
     assert ask(server, "GET", path, host="evil.example").status == 403
 
 
-def test_what_an_administrator_does(server: HttpServer, parts: Parts) -> None:
+def test_what_an_administrator_does(server: HttpServer, parts: Server) -> None:
     assert ask(server, "POST", "/admin/abort", {"request_id": "gen-1"}, **ADMIN).status == 200
     reply = ask(server, "POST", "/admin/abort", {"request_id": "gen-2"}, **ADMIN)
     assert (reply.status, reply.error["code"]) == (404, "request_not_found")
@@ -78,7 +78,7 @@ def test_what_an_administrator_does(server: HttpServer, parts: Parts) -> None:
     assert ask(server, "GET", "/admin/stats", **ADMIN).json == {"steps": 3}
 
 
-def test_draining_and_back(server: HttpServer, parts: Parts) -> None:
+def test_draining_and_back(server: HttpServer, parts: Server) -> None:
     assert ask(server, "POST", "/admin/drain", {"drain": True}, **ADMIN).status == 200
     assert parts.drain.started
     assert ask(server, "GET", "/health").json["status"] == "draining"

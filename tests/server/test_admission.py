@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvik.config.errors import CapacityError, OverloadError
-from kvik.server.admission import SHARE, Admission, Pace, Ticket
+from kvik.server.admission import FREE_MULTIPLE, Admission, Reservation, StartRate
 
 
 class Clock:
@@ -76,7 +76,7 @@ def test_a_flood_leaves_room_for_newcomers():
             queue.admit("flood", 1, 1)
             flooded += 1
     assert caught.value.own
-    assert flooded == 90 * SHARE // (1 + SHARE)
+    assert flooded == 90 * FREE_MULTIPLE // (1 + FREE_MULTIPLE)
     for _ in range(8):  # someone else's requests are taken all the same
         queue.admit("newcomer", 1, 1)
     with pytest.raises(OverloadError) as caught:
@@ -143,7 +143,7 @@ def test_another_tenants_flood_says_little_of_ones_own_deadline():
 
 
 def test_idle_seconds_are_no_measure_of_pace():
-    pace = Pace(0.0)
+    pace = StartRate(0.0)
     for at in range(0, 1000, 10):  # one request each ten seconds, which waits 0.1 of them
         pace.advance(at, busy=False)
         pace.advance(at + 0.1, busy=True)
@@ -152,7 +152,7 @@ def test_idle_seconds_are_no_measure_of_pace():
 
 
 def test_the_pace_follows_what_changes():
-    pace = Pace(0.0)
+    pace = StartRate(0.0)
     for step in range(2000):
         pace.advance(step * 0.1, busy=True)
         pace.note(1 if step < 1000 else 4, 1)
@@ -165,8 +165,8 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(shared=st.booleans())
     def begin(self, shared: bool) -> None:
         self.queue, self.clock = admission(20, 400, shared=shared)
-        self.left: dict[Ticket, tuple[str, int, int]] = {}  # tenant, siblings, tokens each
-        self.ended: list[Ticket] = []
+        self.left: dict[Reservation, tuple[str, int, int]] = {}  # tenant, siblings, tokens each
+        self.ended: list[Reservation] = []
 
     @rule(
         tenant=st.sampled_from("abc"),

@@ -13,7 +13,7 @@ from helpers.edge import KEY, edge_server
 from helpers.http_server import HttpServer, ask, raw
 from helpers.raw_http import read_all
 
-from kvik.server.app import Edge
+from kvik.server.app import AppConfig
 from kvik.server.server import Drain
 
 
@@ -24,7 +24,7 @@ def drain() -> Drain:
 
 @pytest.fixture(scope="module")
 def server(drain: Drain) -> Iterator[HttpServer]:
-    with edge_server(["right"], Edge("127.0.0.1"), drain=drain) as running:
+    with edge_server(["right"], AppConfig("127.0.0.1"), drain=drain) as running:
         yield running
 
 

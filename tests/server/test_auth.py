@@ -8,7 +8,7 @@ import pytest
 from helpers.edge import KEY, Calls, edge_server
 from helpers.http_server import HttpServer, ask, raw
 
-from kvik.server.app import Edge
+from kvik.server.app import AppConfig
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def calls() -> Calls:
 
 @pytest.fixture(scope="module")
 def server(calls: Calls) -> Iterator[HttpServer]:
-    with edge_server(["right", "other"], Edge("127.0.0.1"), calls) as running:
+    with edge_server(["right", "other"], AppConfig("127.0.0.1"), calls) as running:
         yield running
 
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvik.config.errors import OverloadError
 from kvik.server import body
-from kvik.server.app import App, Edge
+from kvik.server.app import App, AppConfig
 from kvik.server.body import parse_json, read_body
 from kvik.server.errors import HttpError
 from kvik.server.exchange import BodyBudget, BodyLimits
@@ -57,7 +57,7 @@ def server() -> Iterator[HttpServer]:
 
     async def make() -> App:
         routes = [Route("/body", body), Route("/needed", needed)]
-        return App(routes, Keys(), Drain(), Edge(limits=LIMITS))
+        return App(routes, Keys(), Drain(), AppConfig(limits=LIMITS))
 
     with http_server(make) as running:
         yield running

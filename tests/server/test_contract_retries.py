@@ -25,7 +25,7 @@ from kvik.config.errors import (
     ParamError,
     UnavailableError,
 )
-from kvik.server.app import App, Edge, openai_routes
+from kvik.server.app import App, AppConfig, openai_routes
 from kvik.server.errors import HttpError, aborted, deadline_exceeded, failed, model_not_found
 from kvik.server.keys import Keys
 from kvik.server.route import Route
@@ -72,7 +72,7 @@ def server(seen: Counter[str]) -> Iterator[HttpServer]:
             Route("/{which}/chat/completions", refuse),
             Route("/{which}/v1/messages", refuse),
         ]
-        return App(routes, Keys(), Drain(), Edge())
+        return App(routes, Keys(), Drain(), AppConfig())
 
     with http_server(make) as running:
         yield running

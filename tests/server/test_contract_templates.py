@@ -12,7 +12,7 @@ from helpers.serving import served
 from kvik.server import health
 from kvik.server.app import openai_routes as openai
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 STRICT = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user. ' * 500) }}"
@@ -20,7 +20,7 @@ STRICT = (
 )
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(parts: Server) -> list[Route]:
     return [*openai(parts), *health.routes(parts)]
 
 

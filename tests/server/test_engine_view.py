@@ -20,17 +20,17 @@ from helpers.story_site import Site, story_site
 from kvik.engine.async_client import EngineState
 from kvik.server import native
 from kvik.server.app import all_routes
-from kvik.server.engine_view import EngineView, Feed
+from kvik.server.engine_view import EngineFeed, EngineView
 from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetrics
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 MAX_WATCHERS = 2
 SECRET = "a prompt that nobody else may read"
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(parts: Server) -> list[Route]:
     """The view, quicker and for fewer than users have it."""
     view = EngineView(
         parts.engine,
@@ -46,7 +46,7 @@ def routes(parts: Parts) -> list[Route]:
     ]
 
 
-def every_route(parts: Parts) -> list[Route]:
+def every_route(parts: Server) -> list[Route]:
     return all_routes(parts, RequestMetrics())
 
 
@@ -236,7 +236,7 @@ def test_the_engine_is_asked_once_for_all_who_watch() -> None:
         async with engine_in_thread() as served:
             served.client.start(lambda deltas: None)
             await served.ready()
-            feed = Feed(served.client, interval=0.05)
+            feed = EngineFeed(served.client, interval=0.05)
             first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
             assert len({id(frame) for frame in first}) == 1
             loop = asyncio.get_running_loop()
@@ -251,7 +251,7 @@ def test_the_engine_is_asked_once_for_all_who_watch() -> None:
 def test_an_engine_that_is_not_ready_has_no_view() -> None:
     async def test() -> None:
         async with engine_in_thread() as served:
-            frame = await Feed(served.client, interval=0.01).after(None)
+            frame = await EngineFeed(served.client, interval=0.01).after(None)
             assert frame.view is None and frame.state is not EngineState.READY
 
     asyncio.run(test())

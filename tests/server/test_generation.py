@@ -14,7 +14,7 @@ from kvik.engine import held
 from kvik.server import generation as module
 from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
-from kvik.server.generation import Generations, Limits
+from kvik.server.generation import Generations, RequestLimits
 
 
 def run(test):
@@ -294,7 +294,7 @@ def test_a_deadline_before_and_after_the_first_token():
 
 def test_the_servers_own_time_limit():
     async def test():
-        limits = Limits(request_timeout=0.1)
+        limits = RequestLimits(request_timeout=0.1)
         async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
             generation = await serving.generations.start(
                 wish("A", max_tokens=250, deadline_ms=60_000), "", streaming=False
@@ -408,7 +408,7 @@ def test_ids_are_random_and_tenants_share_no_prefix():
 
 def test_the_operator_may_let_tenants_share_prefixes():
     async def test():
-        async with generating(limits=Limits(share_prefix_cache=True)) as serving:
+        async with generating(limits=RequestLimits(share_prefix_cache=True)) as serving:
             requests = sent(serving)
             for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
                 await serving.generations.start(wish("A", cache_salt=salt), tenant, streaming=False)
@@ -421,7 +421,7 @@ def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
     async def test():
         gate = FakeExecutor()
         gate.gate.clear()
-        limits = Limits(degradation=Degradation(max_tokens=5, threshold=0.5))
+        limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
         async with generating(gate, limits=limits, max_requests=4) as serving:
             start = serving.generations.start
             free = [await start(wish("A", max_tokens=20), "", streaming=False) for _ in range(2)]
@@ -451,7 +451,11 @@ def test_stop_needs_a_tokenizer():
         async with generating() as serving:
             serving.texts.tokenizer = None
             bare = Generations(
-                serving.engine.client, serving.texts, serving.admission, serving.watcher, Limits()
+                serving.engine.client,
+                serving.texts,
+                serving.admission,
+                serving.watcher,
+                RequestLimits(),
             )
             with pytest.raises(ParamError, match="stop"):
                 await bare.start(wish([1], stop="x"), "", streaming=False)

@@ -12,7 +12,7 @@ from helpers.served_engine import FakeExecutor
 from kvik.config.errors import OverloadError
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.server import generation as module
-from kvik.server.generation import Limits
+from kvik.server.generation import RequestLimits
 
 
 def run(test):
@@ -108,7 +108,7 @@ def test_who_says_no_deadline_is_not_told_of_one():
 
     async def test():
         gate = FakeExecutor()
-        async with generating(gate, limits=Limits(request_timeout=0.5)) as serving:
+        async with generating(gate, limits=RequestLimits(request_timeout=0.5)) as serving:
             start = serving.generations.start
             await (await start(wish("A"), "", streaming=False)).output()
             gate.gate.clear()

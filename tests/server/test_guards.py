@@ -11,7 +11,7 @@ from helpers import chromium
 from helpers.edge import KEY, Calls, edge_server
 from helpers.http_server import HttpServer, ask, raw
 
-from kvik.server.app import Edge
+from kvik.server.app import AppConfig
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def calls() -> Calls:
 
 @pytest.fixture(scope="module")
 def server(calls: Calls) -> Iterator[HttpServer]:
-    edge = Edge("127.0.0.1", cors_origin=("https://good.example",))
+    edge = AppConfig("127.0.0.1", cors_origin=("https://good.example",))
     with edge_server(["right"], edge, calls) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[HttpServer]:
-    with edge_server([], Edge("127.0.0.1")) as running:
+    with edge_server([], AppConfig("127.0.0.1")) as running:
         yield running
 
 
@@ -73,31 +73,31 @@ OWN_NAME = socket.gethostname()
     ("keys", "edge", "known", "unknown"),
     [
         # a page of a stranger cannot send the key
-        (["right"], Edge(), ["gpu.example:8000", "10.0.0.1"], []),
+        (["right"], AppConfig(), ["gpu.example:8000", "10.0.0.1"], []),
         (
             [],
-            Edge(),
+            AppConfig(),
             ["10.0.0.1:80", "[fd00::1]:80", "localhost", OWN_NAME, OWN_NAME.upper()],
             ["gpu.example", "10.0.0.1.evil.example", f"{OWN_NAME}.evil.example"],
         ),
         (
             [],
-            Edge(allowed_host=("gpu.example", "OTHER.")),
+            AppConfig(allowed_host=("gpu.example", "OTHER.")),
             ["gpu.example:80", "GPU.example.", "other", "10.0.0.1", "localhost"],
             ["x.gpu.example", "evil.example"],
         ),
-        (["right"], Edge(allowed_host=("gpu.example",)), ["gpu.example"], ["evil.example"]),
-        ([], Edge(allowed_host=("*",)), ["any.example"], []),
+        (["right"], AppConfig(allowed_host=("gpu.example",)), ["gpu.example"], ["evil.example"]),
+        ([], AppConfig(allowed_host=("*",)), ["any.example"], []),
         (
             [],
-            Edge("127.0.0.1", allowed_host=("gpu.example",)),
+            AppConfig("127.0.0.1", allowed_host=("gpu.example",)),
             ["gpu.example", "localhost"],
             ["evil.example", "10.0.0.1", OWN_NAME],
         ),
     ],
 )
 def test_names_under_which_a_server_is_reached(
-    keys: list[str], edge: Edge, known: list[str], unknown: list[str]
+    keys: list[str], edge: AppConfig, known: list[str], unknown: list[str]
 ) -> None:
     with edge_server(keys, edge) as running:
         for name in known:
@@ -168,7 +168,7 @@ def test_every_answer_names_the_origin_once(
         f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://good.example\r\n"
         f"{fields}Connection: close\r\n\r\n"
     )
-    with edge_server(["right"], Edge("127.0.0.1", cors_origin=(origin,))) as running:
+    with edge_server(["right"], AppConfig("127.0.0.1", cors_origin=(origin,))) as running:
         answer = raw(running, head.encode())
     lines = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")
     assert lines[0].split()[1] == str(status)
@@ -187,16 +187,16 @@ def test_a_page_of_another_origin_in_a_browser() -> None:
     script = """fetch(%r, {method: "POST", body: "{\\"number\\": 7}", headers: {
         authorization: "Bearer right", "content-type": "application/json"}})
         .then(answer => answer.json()).then(value => value.number, error => String(error))"""
-    with edge_server([], Edge("127.0.0.1")) as page, chromium.Browser(program) as browser:
+    with edge_server([], AppConfig("127.0.0.1")) as page, chromium.Browser(program) as browser:
         browser.go(page.url + "/health")
-        with edge_server(["right"], Edge("127.0.0.1", cors_origin=(page.url,))) as listed:
+        with edge_server(["right"], AppConfig("127.0.0.1", cors_origin=(page.url,))) as listed:
             assert browser.evaluate(script % f"{listed.url}/v1/echo") == 7
-        with edge_server(["right"], Edge("127.0.0.1")) as unlisted:
+        with edge_server(["right"], AppConfig("127.0.0.1")) as unlisted:
             assert "TypeError" in browser.evaluate(script % f"{unlisted.url}/v1/echo")
 
 
 def test_every_page_if_the_operator_says_so_but_never_with_credentials() -> None:
-    with edge_server([], Edge(cors_origin=("*",))) as running:
+    with edge_server([], AppConfig(cors_origin=("*",))) as running:
         reply = ask(running, "POST", "/v1/echo", {}, origin="https://any.example")
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == "*"

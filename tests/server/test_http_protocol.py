@@ -14,7 +14,7 @@ from helpers.http_server import HttpServer, ask, http_server, raw, until_head
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvik.server.app import App, Edge
+from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
 from kvik.server.exchange import BodyLimits
 from kvik.server.http_protocol import ConnectionLimits
@@ -76,7 +76,7 @@ def server(state: State) -> Iterator[HttpServer]:
     async def make() -> App:
         routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
         limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
-        return App(routes, Keys(), Drain(), Edge("127.0.0.1", limits=limits))
+        return App(routes, Keys(), Drain(), AppConfig("127.0.0.1", limits=limits))
 
     with http_server(make, LIMITS) as running:
         yield running

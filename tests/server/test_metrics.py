@@ -30,8 +30,8 @@ from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS
 from kvik.server.app import openai_routes
 from kvik.server.metrics import Metrics, RequestMetrics
-from kvik.server.observer import Life
-from kvik.server.server import Drain, Parts
+from kvik.server.observer import GenerationRecord
+from kvik.server.server import Drain, Server
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -89,11 +89,11 @@ def made(compat: str = "vllm") -> tuple[Metrics, RequestMetrics]:
         drain=Drain(),
     )
     requests = RequestMetrics()
-    return Metrics(cast(Parts, parts), requests), requests
+    return Metrics(cast(Server, parts), requests), requests
 
 
-def life(**changes: Any) -> Life:
-    found = Life("r", "", SamplingParams(max_tokens=20), 30, True, 10.0)
+def life(**changes: Any) -> GenerationRecord:
+    found = GenerationRecord("r", "", SamplingParams(max_tokens=20), 30, True, 10.0)
     for name, value in changes.items():
         setattr(found, name, value)
     return found
@@ -222,7 +222,7 @@ def names(text: bytes, prefix: str) -> set[str]:
 def with_model(metrics: Metrics) -> Metrics:
     from kvik.planner.running import RunningModel
 
-    metrics._model = RunningModel.of(metrics._parts.engine.config)
+    metrics._model = RunningModel.of(metrics._server.engine.config)
     return metrics
 
 
@@ -291,7 +291,7 @@ def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
     from kvik.planner.running import RunningModel
 
     metrics = made()[0]
-    config = metrics._parts.engine.config
+    config = metrics._server.engine.config
     shape = RunningModel.of(config).shape
     metrics._model = model = RunningModel(config, shape, measured_device())
     metrics.text(STATS, 100.0)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server import openapi
-from kvik.server.app import App, Edge
+from kvik.server.app import App, AppConfig
 from kvik.server.app import openai_routes as openai
 from kvik.server.keys import read_keys
 from kvik.server.route import Route
@@ -43,7 +43,7 @@ TABLE = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     async def make() -> App:
-        return App([*TABLE, *openapi.routes(TABLE)], read_keys(["k"]), Drain(), Edge())
+        return App([*TABLE, *openapi.routes(TABLE)], read_keys(["k"]), Drain(), AppConfig())
 
     with http_server(make) as running:
         yield running

@@ -12,7 +12,7 @@ from kvik.server.openai.answers import CompletionLogprobs, TokenNames, Usage
 from kvik.server.openai.chat import AnswerMessage as Message
 from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
 from kvik.server.openai.completions import Completion, CompletionChoice
-from kvik.server.responses import PIECE, Made, encoded
+from kvik.server.responses import CHUNK_ITEMS, LazyList, encode_in_chunks
 
 NAMES = TokenNames(None)
 
@@ -42,8 +42,8 @@ def completion(count: int, top: int, choices: int = 1) -> Completion:
 
 ANSWERS = [
     completion(3, 2),
-    completion(PIECE, 1, 2),
-    completion(PIECE + 1, 0, PIECE + 1),
+    completion(CHUNK_ITEMS, 1, 2),
+    completion(CHUNK_ITEMS + 1, 0, CHUNK_ITEMS + 1),
     completion(200, 3, 3),
     ChatCompletion(
         id="c",
@@ -63,16 +63,18 @@ ANSWERS = [
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_the_bytes_are_those_of_msgspec(answer: object) -> None:
-    assert encoded(answer) == msgspec.json.encode(answer)
+    assert encode_in_chunks(answer) == msgspec.json.encode(answer)
 
 
-@pytest.mark.parametrize("count", [0, 1, PIECE, 3 * PIECE + 1])
+@pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 3 * CHUNK_ITEMS + 1])
 def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
-    assert encoded(Made(range(count), str)) == msgspec.json.encode([str(i) for i in range(count)])
+    assert encode_in_chunks(LazyList(range(count), str)) == msgspec.json.encode(
+        [str(i) for i in range(count)]
+    )
 
 
 def test_others_have_their_turn() -> None:
     """While some 25 MB are made and written."""
     rows = logprobs(4000, 100)
-    assert len(encoded(NAMES.prompt(rows))) > 20 << 20
-    assert_turns(lambda: encoded(NAMES.prompt(rows)))
+    assert len(encode_in_chunks(NAMES.prompt(rows))) > 20 << 20
+    assert_turns(lambda: encode_in_chunks(NAMES.prompt(rows)))

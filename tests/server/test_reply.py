@@ -19,15 +19,15 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.server.admission import Degradation
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
-from kvik.server.generation import GenerationRequest, Limits
+from kvik.server.generation import GenerationRequest, RequestLimits
 from kvik.server.native import GenerateEvents, GenerateRequest, generate
-from kvik.server.responses import Patience, StreamReply
+from kvik.server.responses import StreamReply, StreamTimeouts
 from kvik.server.route import Route
 
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 
 
-def routes(parts, *, patience=Patience(), events=GenerateEvents, **reply):  # noqa: B008
+def routes(parts, *, patience=StreamTimeouts(), events=GenerateEvents, **reply):  # noqa: B008
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(
@@ -149,7 +149,7 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
 
 def test_signs_of_life_come_before_the_first_token_too():
     executor = closed()
-    with served(partial(routes, patience=Patience(heartbeat=0.1)), executor) as server:
+    with served(partial(routes, patience=StreamTimeouts(heartbeat=0.1)), executor) as server:
         sock = connect(server.http.port)
         post(sock, "/stream", {"prompt": "A", "max_tokens": 3})
         seen = read_until(sock, b": alive\n\n")
@@ -162,7 +162,7 @@ def test_signs_of_life_come_before_the_first_token_too():
 
 
 def test_what_the_server_gave_up_is_in_a_header():
-    limits = Limits(degradation=Degradation(max_tokens=2, threshold=0.0))
+    limits = RequestLimits(degradation=Degradation(max_tokens=2, threshold=0.0))
     with served(routes, limits=limits) as server:
         for stream in (True, False):
             body = {"prompt": "A", "max_tokens": 50, "stream": stream}

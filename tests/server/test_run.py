@@ -20,7 +20,7 @@ from kvik.server.app import make_app
 from kvik.server.errors import aborted
 from kvik.server.route import Route
 from kvik.server.run import Port, bind, serve
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 
 class Engine:
@@ -65,7 +65,7 @@ class Texts:
         self.closed = True
 
 
-class Server:
+class RunningServer:
     """`serve` in this event loop, which signals reach."""
 
     def __init__(self, shutdown_timeout: float = 30.0) -> None:
@@ -73,7 +73,7 @@ class Server:
         self.told: list[str] = []
         config = ServerConfig(shutdown_timeout=shutdown_timeout)
         stubs: Any = (self.engine, self.texts, self.running, self.room, None, None)
-        self.parts = Parts(config, ("m",), *stubs)
+        self.parts = Server(config, ("m",), *stubs)
         routes = [Route("/wait", self.running.wait, "GET"), *health.routes(self.parts)]
         listening = bind("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
@@ -120,7 +120,7 @@ def kill(number: int = signal.SIGTERM) -> None:
 
 def test_health_and_readiness_follow_the_engine() -> None:
     async def work() -> None:
-        server = Server()
+        server = RunningServer()
         await asyncio.sleep(0.05)
         for path in ("/health", "/ready", "/ping"):  # the port answers from the start
             status, body = await server.get(path)
@@ -148,7 +148,7 @@ def test_health_and_readiness_follow_the_engine() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_runs_end(number: int) -> None:
     async def work() -> None:
-        server = Server()
+        server = RunningServer()
         await server.ready()
         waiting = await server.wait()
         kill(number)
@@ -170,7 +170,7 @@ def test_a_signal_lets_what_runs_end(number: int) -> None:
 
 def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
     async def work() -> None:
-        server = Server(shutdown_timeout=0.1)
+        server = RunningServer(shutdown_timeout=0.1)
         await server.ready()
         waiting = await server.wait()
         kill()
@@ -184,7 +184,7 @@ def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
 
 def test_the_second_signal_ends_at_once() -> None:
     async def work() -> None:
-        server = Server(shutdown_timeout=1000)
+        server = RunningServer(shutdown_timeout=1000)
         await server.ready()
         waiting = await server.wait()
         kill()
@@ -200,7 +200,7 @@ def test_the_second_signal_ends_at_once() -> None:
 
 def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
     async def work() -> None:
-        server = Server()
+        server = RunningServer()
         server.engine.reason = "the checkpoint is broken"
         server.engine.state = EngineState.FAILED
         assert await server.ended == 1
@@ -213,7 +213,7 @@ def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
     """With an exit code at which whoever started the server starts it again."""
 
     async def work() -> None:
-        server = Server()
+        server = RunningServer()
         await server.ready()
         waiting = await server.wait()
         server.engine.reason = "it crashed 5 times"
@@ -229,7 +229,7 @@ def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
 
 def test_a_signal_while_the_model_is_loaded() -> None:
     async def work() -> None:
-        server = Server()
+        server = RunningServer()
         await asyncio.sleep(0.02)
         kill()
         assert await server.ended == 0

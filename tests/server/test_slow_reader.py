@@ -17,7 +17,7 @@ from kvik.server import generation as generation_module
 from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest
 from kvik.server.native import GenerateEvents, GenerateRequest
-from kvik.server.responses import Patience, StreamReply
+from kvik.server.responses import StreamReply, StreamTimeouts
 from kvik.server.route import Route
 
 PADDING = b"x" * 200_000
@@ -46,7 +46,7 @@ def _every_step_is_a_piece(monkeypatch):
 
 
 def test_a_reader_who_stops_loses_the_request_after_a_while():
-    patience = Patience(send=0.4)
+    patience = StreamTimeouts(send=0.4)
     executor = FakeExecutor(seconds=0.004)
     with served(partial(routes, patience=patience), executor, max_num_seqs=4) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
@@ -69,7 +69,7 @@ def test_a_reader_who_stops_loses_the_request_after_a_while():
 
 
 def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
-    patience = Patience(send=5.0)
+    patience = StreamTimeouts(send=5.0)
     with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
         slow = connect(server.http.port, receive_buffer=4096)
         post(slow, "/stream", {"prompt": "A", "max_tokens": 200})
@@ -83,7 +83,7 @@ def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
 
 def test_what_waits_for_a_reader_is_bounded(monkeypatch):
     monkeypatch.setattr(generation_module, "MAX_PENDING_TOKENS", 20)
-    patience = Patience(send=60.0)
+    patience = StreamTimeouts(send=60.0)
     with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})

@@ -18,7 +18,7 @@ from kvik.server.native import Generated
 from kvik.server.openai.chat import ChatCompletion
 from kvik.server.openai.completions import Completion
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "AB"}]}
@@ -40,7 +40,7 @@ ONE = {
 }
 
 
-def table(parts: Parts) -> list[Route]:
+def table(parts: Server) -> list[Route]:
     return [*native.routes(parts), *openai_routes(parts)]
 
 

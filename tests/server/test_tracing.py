@@ -20,7 +20,7 @@ from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.server.app import all_routes
 from kvik.server.metrics import RequestMetrics
-from kvik.server.observer import Life, Observer
+from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.tracing import Tracing, otlp_exporter
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -33,7 +33,9 @@ def traced(
     tracing = Tracing(exporter, "story")
     observer: Observer = tracing
     params = SamplingParams(n=2, temperature=0.5, max_tokens=7)
-    life = Life("r-1", "", params, 11, True, time.monotonic() - 3.0, trace_parent=trace_parent)
+    life = GenerationRecord(
+        "r-1", "", params, 11, True, time.monotonic() - 3.0, trace_parent=trace_parent
+    )
     observer.arrived(life)
     life.num_output_tokens = 9
     observer.delivered(life, 0, 9, time.monotonic())

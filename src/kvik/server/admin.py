@@ -6,12 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.app import App, Edge
+from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.health import routes as health
 from kvik.server.route import Route
-from kvik.server.server import Drain, Parts
+from kvik.server.server import Drain, Server
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,40 +45,40 @@ class Forgotten(msgspec.Struct):
 
 
 class Admin:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, server: Server) -> None:
+        self._server = server
 
     async def abort(self, request: Request) -> Response:
         body = await read_body(request, AbortRequest)
-        if not self._parts.generations.abort(body.request_id):
+        if not self._server.generations.abort(body.request_id):
             raise HttpError(404, "there is no such request", "request_id", "request_not_found")
         return _json(Done())
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         await read_body(request, Nothing)
-        return _json(Forgotten(await self._parts.engine.reset_prefix_cache()))
+        return _json(Forgotten(await self._server.engine.reset_prefix_cache()))
 
     async def drain(self, request: Request) -> Response:
         body = await read_body(request, DrainRequest)
         if body.drain:
-            self._parts.drain.start()
+            self._server.drain.start()
         else:
-            self._parts.drain.stop()
+            self._server.drain.stop()
         return _json(Done())
 
     async def stats(self, request: Request) -> Response:
-        return _json(await self._parts.engine.stats())
+        return _json(await self._server.engine.stats())
 
 
-def make_admin_app(parts: Parts) -> App:
+def make_admin_app(server: Server) -> App:
     """Its answers do not hold up the end of the server."""
-    return App(routes(parts), parts.keys, Drain(), Edge(LOOPBACK, admin=True))
+    return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 
-def routes(parts: Parts) -> list[Route]:
-    admin = Admin(parts)
+def routes(server: Server) -> list[Route]:
+    admin = Admin(server)
     return [
-        *health(parts),
+        *health(server),
         Route("/admin/abort", admin.abort, body=AbortRequest, answer=Done, note="End a request."),
         Route(
             "/admin/reset_prefix_cache",

@@ -11,7 +11,7 @@ from kvik.config.errors import CapacityError, OverloadError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.async_client import AsyncEngineClient
 
-SHARE = 8  # a tenant's part of the queue is at most this many times what is free of it
+FREE_MULTIPLE = 8  # a tenant's part of the queue is at most this many times what is free of it
 
 
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
@@ -21,7 +21,7 @@ HALF_LIFE = 10.0  # busy seconds after which what was measured counts half
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _QueueSize:
     requests: int = 0
     tokens: int = 0  # of prompts
 
@@ -29,9 +29,9 @@ class _Waiting:
 class Admission:
     """Counts what waits for its first token, and refuses what would make it too much.
 
-    Where several tenants may be active, the part of one is bounded by `SHARE` times what nobody
-    uses (dynamic thresholds, Choudhury and Hahne 1998): alone it gets nearly everything, and a
-    newcomer always finds room, though a flood came before it.
+    Where several tenants may be active, the share of one is bounded by `FREE_MULTIPLE` times the
+    free part of the queue (dynamic thresholds, Choudhury and Hahne 1998): alone it gets nearly
+    everything, and a new tenant always finds room, even behind a flood.
 
     Args:
         max_requests, max_tokens: that may wait, of all together. A request that nobody is ahead of
@@ -47,9 +47,9 @@ class Admission:
         self._max_tokens = max_tokens
         self._shared = shared
         self._clock = clock
-        self._all = _Waiting()
-        self._tenants: dict[str, _Waiting] = {}  # with something that waits
-        self._pace = Pace(clock())
+        self._all = _QueueSize()
+        self._tenants: dict[str, _QueueSize] = {}  # with something that waits
+        self._pace = StartRate(clock())
 
     def check(self, tenant: str, requests: int, tokens: int = 0) -> None:
         """Whether there is room now.
@@ -61,7 +61,7 @@ class Admission:
         if requests > self._max_requests:
             most = self._max_requests
             raise CapacityError("n", f"the queue holds {most} completions, not {requests}")
-        free = _Waiting(
+        free = _QueueSize(
             self._max_requests - self._all.requests, self._max_tokens - self._all.tokens
         )
         if requests > free.requests or (self._all.requests and tokens > free.tokens):
@@ -69,9 +69,9 @@ class Admission:
         mine = self._tenants.get(tenant)
         if mine is None or not self._shared:
             return
-        left = _Waiting(
-            SHARE * (free.requests - requests) - mine.requests,
-            SHARE * (free.tokens - tokens) - mine.tokens,
+        left = _QueueSize(
+            FREE_MULTIPLE * (free.requests - requests) - mine.requests,
+            FREE_MULTIPLE * (free.tokens - tokens) - mine.tokens,
         )
         if requests > left.requests or tokens > left.tokens:
             raise self._full("your share of the queue", mine, left, requests, tokens, own=True)
@@ -82,7 +82,7 @@ class Admission:
         Raises:
             OverloadError: it cannot.
         """
-        mine = self._tenants.get(tenant, _Waiting())
+        mine = self._tenants.get(tenant, _QueueSize())
         active = len(self._tenants) + (tenant not in self._tenants)  # each gets its turn
         ahead = self._pace.seconds_for(
             min(self._all.requests, mine.requests * active),
@@ -97,7 +97,7 @@ class Admission:
                 own=False,
             )
 
-    def admit(self, tenant: str, requests: int, tokens: int) -> Ticket:
+    def admit(self, tenant: str, requests: int, tokens: int) -> Reservation:
         """Count `requests` siblings with `tokens` prompt tokens each, until they start or end.
 
         Raises:
@@ -105,7 +105,7 @@ class Admission:
         """
         self.check(tenant, requests, requests * tokens)
         self._change(tenant, requests, tokens)
-        return Ticket(self, tenant, requests, tokens)
+        return Reservation(self, tenant, requests, tokens)
 
     @property
     def fill(self) -> float:
@@ -124,7 +124,7 @@ class Admission:
         self._pace.advance(self._clock(), busy=self._all.requests > 0)
         if started:
             self._pace.note(-requests, -requests * tokens)
-        mine = self._tenants.setdefault(tenant, _Waiting())
+        mine = self._tenants.setdefault(tenant, _QueueSize())
         for waiting in (self._all, mine):
             waiting.requests += requests
             waiting.tokens += requests * tokens
@@ -134,8 +134,8 @@ class Admission:
     def _full(
         self,
         what: str,
-        held: _Waiting,
-        room: _Waiting,
+        held: _QueueSize,
+        room: _QueueSize,
         requests: int,
         tokens: int,
         *,
@@ -152,7 +152,7 @@ class Admission:
         )
 
 
-class Ticket:
+class Reservation:
     """What one request has in the queue. Each sibling leaves it once, however often it is told."""
 
     def __init__(self, admission: Admission, tenant: str, requests: int, tokens: int) -> None:
@@ -174,7 +174,7 @@ class Ticket:
             self._left = 0
 
 
-class Pace:
+class StartRate:
     """How quickly waiting work starts, over the seconds in which some waited. Old seconds fade."""
 
     def __init__(self, now: float) -> None:

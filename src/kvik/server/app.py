@@ -29,19 +29,19 @@ from kvik.server.exchange import (
     SCOPE_KEY,
     BodyBudget,
     BodyLimits,
-    Exchange,
+    RequestContext,
 )
 from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
 from kvik.server.metrics import Metrics, RequestMetrics
 from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
 from kvik.server.route import Route, RouteTable
-from kvik.server.server import Drain, Parts
+from kvik.server.server import Drain, Server
 
 SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
-class Answer:
+class ResponseSender:
     """Wraps `send` of one request.
 
     Attributes:
@@ -50,7 +50,11 @@ class Answer:
     """
 
     def __init__(
-        self, send: Send, exchange: Exchange, request_id: str | None, headers: Mapping[str, str]
+        self,
+        send: Send,
+        exchange: RequestContext,
+        request_id: str | None,
+        headers: Mapping[str, str],
     ) -> None:
         """Args:
         request_id: what the client calls its request; sent back if it is harmless.
@@ -104,7 +108,9 @@ class AccessLog:
     def __init__(self) -> None:
         self._ignored: set[str] = set()
 
-    def add(self, request: Request, exchange: Exchange, answer: Answer, seconds: float) -> None:
+    def add(
+        self, request: Request, exchange: RequestContext, answer: ResponseSender, seconds: float
+    ) -> None:
         """Args:
         seconds: from the request's head to the answer's end.
         """
@@ -134,7 +140,7 @@ NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class AppConfig:
     """How an app meets the world.
 
     Attributes:
@@ -151,17 +157,17 @@ class Edge:
     limits: BodyLimits = DEFAULT_LIMITS
 
 
-def make_app(parts: Parts, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
+def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
     """What everybody sees of a server, on its main port."""
-    config = parts.config
-    edge = Edge(config.host, config.allowed_host, config.cors_origin, limits=limits)
-    return App(routes, parts.keys, parts.drain, edge)
+    config = server.config
+    edge = AppConfig(config.host, config.allowed_host, config.cors_origin, limits=limits)
+    return App(routes, server.keys, server.drain, edge)
 
 
 class App:
     """An ASGI application over a table of routes."""
 
-    def __init__(self, routes: Sequence[Route], keys: Keys, drain: Drain, edge: Edge) -> None:
+    def __init__(self, routes: Sequence[Route], keys: Keys, drain: Drain, edge: AppConfig) -> None:
         self.routes = tuple(routes)
         self._table = RouteTable(routes)
         self._keys = keys
@@ -177,11 +183,11 @@ class App:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
-        exchange = Exchange(secrets.token_hex(16), self._budget)
+        exchange = RequestContext(secrets.token_hex(16), self._budget)
         scope[SCOPE_KEY] = exchange
         request = Request(scope, receive)
         theirs = request.headers.get("x-request-id")
-        answer = Answer(send, exchange, theirs, self._added_headers(request, exchange))
+        answer = ResponseSender(send, exchange, theirs, self._added_headers(request, exchange))
         start = time.perf_counter()
         self._drain.enter()
         try:
@@ -191,7 +197,9 @@ class App:
             seconds = time.perf_counter() - start
             self._log.add(request, exchange, answer, seconds)
 
-    async def _answer(self, request: Request, exchange: Exchange, answer: Answer) -> None:
+    async def _answer(
+        self, request: Request, exchange: RequestContext, answer: ResponseSender
+    ) -> None:
         try:
             response = await self._respond(request, exchange)
             await response(request.scope, request.receive, answer.send)
@@ -210,7 +218,7 @@ class App:
             if close is not None:
                 close()
 
-    async def _respond(self, request: Request, exchange: Exchange) -> Response:
+    async def _respond(self, request: Request, exchange: RequestContext) -> Response:
         headers = request.headers
         self._hosts.check(headers, request.scope["http_version"])
         if request.method == "OPTIONS":
@@ -248,32 +256,32 @@ class App:
             raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
         return caller
 
-    def _added_headers(self, request: Request, exchange: Exchange) -> Mapping[str, str]:
+    def _added_headers(self, request: Request, exchange: RequestContext) -> Mapping[str, str]:
         headers = dict(self._origins.headers(request.headers))
         if in_messages(request.scope["path"]):
             headers["request-id"] = exchange.request_id
         return headers
 
 
-def _log_failure(exchange: Exchange, error: Exception) -> None:
+def _log_failure(exchange: RequestContext, error: Exception) -> None:
     log.error("request %s failed:\n%s", exchange.request_id, escaped_traceback(error))
 
 
-def all_routes(parts: Parts, requests: RequestMetrics) -> list[Route]:
+def all_routes(server: Server, requests: RequestMetrics) -> list[Route]:
     """The one route table of the main port."""
     table = [
-        *openai_routes(parts),
-        *messages.routes(parts),
-        *native.routes(parts),
-        *engine_view.routes(parts),
-        *Metrics(parts, requests).routes(),
-        *health.routes(parts),
+        *openai_routes(server),
+        *messages.routes(server),
+        *native.routes(server),
+        *engine_view.routes(server),
+        *Metrics(server, requests).routes(),
+        *health.routes(server),
         *playground.routes(),
     ]
     return [*table, *openapi.routes(table)]
 
 
-def openai_routes(parts: Parts) -> list[Route]:
+def openai_routes(server: Server) -> list[Route]:
     """The routes of the OpenAI API, and of the tokenizer beside it."""
     endpoints = (chat, completions, embeddings, invocations, models, tokenize)
-    return [route for endpoint in endpoints for route in endpoint.routes(parts)]
+    return [route for endpoint in endpoints for route in endpoint.routes(server)]

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from kvik.server.errors import HttpError, escaped
-from kvik.server.exchange import BodyLimits, BodyShare, exchange_of
+from kvik.server.exchange import BodyLimits, BodyShare, context_of
 from kvik.server.unhonoured import NOTHING, Table, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -61,7 +61,7 @@ async def read_chosen(
         choose: from the JSON object to its kind, and the fields that are not honoured; may raise
             `HttpError`.
     """
-    exchange = exchange_of(request)
+    exchange = context_of(request)
     _check_headers(request, exchange.budget.limits)
     with exchange.budget.share() as share:
         data = await _read(request, exchange.budget.limits, share)

@@ -22,7 +22,7 @@ from kvik.engine.live import LiveView
 from kvik.server.exchange import CLOSE_EXTENSION
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route
-from kvik.server.server import Drain, Parts
+from kvik.server.server import Drain, Server
 
 INTERVAL = 0.4  # seconds between two events
 MAX_WATCHERS = 8
@@ -31,7 +31,7 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class EngineFrame:
     """One event of the stream.
 
     Attributes:
@@ -61,7 +61,7 @@ class EngineFacts:
     live: LiveView | None
 
 
-class Feed:
+class EngineFeed:
     """Asks the engine at most once in `interval` seconds, however many watch, and never while
     nobody does."""
 
@@ -69,10 +69,10 @@ class Feed:
         self._engine = engine
         self._interval = interval
         self._lock = asyncio.Lock()
-        self._frame: Frame | None = None
+        self._frame: EngineFrame | None = None
         self._taken = 0.0  # when, on the clock of the event loop
 
-    async def after(self, seen: Frame | None) -> Frame:
+    async def after(self, seen: EngineFrame | None) -> EngineFrame:
         """The next frame that is not `seen`, and not old."""
         now = asyncio.get_running_loop().time
         async with self._lock:
@@ -85,12 +85,12 @@ class Feed:
                 self._taken = now()
             return frame
 
-    async def _take(self) -> Frame:
+    async def _take(self) -> EngineFrame:
         view = None
         if self._engine.state is EngineState.READY:
             with suppress(UnavailableError):  # it is busy, or has just stopped: the state will tell
                 view = await self._engine.live()
-        return Frame(self._engine.state, self._engine.reason, view)
+        return EngineFrame(self._engine.state, self._engine.reason, view)
 
 
 class EngineView:
@@ -108,7 +108,7 @@ class EngineView:
         self._engine = engine
         self._drain = drain
         self._model_name = model_name
-        self._feed = Feed(engine, interval)
+        self._feed = EngineFeed(engine, interval)
         self._max_watchers = max_watchers
         self._num_watchers = 0
 
@@ -135,24 +135,24 @@ class EngineView:
                 "engine", f"is watched by {self._max_watchers} already", 10.0, own=False
             )
         self._num_watchers += 1
-        return Watch(self._events(), self._leave)
+        return WatchedStream(self._events(), self._leave)
 
     def _leave(self) -> None:
         self._num_watchers -= 1
 
     async def _events(self) -> AsyncIterator[bytes]:
-        seen: Frame | None = None
+        seen: EngineFrame | None = None
         told: LiveView | None = None
         while not self._drain.started:  # a server that stops does not wait for who only looks
             seen = await self._feed.after(seen)
             view = seen.view
             if view is not None and told is not None and view.stats.steps >= told.stats.steps:
                 view = view.after(told)
-            yield json_event(Frame(seen.state, seen.reason, view))
+            yield json_event(EngineFrame(seen.state, seen.reason, view))
             told = seen.view or told
 
 
-class Watch(StreamingResponse):
+class WatchedStream(StreamingResponse):
     """A stream that ends when its reader does not read.
 
     Args:
@@ -180,8 +180,8 @@ class Watch(StreamingResponse):
             self._leave()
 
 
-def routes(parts: Parts) -> list[Route]:
-    view = EngineView(parts.engine, parts.drain, parts.model_name)
+def routes(server: Server) -> list[Route]:
+    view = EngineView(server.engine, server.drain, server.model_name)
     what, live = "What was decided, and what is going on.", "The latter as server-sent events."
     return [
         Route("/v1/engine", view.facts, "GET", operator=True, note=what),

@@ -85,7 +85,7 @@ class HttpError(KvikError):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorAnswer:
+class ErrorResponse:
     """An error in the words of HTTP.
 
     Attributes:
@@ -131,7 +131,7 @@ class ErrorAnswer:
 
 
 @contextmanager
-def called(**names: str) -> Iterator[None]:
+def rename_fields(**names: str) -> Iterator[None]:
     """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
     try:
         yield
@@ -143,11 +143,11 @@ def called(**names: str) -> Iterator[None]:
         raise
 
 
-def describe(error: Exception) -> ErrorAnswer:
+def describe(error: Exception) -> ErrorResponse:
     """What to tell of an error. Of one that is nobody's fault but ours, nothing but that."""
     match error:
         case HttpError():
-            answer = ErrorAnswer(
+            answer = ErrorResponse(
                 error.status,
                 _short(error.message),
                 _type(error.status),
@@ -156,18 +156,18 @@ def describe(error: Exception) -> ErrorAnswer:
                 {**_retry(error.status), **error.headers},
             )
         case OverloadError(own=True):
-            answer = _later(429, error, "rate_limit_error", "rate_limit_exceeded")
+            answer = _retry_later(429, error, "rate_limit_error", "rate_limit_exceeded")
         case OverloadError():
-            answer = _later(503, error, SERVER, "overloaded")
+            answer = _retry_later(503, error, SERVER, "overloaded")
         case UnavailableError():
             headers = {"retry-after": "1", "x-should-retry": "true"}
-            answer = ErrorAnswer(503, _short(str(error)), SERVER, None, "unavailable", headers)
+            answer = ErrorResponse(503, _short(str(error)), SERVER, None, "unavailable", headers)
         case ParamError(overflow=Overflow() as overflow):
             answer = _too_long(error.field, overflow)
         case KvikError():
-            answer = ErrorAnswer(400, _short(str(error)), INVALID, error.field or None)
+            answer = ErrorResponse(400, _short(str(error)), INVALID, error.field or None)
         case _:
-            answer = ErrorAnswer(500, "internal error", SERVER, headers=_retry(500))
+            answer = ErrorResponse(500, "internal error", SERVER, headers=_retry(500))
     return answer
 
 
@@ -180,7 +180,7 @@ def model_not_found(model: str) -> HttpError:
     return HttpError(404, f"the model {model[:60]!r} does not exist", "model", "model_not_found")
 
 
-def _too_long(field: str, overflow: Overflow) -> ErrorAnswer:
+def _too_long(field: str, overflow: Overflow) -> ErrorResponse:
     """In the words of OpenAI and of Anthropic: clients that make a conversation shorter and try
     again find out by them (LiteLLM, LangChain, coding agents)."""
     limit, prompt = overflow.limit, overflow.prompt
@@ -192,7 +192,7 @@ def _too_long(field: str, overflow: Overflow) -> ErrorAnswer:
             f"{overflow.num_output} in the completion)"
         )
         shorten = f"{prompt} or completion"
-    return ErrorAnswer(
+    return ErrorResponse(
         400,
         f"{field}: This model's maximum context length is {limit} tokens. However, you requested "
         f"{requested}. Please reduce the length of the {shorten}.",
@@ -205,10 +205,10 @@ def _too_long(field: str, overflow: Overflow) -> ErrorAnswer:
     )
 
 
-def _later(status: int, error: OverloadError, kind: str, code: str) -> ErrorAnswer:
+def _retry_later(status: int, error: OverloadError, kind: str, code: str) -> ErrorResponse:
     seconds = max(1, math.ceil(error.retry_after)) if math.isfinite(error.retry_after) else 60
     headers = {"retry-after": str(seconds), "x-should-retry": "true"}
-    return ErrorAnswer(status, _short(str(error)), kind, None, code, headers)
+    return ErrorResponse(status, _short(str(error)), kind, None, code, headers)
 
 
 def _type(status: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from kvik.config.errors import OverloadError
-from kvik.server.keys import ANYBODY, Caller
+from kvik.server.keys import ANONYMOUS, Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ MAX_TRACE_PARENT = 128  # characters; those that are known have 55
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestContext:
     """Attributes:
     request_id: ours, random; also the header `x-kvik-request-id`.
     caller: who asks; set before a handler runs.
@@ -94,17 +94,17 @@ class Exchange:
 
     request_id: str
     budget: BodyBudget
-    caller: Caller = ANYBODY
+    caller: Caller = ANONYMOUS
     ignored_fields: list[str] = field(default_factory=list)
 
 
-def exchange_of(request: Request) -> Exchange:
-    exchange: Exchange = request.scope[SCOPE_KEY]
+def context_of(request: Request) -> RequestContext:
+    exchange: RequestContext = request.scope[SCOPE_KEY]
     return exchange
 
 
 def caller_of(request: Request) -> Caller:
-    return exchange_of(request).caller
+    return context_of(request).caller
 
 
 def trace_parent_of(request: Request) -> str | None:
@@ -114,4 +114,4 @@ def trace_parent_of(request: Request) -> str | None:
 
 
 def request_id_of(request: Request) -> str:
-    return exchange_of(request).request_id
+    return context_of(request).request_id

@@ -15,9 +15,17 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
-from kvik.server.admission import Admission, Degradation, KVUsage, Ticket, pressure
-from kvik.server.errors import aborted, called, deadline_exceeded, escaped, failed, lost, not_ready
-from kvik.server.observer import Life, Observer
+from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
+from kvik.server.errors import (
+    aborted,
+    deadline_exceeded,
+    escaped,
+    failed,
+    lost,
+    not_ready,
+    rename_fields,
+)
+from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.texts import Texts
 from kvik.text.bad_words import bad_word_ids
 
@@ -85,7 +93,7 @@ class GenerationRequest:
 
 
 @dataclass(slots=True)
-class Draft:
+class PreparedRequest:
     """A request on its way to the engine.
 
     Attributes:
@@ -99,7 +107,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Attributes:
     request_timeout: seconds after which any request ends; None: no limit.
     share_prefix_cache: between tenants.
@@ -122,7 +130,7 @@ class Intake:
         engine: AsyncEngineClient,
         texts: Texts,
         admission: Admission,
-        limits: Limits,
+        limits: RequestLimits,
         clock: Callable[[], float],
     ) -> None:
         self._policy = engine.config.scheduler.policy
@@ -131,7 +139,7 @@ class Intake:
         self._limits = limits
         self._kv_usage = KVUsage(engine, clock)
 
-    async def draft(self, wish: GenerationRequest, tenant: str, arrived: float) -> Draft:
+    async def draft(self, wish: GenerationRequest, tenant: str, arrived: float) -> PreparedRequest:
         """Args:
             arrived: when, by the engine's clock.
 
@@ -179,7 +187,7 @@ class Intake:
             pooling=wish.pooling,
         )
         wanted_by = None if wish.deadline_ms is None else arrived + wish.deadline_ms / 1000
-        return Draft(request, text, degraded, wanted_by)
+        return PreparedRequest(request, text, degraded, wanted_by)
 
     async def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if sum(len(word) for word in params.bad_words) > MAX_BAD_WORD_CHARS:
@@ -236,8 +244,8 @@ class Generation:
         self,
         owner: Generations,
         request: EngineRequest,
-        life: Life,
-        ticket: Ticket,
+        life: GenerationRecord,
+        ticket: Reservation,
         bell: Bell,
         degraded: str,
     ) -> None:
@@ -316,7 +324,7 @@ class Generations:
         texts: Texts,
         admission: Admission,
         observer: Observer,
-        limits: Limits,
+        limits: RequestLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -410,11 +418,11 @@ class Generations:
         self._check_room(tenant, sum(r.params.n for r in requests))
         drafts = []
         for request in requests:
-            with called(prompt=request.field):
+            with rename_fields(prompt=request.field):
                 drafts.append(await self._intake.draft(request, tenant, arrived))
         self._check_ready()
         for request, draft in zip(requests, drafts, strict=True):
-            with called(prompt=request.field):
+            with rename_fields(prompt=request.field):
                 self._engine.check(draft.request)
             await asyncio.sleep(0)  # prompts may be long, and many
         generations: list[Generation] = []
@@ -440,7 +448,7 @@ class Generations:
 
     def _add(
         self,
-        draft: Draft,
+        draft: PreparedRequest,
         arrived: float,
         streaming: bool,
         bell: Bell,
@@ -451,7 +459,7 @@ class Generations:
             self._admission.check_deadline(request.tenant, draft.wanted_by)
         n, num_tokens = request.params.n, len(request.prompt_token_ids)
         ticket = self._admission.admit(request.tenant, n, num_tokens)
-        life = Life(
+        life = GenerationRecord(
             request.request_id,
             request.tenant,
             request.params,
@@ -549,7 +557,7 @@ class Generations:
         del self._live[generation.request_id]
 
 
-def _failure(delta: RequestDelta, life: Life) -> KvikError:
+def _failure(delta: RequestDelta, life: GenerationRecord) -> KvikError:
     if delta.refused is not None:
         return OverloadError(delta.refused, delta.error or "the queue is full", 1.0, own=False)
     if delta.finish_reason is FinishReason.DEADLINE:

@@ -11,12 +11,12 @@ from kvik import __version__
 from kvik.engine.async_client import EngineState
 from kvik.server.errors import state_in_words
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 
 class Health:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, server: Server) -> None:
+        self._server = server
 
     async def health(self, request: Request) -> Response:
         """200 only while tokens advance, or would if there was anything to do."""
@@ -24,7 +24,7 @@ class Health:
 
     async def ready(self, request: Request) -> Response:
         """As `health`, and there is room in the queue."""
-        full = self._parts.admission.fill >= 1.0
+        full = self._server.admission.fill >= 1.0
         return _answer(self._trouble() or (("full", "the queue is full") if full else None))
 
     async def version(self, request: Request) -> Response:
@@ -32,16 +32,16 @@ class Health:
 
     def _trouble(self) -> tuple[str, str] | None:
         """What is wrong, in a word and for a person."""
-        engine = self._parts.engine
-        if self._parts.drain.started:
+        engine = self._server.engine
+        if self._server.drain.started:
             return "draining", "the server is being stopped"
         if engine.state is not EngineState.READY:
             return str(engine.state), f"the engine {state_in_words(engine.state)}"
         return None
 
 
-def routes(parts: Parts) -> list[Route]:
-    health = Health(parts)
+def routes(server: Server) -> list[Route]:
+    health = Health(server)
     alive = "200 while the engine advances, else 503 and the reason."
     return [
         Route("/health", health.health, "GET", open=True, note=alive),

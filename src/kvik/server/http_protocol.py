@@ -45,9 +45,9 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-FIRST_LOOK = 0.25  # seconds after which a client that sends no more is looked at again
-LONGEST_LOOK = 15.0
-ASKS_TO_LEAVE = (b"upgrade", b"http2-settings", b"connection")
+FIRST_PEER_CHECK = 0.25  # seconds after which a client that sends no more is looked at again
+LONGEST_PEER_CHECK = 15.0
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Connections:
     idle: dict[Connection, None] = field(default_factory=dict)
 
 
-class _Line:
+class _ResponseTransport:
     """The transport, as an answer sees it: how it is closed is for the connection to say."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        self._look(FIRST_LOOK)
+        self._look(FIRST_PEER_CHECK)
         return True
 
     def _look(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
         begun = self.pipeline or self.cycle.response_started
         if not begun and self.scope["http_version"] != "1.0":
             self.transport.write(CONTINUE)
-        self._after(seconds, partial(self._look, min(4 * seconds, LONGEST_LOOK)))
+        self._after(seconds, partial(self._look, min(4 * seconds, LONGEST_PEER_CHECK)))
 
     def abort(self) -> None:
         """Break it, with what was not sent."""
@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not before:
             if self.scope["http_version"] == "1.0":
                 _without_chunks(self.cycle)
-            self.cycle.transport = _Line(self.transport, self._answered)  # type: ignore[assignment]
+            self.cycle.transport = _ResponseTransport(self.transport, self._answered)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
     def _stay(self, rest: bytes) -> None:
         """Go on as if another protocol had not been asked for, which a server may. Some clients
         always ask for HTTP/2, with their body behind it; the parser would not read that."""
-        kept = [(name, value) for name, value in self.headers if name not in ASKS_TO_LEAVE]
+        kept = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
         if len(kept) == len(self.headers):  # CONNECT
             self._refuse(HttpError(400, "this is no proxy"))
             return

@@ -33,7 +33,7 @@ class Caller:
     is_admin: bool = False
 
 
-ANYBODY = Caller("", "anybody")  # where no keys are configured
+ANONYMOUS = Caller("", "anybody")  # where no keys are configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Keys:
         and one that is right will do.
         """
         if not self._keys:
-            return ANYBODY
+            return ANONYMOUS
         found = None
         for text in presented(headers):
             digest = sha256(text.encode("utf-8", "surrogateescape")).digest()

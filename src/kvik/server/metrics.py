@@ -27,9 +27,9 @@ from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency
 from kvik.planner.running import RunningModel
-from kvik.server.observer import Life
+from kvik.server.observer import GenerationRecord
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 # Of tokens in a request or a step; of seconds between tokens, to the first one, and of requests.
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
@@ -126,18 +126,18 @@ class RequestMetrics:
         self.max_tokens = Histogram(TOKENS)
         self.n, self.preemptions = Histogram(FEW), Histogram(FEW)
 
-    def arrived(self, life: Life) -> None:
+    def arrived(self, life: GenerationRecord) -> None:
         self.n.add(life.params.n)
         if life.params.max_tokens is not None:
             self.max_tokens.add(life.params.max_tokens)
 
-    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         self.num_output_tokens += num_tokens
         before = life.last_tokens.get(index)
         if before is not None and num_tokens:
             self.gaps.add(now - before)
 
-    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         self.ended[reason] += 1
         if output is None:
             return
@@ -287,8 +287,8 @@ class Metrics:
     requests: observes the server's requests.
     """
 
-    def __init__(self, parts: Parts, requests: RequestMetrics) -> None:
-        self._parts = parts
+    def __init__(self, server: Server, requests: RequestMetrics) -> None:
+        self._server = server
         self._requests = requests
         self._model: RunningModel | None = None
         self._model_read = False
@@ -303,21 +303,21 @@ class Metrics:
     async def answer(self, request: Request) -> Response:
         if not self._model_read:
             self._model_read = True
-            self._model = await asyncio.to_thread(_running, self._parts.engine.config)
-        stats = await self._parts.engine.stats()
+            self._model = await asyncio.to_thread(_running, self._server.engine.config)
+        stats = await self._server.engine.stats()
         data = self.text(stats, time.monotonic())
         return Response(data, media_type=CONTENT_TYPE)
 
     def text(self, stats: EngineStats, now: float) -> bytes:
-        parts = self._parts
-        model = {"model_name": parts.model_name}
+        server = self._server
+        model = {"model_name": server.model_name}
         others = []
-        if parts.config.metrics_compat == "vllm":
+        if server.config.metrics_compat == "vllm":
             others = [Naming("vllm:", {**model, "engine": "0"})]
         families = Families(Naming("kvik:", model), others)
-        _state(families, parts)
+        _state(families, server)
         _engine(families, stats)
-        _cache(families, parts.engine.config, stats)
+        _cache(families, server.engine.config, stats)
         _requests(families, self._requests)
         _speculation(families, stats)
         self._machine(families, stats, now)
@@ -369,19 +369,19 @@ def _nothing(stats: EngineStats) -> EngineStats:
     return EngineStats(0, 0, 0, 0.0, stats.num_blocks, 0, 0, 0, 0, 0, 0, 0)
 
 
-def _state(families: Families, parts: Parts) -> None:
-    now = parts.engine.state
+def _state(families: Families, server: Server) -> None:
+    now = server.engine.state
     rows: list[Row] = [({"state": state.value}, float(state is now)) for state in EngineState]
     families.gauge("engine_state", "1 for the state the engine is in.", rows, ours=True)
     note = "Times an engine became ready; all but the first are restarts."
-    families.counter("engine_starts", note, parts.engine.num_starts, ours=True)
+    families.counter("engine_starts", note, server.engine.num_starts, ours=True)
     rows = [
         ({"sleep_state": state}, float(state == "awake"))
         for state in ("awake", "weights_offloaded")
     ]
     families.gauge("engine_sleep_state", "The engine does not sleep.", rows)
     note = "Answers that the HTTP process is giving."
-    families.gauge("open_responses", note, parts.drain.num_open, ours=True)
+    families.gauge("open_responses", note, server.drain.num_open, ours=True)
 
 
 def _engine(families: Families, stats: EngineStats) -> None:

@@ -18,10 +18,16 @@ from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
-from kvik.server.openai.fields import Limit, either, limit_of
-from kvik.server.responses import StreamReply, Template, degraded_header, json_event, outputs
+from kvik.server.openai.fields import Limit, aliased, limit_of
+from kvik.server.responses import (
+    StreamReply,
+    Template,
+    degraded_header,
+    json_event,
+    wait_for_outputs,
+)
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
 _HOLE = "\ue000text\ue000"
@@ -75,7 +81,7 @@ class Generated(Struct, kw_only=True):
     speculation: Speculation | UnsetType = UNSET
 
 
-class Piece(Struct):
+class TextPiece(Struct):
     """An event of a stream."""
 
     text: str
@@ -103,11 +109,11 @@ _SAMPLING = (
 )
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/generate",
-            partial(generate, parts),
+            partial(generate, server),
             body=GenerateRequest,
             answer=Generated,
             note="Go on with a text.",
@@ -115,17 +121,17 @@ def routes(parts: Parts) -> list[Route]:
     ]
 
 
-async def generate(parts: Parts, request: Request) -> Response:
-    """A text in one piece, or `Piece` events and at last a `Generated` without text."""
+async def generate(server: Server, request: Request) -> Response:
+    """A text in one piece, or `TextPiece` events and at last a `Generated` without text."""
     body = await read_body(request, GenerateRequest, UNHONOURED)
     wish = GenerationRequest(
         body.prompt,
-        _params(body, parts.default_params),
+        _params(body, server.default_params),
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadline_ms=body.deadline_ms,
     )
-    generations = parts.generations
+    generations = server.generations
     generation = await generations.start(
         wish,
         caller_of(request).tenant,
@@ -134,7 +140,7 @@ async def generate(parts: Parts, request: Request) -> Response:
     )
     if body.stream:
         return StreamReply([generation], GenerateEvents(generation))
-    (output,) = await outputs(request, [generation])
+    (output,) = await wait_for_outputs(request, [generation])
     answer = generated(generation, output)
     answer.text = output.text
     return Response(
@@ -164,7 +170,7 @@ def generated(generation: Generation, output: RequestOutput) -> Generated:
 class GenerateEvents:
     """See `Events`."""
 
-    _piece = Template(Piece(_HOLE), [_HOLE])
+    _piece = Template(TextPiece(_HOLE), [_HOLE])
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -181,8 +187,8 @@ class GenerateEvents:
 
 def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
     given = {name: getattr(body, name) for name in _SAMPLING}
-    given["repetition_penalty"] = either(body, "repetition_penalty", "repeat_penalty")
+    given["repetition_penalty"] = aliased(body, "repetition_penalty", "repeat_penalty")
     changes = {name: value for name, value in given.items() if value is not None}
-    if (limit := either(body, "max_tokens", "n_predict")) is not None:
+    if (limit := aliased(body, "max_tokens", "n_predict")) is not None:
         changes["max_tokens"] = limit_of(limit)
     return defaults.with_changes(**changes)

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Life:
+class GenerationRecord:
     """The facts of one generation; times in seconds of `time.monotonic`."""
 
     request_id: str
@@ -33,15 +33,15 @@ class Life:
 class Observer(Protocol):
     """Called in the event loop, so each method must be quick."""
 
-    def arrived(self, life: Life) -> None:
+    def arrived(self, life: GenerationRecord) -> None:
         """It was admitted and sent to the engine."""
         ...
 
-    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         """Tokens of one completion came; `life` still says what was before them."""
         ...
 
-    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         """It ended. Without output it failed, or nobody waits for it.
 
         Args:
@@ -62,15 +62,15 @@ class Observers:
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
 
-    def arrived(self, life: Life) -> None:
+    def arrived(self, life: GenerationRecord) -> None:
         for observer in self._observers:
             _call(observer.arrived, life)
 
-    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         for observer in self._observers:
             _call(observer.delivered, life, index, num_tokens, now)
 
-    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         for observer in self._observers:
             _call(observer.finished, life, output, reason)
 

@@ -22,23 +22,23 @@ from kvik.server.generation import Generation
 T = TypeVar("T")
 
 
-BRIEF = 2000  # items at a microsecond or two: a thread would take longer to wake
+INLINE_ITEMS = 2000  # items at a microsecond or two: a thread would take longer to wake
 
 
-async def beside(num_items: int, work: Callable[[], T]) -> T:
+async def offload(num_items: int, work: Callable[[], T]) -> T:
     """What `work` returns: done at once if it is little, else in a thread, where Python gives all
     others their turn every few milliseconds.
 
     Args:
         num_items: tokens, messages, log probabilities: whatever there is one turn of a loop for.
     """
-    return work() if num_items <= BRIEF else await asyncio.to_thread(work)
+    return work() if num_items <= INLINE_ITEMS else await asyncio.to_thread(work)
 
 
-PIECE = 16  # entries of a long list that are encoded at once
+CHUNK_ITEMS = 16  # entries of a long list that are encoded at once
 
 
-class Made:
+class LazyList:
     """A list whose entries are made as they are encoded, and gone after that. To make, to collect
     or to free them all at once would hold up other threads too.
 
@@ -57,9 +57,9 @@ class Made:
         return [self._make(row) for row in self._rows[start:stop]]
 
 
-def encoded(value: object) -> bytes:
+def encode_in_chunks(value: object) -> bytes:
     """As `msgspec.json.encode`, for Structs whose fields have their own names and for lists, as our
-    answers are made of, and `Made` ones. It takes longer in all."""
+    answers are made of, and `LazyList` ones. It takes longer in all."""
     out: list[bytes] = []
     _add(value, out)
     return b"".join(out)
@@ -76,11 +76,11 @@ def _add(value: object, out: list[bytes]) -> None:
                     _add(item, out)
                     before = b","
             out.append(b"{}" if before == b"{" else b"}")
-        case Made() if len(value):
+        case LazyList() if len(value):
             _add_slices(len(value), value.slice, out)
-        case Made():
+        case LazyList():
             out.append(b"[]")
-        case list() if len(value) > PIECE:
+        case list() if len(value) > CHUNK_ITEMS:
             _add_slices(len(value), lambda start, stop: value[start:stop], out)
         case list() if any(isinstance(item, msgspec.Struct) for item in value):
             before = b"["
@@ -95,8 +95,8 @@ def _add(value: object, out: list[bytes]) -> None:
 
 def _add_slices(length: int, of: Callable[[int, int], list[object]], out: list[bytes]) -> None:
     before = b"["
-    for start in range(0, length, PIECE):
-        out += (before, msgspec.json.encode(of(start, start + PIECE))[1:-1])
+    for start in range(0, length, CHUNK_ITEMS):
+        out += (before, msgspec.json.encode(of(start, start + CHUNK_ITEMS))[1:-1])
         before = b","
     out.append(b"]")
 
@@ -152,8 +152,8 @@ def json_response(answer: msgspec.Struct) -> Response:
 
 
 async def large_response(num_items: int, answer: Callable[[], msgspec.Struct]) -> Response:
-    """The same for what may be large: see `beside`."""
-    data = await beside(num_items, lambda: encoded(answer()))
+    """The same for what may be large: see `offload`."""
+    data = await offload(num_items, lambda: encode_in_chunks(answer()))
     return Response(data, media_type="application/json")
 
 
@@ -183,7 +183,7 @@ class Events(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StreamTimeouts:
     """In seconds.
 
     Attributes:
@@ -216,7 +216,7 @@ class StreamReply(Response):
         *,
         anthropic: bool = False,
         heartbeat: bytes = HEARTBEAT,
-        patience: Patience = Patience(),
+        patience: StreamTimeouts = StreamTimeouts(),
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status_code = 200
@@ -280,7 +280,7 @@ class StreamReply(Response):
         for position, deltas in enumerate(taken):
             if deltas:
                 grow = partial(self._events.grow, position, deltas)
-                parts.append(await beside(_num_of_prompt(deltas), grow))
+                parts.append(await offload(_num_of_prompt(deltas), grow))
         if failure is not None:
             if not self._begun:
                 raise failure
@@ -339,7 +339,9 @@ class StreamReply(Response):
                 self._generations[0].bell.ring()
 
 
-async def outputs(request: Request, generations: Sequence[Generation]) -> list[RequestOutput]:
+async def wait_for_outputs(
+    request: Request, generations: Sequence[Generation]
+) -> list[RequestOutput]:
     """The results of generations that were started together, for an answer in one piece.
 
     Raises:

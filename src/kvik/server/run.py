@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from kvik.config.errors import ConfigError
 from kvik.engine.async_client import EngineState
 from kvik.server.http_protocol import DEFAULT_LIMITS, Connection, ConnectionLimits, Connections
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 BACKLOG = 1024
 
@@ -132,16 +132,16 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 log = logging.getLogger(__name__)
 
 
-LOOK_SECONDS = 0.05  # between two looks at the engine while it starts
+START_POLL_SECONDS = 0.05  # between two looks at the engine while it starts
 
 
-WATCH_SECONDS = 0.5  # and while it serves
+SERVE_POLL_SECONDS = 0.5  # and while it serves
 
 
-LAST_WORDS = 2.0  # seconds for answers that were ended to reach their clients
+ABORT_GRACE = 2.0  # seconds for answers that were ended to reach their clients
 
 
-HURRY = 0.2  # the same, when the signal came twice
+QUICK_GRACE = 0.2  # the same, when the signal came twice
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -156,7 +156,7 @@ class Port:
 
 
 async def serve(
-    parts: Parts,
+    server: Server,
     ports: Sequence[Port],
     tell: Callable[[str], None],
     limits: ConnectionLimits = DEFAULT_LIMITS,
@@ -170,33 +170,33 @@ async def serve(
     Args:
         tell: prints a line for the operator.
     """
-    stop = Stop()
+    stop = StopSignal()
     listeners = [Listener(port.app, port.socket, limits) for port in ports]
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.ask)
     try:
-        parts.engine.start(parts.generations.take)
+        server.engine.start(server.generations.take)
         for listener in listeners:
             await listener.start()
-        failed = await _started(parts, stop, tell)
-        failed = failed or await _served(parts, stop)
+        failed = await _wait_until_ready(server, stop, tell)
+        failed = failed or await _serve_until_stopped(server, stop)
         if not failed:
-            await _drain(parts, stop, tell)
+            await _drain(server, stop, tell)
     finally:
         quick = stop.again.is_set()
-        parts.drain.start()
-        parts.generations.abort_all("the server is being stopped")
-        await parts.drain.wait(HURRY if quick else LAST_WORDS)
+        server.drain.start()
+        server.generations.abort_all("the server is being stopped")
+        await server.drain.wait(QUICK_GRACE if quick else ABORT_GRACE)
         for listener in listeners:
-            await listener.close(HURRY)
-        await _close(parts, HURRY if quick else None)
+            await listener.close(QUICK_GRACE)
+        await _close(server, QUICK_GRACE if quick else None)
         for number in SIGNALS:
             loop.remove_signal_handler(number)
     return 1 if failed else 0
 
 
-class Stop:
+class StopSignal:
     """Whether the server was asked to stop, and whether it was asked again."""
 
     def __init__(self) -> None:
@@ -207,51 +207,53 @@ class Stop:
         (self.again if self.asked.is_set() else self.asked).set()
 
 
-async def _started(parts: Parts, stop: Stop, tell: Callable[[str], None]) -> bool:
+async def _wait_until_ready(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
     """Until the engine is ready, or the server is to stop. Returns whether it never will be."""
     while not stop.asked.is_set():
-        match parts.engine.state:
+        match server.engine.state:
             case EngineState.READY:
                 tell("ready")
                 return False
             case EngineState.FAILED:
-                log.error("the engine cannot be started: %s", parts.engine.reason)
+                log.error("the engine cannot be started: %s", server.engine.reason)
                 return True
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(START_POLL_SECONDS)
     return False
 
 
-async def _served(parts: Parts, stop: Stop) -> bool:
+async def _serve_until_stopped(server: Server, stop: StopSignal) -> bool:
     """Until the server is to stop, or the engine has failed for good. Returns whether it has."""
     while not stop.asked.is_set():
-        if parts.engine.state is EngineState.FAILED:
-            log.error("the server ends: %s", parts.engine.reason)
+        if server.engine.state is EngineState.FAILED:
+            log.error("the server ends: %s", server.engine.reason)
             return True
         with suppress(TimeoutError):
-            async with asyncio.timeout(WATCH_SECONDS):
+            async with asyncio.timeout(SERVE_POLL_SECONDS):
                 await stop.asked.wait()
     return False
 
 
-async def _drain(parts: Parts, stop: Stop, tell: Callable[[str], None]) -> None:
-    parts.drain.start()
-    seconds = parts.config.shutdown_timeout
-    if parts.drain.num_open:
-        tell(f"stopping: {parts.drain.num_open} answers have {seconds:g} s; once more ends at once")
-    empty = asyncio.ensure_future(parts.drain.wait(seconds))
+async def _drain(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> None:
+    server.drain.start()
+    seconds = server.config.shutdown_timeout
+    if server.drain.num_open:
+        tell(
+            f"stopping: {server.drain.num_open} answers have {seconds:g} s; once more ends at once"
+        )
+    empty = asyncio.ensure_future(server.drain.wait(seconds))
     again = asyncio.ensure_future(stop.again.wait())
     _, pending = await asyncio.wait((empty, again), return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
 
 
-async def _close(parts: Parts, seconds: float | None) -> None:
+async def _close(server: Server, seconds: float | None) -> None:
     """Args:
     seconds: after which the engine is left behind; its process ends by itself.
     """
     try:
         async with asyncio.timeout(seconds):
-            await parts.engine.close()
-            await parts.texts.close()
+            await server.engine.close()
+            await server.texts.close()
     except TimeoutError:
         log.warning("the engine was left behind; its process ends by itself")

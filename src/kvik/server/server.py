@@ -13,7 +13,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.async_client import AsyncEngineClient
 from kvik.server.admission import Admission, Degradation
 from kvik.server.errors import model_not_found
-from kvik.server.generation import Generations, Limits
+from kvik.server.generation import Generations, RequestLimits
 from kvik.server.keys import Keys
 from kvik.server.observer import Observer, Observers
 from kvik.server.texts import Texts
@@ -55,7 +55,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Server:
     """One server.
 
     Attributes:
@@ -88,6 +88,11 @@ class Parts:
     def model_name(self) -> str:
         return self.model_names[0]
 
+    def check_model(self, model: str | None) -> None:
+        """Raise `HttpError` 404 if a request names another model than the served one."""
+        if model and model not in self.model_names:
+            raise model_not_found(model)
+
 
 def assemble(
     config: ServerConfig,
@@ -97,8 +102,8 @@ def assemble(
     keys: Keys,
     model_names: Sequence[str],
     observers: Sequence[Observer] = (),
-) -> Parts:
-    """The engine is not started: that is `engine.start(parts.generations.take)`."""
+) -> Server:
+    """The engine is not started: that is `engine.start(server.generations.take)`."""
     scheduler = engine.config.scheduler
     admission = Admission(
         scheduler.max_queued_requests,
@@ -107,12 +112,12 @@ def assemble(
         clock=time.monotonic,
     )
     observer = Observers(observers)
-    limits = Limits(
+    limits = RequestLimits(
         config.request_timeout,
         config.share_prefix_cache,
         Degradation(config.pressure_max_tokens),
     )
-    return Parts(
+    return Server(
         config=config,
         model_names=tuple(model_names),
         engine=engine,
@@ -139,9 +144,3 @@ def model_names(config: ServerConfig, model: str, path: Path) -> tuple[str, ...]
     if model and not Path(model).expanduser().exists():
         return (model,)
     return (path.stem if path.is_file() else path.name,)
-
-
-def check_model(parts: Parts, model: str | None) -> None:
-    """Raises `HttpError` 404 if it is not the one served; who names none means it."""
-    if model and model not in parts.model_names:
-        raise model_not_found(model)

@@ -20,7 +20,7 @@ from kvik.text.template_process import LENGTH_BYTES, Rendered, Rendering, Templa
 from kvik.text.tokenizer import Tokenizer
 
 
-class Turns:
+class FairSemaphore:
     """Places for a piece of work each. Who waits for one gets it in the order of tenants, round and
     round, and within a tenant in the order of arrival."""
 
@@ -63,7 +63,7 @@ class Turns:
                 place.set_result(None)
 
 
-class Room:
+class TextQuota:
     """Bounds what all tenants, and each of them, hold at the same time, in characters.
 
     Who holds nothing may bring any number, so that nothing is refused for ever.
@@ -263,8 +263,8 @@ class Texts:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
-        self._encoding, self._rendering = Turns(THREADS), Turns(WORKERS)
-        self._room = Room(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
+        self._encoding, self._rendering = FairSemaphore(THREADS), FairSemaphore(WORKERS)
+        self._room = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates, self._no_template = _templates(tokenizer)
         self._tenant = ""
 
@@ -384,7 +384,7 @@ def _templates(tokenizer: Tokenizer | None) -> tuple[Templates | None, str]:
     return Templates(TemplateSource(*made)), ""
 
 
-async def continued(
+async def render_to_continue(
     texts: Texts,
     messages: Sequence[Mapping[str, object]],
     variables: Mapping[str, object] | None = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvik.config.errors import ConfigError
 from kvik.engine.output import RequestOutput
-from kvik.server.observer import Life
+from kvik.server.observer import GenerationRecord
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -57,13 +57,13 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
 
-    def arrived(self, life: Life) -> None:
+    def arrived(self, life: GenerationRecord) -> None:
         pass
 
-    def delivered(self, life: Life, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         pass
 
-    def finished(self, life: Life, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         clock = _WallClock()

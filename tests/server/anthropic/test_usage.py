@@ -6,7 +6,7 @@ import pytest
 
 from kvik.core.types import Pin, PromptUse
 from kvik.server.anthropic.conversation import FIVE_MINUTES, HOUR
-from kvik.server.anthropic.messages import Meter
+from kvik.server.anthropic.messages import UsageMeter
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from kvik.server.anthropic.messages import Meter
 def test_how_long_what_was_written_stays(
     num_prompt: int, pins: list[tuple[int, float]], read: int, written: int, hour: int
 ) -> None:
-    meter = Meter(num_prompt, [Pin(*pin) for pin in pins], 16)
+    meter = UsageMeter(num_prompt, [Pin(*pin) for pin in pins], 16)
     usage = meter.usage(PromptUse(read, written), 3)
     assert usage.input_tokens == num_prompt - read - written
     assert usage.cache_read_input_tokens == read
@@ -39,6 +39,6 @@ def test_how_long_what_was_written_stays(
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    usage = Meter(100, [], 16).usage(None, 0)
+    usage = UsageMeter(100, [], 16).usage(None, 0)
     assert usage.input_tokens == 100
     assert usage.cache_read_input_tokens is usage.cache_creation_input_tokens is None

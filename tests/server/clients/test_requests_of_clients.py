@@ -18,7 +18,7 @@ from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetrics
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 KEY = {"authorization": "Bearer right"}
 CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -29,7 +29,7 @@ def locked() -> Iterator[Site]:
     """As people run it: with a key."""
     requests = RequestMetrics()
 
-    def routes(parts: Parts) -> list[Route]:
+    def routes(parts: Server) -> list[Route]:
         return all_routes(parts, requests)
 
     with story_site(routes, read_keys(["right"]), observers=[requests]) as made:

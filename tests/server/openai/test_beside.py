@@ -15,15 +15,15 @@ from kvik.server import responses as module
 from kvik.server.openai import chat, completions, embeddings, tokenize
 from kvik.server.openai import chat as conversation
 from kvik.server.openai.embeddings import Embedding, Embeddings, EmbeddingUsage
-from kvik.server.responses import beside
+from kvik.server.responses import offload
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
 
 
 def test_much_of_it_is_done_in_a_thread() -> None:
     async def threads() -> list[threading.Thread]:
-        sizes = (module.BRIEF, module.BRIEF + 1)
-        return [await beside(size, threading.current_thread) for size in sizes]
+        sizes = (module.INLINE_ITEMS, module.INLINE_ITEMS + 1)
+        return [await offload(size, threading.current_thread) for size in sizes]
 
     brief, much = asyncio.run(threads())
     assert brief is threading.current_thread()
@@ -33,16 +33,16 @@ def test_much_of_it_is_done_in_a_thread() -> None:
 @pytest.mark.parametrize(
     ("place", "name", "path", "body"),
     [
-        (chat, "whole", "/v1/chat/completions", {**TALK, "logprobs": True, "top_logprobs": 2}),
-        (chat, "whole", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
+        (chat, "full_response", "/v1/chat/completions", {**TALK, "logprobs": True, "top_logprobs": 2}),
+        (chat, "full_response", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
         (
-            completions.CompletionShape,
+            completions.CompletionFormat,
             "whole",
             "/v1/completions",
             {"prompt": "A dog", "logprobs": 2, "max_tokens": 4},
         ),
         (
-            completions.CompletionShape,
+            completions.CompletionFormat,
             "before",
             "/v1/completions",
             {"prompt": "A dog", "echo": True, "logprobs": 2, "stream": True},
@@ -74,7 +74,7 @@ def test_which_work_this_is(
         seen.append(threading.current_thread().name)
         return genuine(*arguments)
 
-    monkeypatch.setattr(module, "BRIEF", 2)
+    monkeypatch.setattr(module, "INLINE_ITEMS", 2)
     monkeypatch.setattr(place, name, watched)
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text

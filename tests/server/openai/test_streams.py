@@ -10,12 +10,12 @@ import pytest
 
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import TextDelta
-from kvik.server.openai.answers import Heading, TokenNames
+from kvik.server.openai.answers import ResponseHead, TokenNames
 from kvik.server.openai.chat import ChatRequest, ChatStream
-from kvik.server.openai.completions import CompletionRequest, CompletionShape, CompletionStream
-from kvik.server.openai.requests import check_choices, split
+from kvik.server.openai.completions import CompletionFormat, CompletionRequest, CompletionStream
+from kvik.server.openai.requests import check_choices, split_prompts
 
-HEADING = Heading("id-1", "m", 1)
+HEADING = ResponseHead("id-1", "m", 1)
 NAMES = TokenNames(None)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -28,7 +28,7 @@ def chat(**fields: Any) -> ChatStream:
 def completion(**fields: Any) -> CompletionStream:
     body = msgspec.convert({"prompt": "Hi", "stream": True, **fields}, CompletionRequest)
     echoes = ["A", "B"] if body.echo else ["", ""]
-    return CompletionStream(CompletionShape(HEADING, body, NAMES, [[1, 2], [3]], echoes), body)
+    return CompletionStream(CompletionFormat(HEADING, body, NAMES, [[1, 2], [3]], echoes), body)
 
 
 def delta(text: str, tokens: int = 1, index: int = 0, **fields: Any) -> TextDelta:
@@ -148,13 +148,13 @@ def test_tokens_have_numbers_where_there_is_no_tokenizer() -> None:
     ],
 )
 def test_prompts_of_every_shape(given: Any, prompts: list[Any]) -> None:
-    assert list(split("prompt", given).values()) == prompts
+    assert list(split_prompts("prompt", given).values()) == prompts
 
 
 @pytest.mark.parametrize("given", ["", [], [""], [[]], ["a", ""], [[1], []], [1, "a"], ["a", [1]]])
 def test_no_prompt_is_empty_or_of_another_kind(given: Any) -> None:
     with pytest.raises(ValueError, match="input"):
-        split("input", given)
+        split_prompts("input", given)
 
 
 def test_choices_are_bounded_in_all() -> None:

@@ -11,9 +11,9 @@ from msgspec import Meta, Struct
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kvik.core.types import Pin
-from kvik.server.errors import called
+from kvik.server.errors import rename_fields
 from kvik.server.openai.fields import MAX_INT32, Name
-from kvik.server.texts import Texts, continued
+from kvik.server.texts import Texts, render_to_continue
 from kvik.text.chat_template import MAX_MESSAGES
 
 StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
@@ -26,7 +26,7 @@ class CacheControl(Struct, kw_only=True):
     ttl: Literal["5m", "1h"] | None = None  # 5m
 
 
-class Block(Struct, kw_only=True):
+class ContentBlock(Struct, kw_only=True):
     """A part of a message's content; only text is supported."""
 
     type: str
@@ -35,19 +35,19 @@ class Block(Struct, kw_only=True):
     citations: Any = None  # of documents, and there are none
 
 
-class Message(Struct, kw_only=True):
+class MessageParam(Struct, kw_only=True):
     """One turn. Turns of one role that follow each other are one."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class CountRequest(Struct, kw_only=True):
     """A conversation, whose tokens are counted."""
 
     model: Name
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[Block] | None = None
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[ContentBlock] | None = None
     cache_control: CacheControl | None = None  # as if it stood at the last block
 
 
@@ -72,7 +72,7 @@ class MessageRequest(CountRequest, kw_only=True):
     speed: Any = None
 
 
-MAX_MARKS = 4
+MAX_CACHE_MARKS = 4
 
 
 FIVE_MINUTES, HOUR = 300.0, 3600.0
@@ -88,7 +88,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CacheMark:
     """The prompt up to the end of a block is to be kept for so many seconds."""
 
     turn: int
@@ -104,7 +104,7 @@ class Conversation:
     """
 
     turns: list[Turn] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[CacheMark] = field(default_factory=list)
 
     @property
     def continues(self) -> bool:
@@ -122,10 +122,10 @@ def read_conversation(body: CountRequest) -> Conversation:
     if body.cache_control is not None:
         last = len(conversation.turns) - 1
         _mark(conversation, last, body.cache_control)
-    if len(conversation.marks) > MAX_MARKS:
+    if len(conversation.marks) > MAX_CACHE_MARKS:
         raise ParamError(
             "cache_control",
-            f"at most {MAX_MARKS} blocks may have one, not {len(conversation.marks)}",
+            f"at most {MAX_CACHE_MARKS} blocks may have one, not {len(conversation.marks)}",
         )
     text = conversation.turns[-1].texts[-1]
     if conversation.continues and text != text.rstrip():
@@ -138,7 +138,9 @@ def plain(turns: Sequence[Turn]) -> list[Mapping[str, object]]:
     return [{"role": turn.role, "content": "\n".join(turn.texts)} for turn in turns]
 
 
-def _add(conversation: Conversation, place: str, role: str, content: str | Sequence[Block]) -> None:
+def _add(
+    conversation: Conversation, place: str, role: str, content: str | Sequence[ContentBlock]
+) -> None:
     turns = conversation.turns
     if not turns or turns[-1].role != role:
         turns.append(Turn(role))
@@ -150,7 +152,9 @@ def _add(conversation: Conversation, place: str, role: str, content: str | Seque
         raise ParamError(place, "must have at least one block")
 
 
-def _texts(place: str, content: str | Sequence[Block]) -> Iterator[tuple[str, CacheControl | None]]:
+def _texts(
+    place: str, content: str | Sequence[ContentBlock]
+) -> Iterator[tuple[str, CacheControl | None]]:
     if isinstance(content, str):
         yield content, None
         return
@@ -169,7 +173,7 @@ def _texts(place: str, content: str | Sequence[Block]) -> Iterator[tuple[str, Ca
 def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
     """At the last block so far of a turn."""
     block = len(conversation.turns[turn].texts) - 1
-    conversation.marks.append(Mark(turn, block, _SECONDS[control.ttl]))
+    conversation.marks.append(CacheMark(turn, block, _SECONDS[control.ttl]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +186,11 @@ async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
     """Raises `ParamError` if the template refuses the conversation, or it is too long."""
     turns = conversation.turns
     if conversation.continues:
-        with called(continue_final_message="messages"):
-            text = await continued(texts, plain(turns))
+        with rename_fields(continue_final_message="messages"):
+            text = await render_to_continue(texts, plain(turns))
     else:
         text = await texts.render(plain(turns), add_generation_prompt=True)
-    with called(prompt="messages"):
+    with rename_fields(prompt="messages"):
         ids = await texts.encode(text, add_special_tokens=False)
     pins = []
     for mark in conversation.marks:
@@ -197,7 +201,7 @@ async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
 
 
 async def _length(
-    texts: Texts, turns: Sequence[Turn], mark: Mark, text: str, ids: Sequence[int]
+    texts: Texts, turns: Sequence[Turn], mark: CacheMark, text: str, ids: Sequence[int]
 ) -> int:
     """Tokens of the prompt up to a mark."""
     marked = turns[mark.turn]

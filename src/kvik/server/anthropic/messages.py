@@ -24,20 +24,20 @@ from kvik.server.anthropic.conversation import (
     read_conversation,
 )
 from kvik.server.body import read_body
-from kvik.server.errors import called
+from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.responses import (
     StreamReply,
     Template,
-    beside,
     degraded_header,
     json_event,
     json_response,
-    outputs,
+    offload,
+    wait_for_outputs,
 )
 from kvik.server.route import Route
-from kvik.server.server import Parts, check_model
+from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, STRUCTURED, TOOLS, Table, missing
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
@@ -67,7 +67,7 @@ class TextBlock(Struct):
     type: Literal["text"] = "text"
 
 
-class Answer(Struct, kw_only=True):
+class MessageResponse(Struct, kw_only=True):
     """The assistant's message; at the start of a stream without content."""
 
     id: str
@@ -113,7 +113,7 @@ MESSAGES: Table = {
 
 
 @dataclass(frozen=True, slots=True)
-class Meter:
+class UsageMeter:
     """Of one request.
 
     Attributes:
@@ -190,7 +190,7 @@ _END = json_event({"type": "message_stop"}, "message_stop")
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class MessageBuilder:
     """What an answer needs beside its text.
 
     Attributes:
@@ -201,18 +201,18 @@ class Heading:
 
     id: str
     model: str
-    meter: Meter
+    meter: UsageMeter
     stop_sequences: Sequence[str]
     max_model_len: int
     silent: bool = False
 
-    def whole(self, output: RequestOutput) -> Answer:
+    def whole(self, output: RequestOutput) -> MessageResponse:
         """Of a finished request."""
         used = PromptUse(output.num_cached_tokens, output.num_pinned_tokens)
         if self.silent:
             return replace(self.begun(used), stop_reason="max_tokens")
         reason, sequence = self._stop(output)
-        return Answer(
+        return MessageResponse(
             id=self.id,
             model=self.model,
             content=[TextBlock(output.text)],
@@ -221,9 +221,9 @@ class Heading:
             usage=self.meter.usage(used, output.num_output_tokens),
         )
 
-    def begun(self, used: PromptUse | None) -> Answer:
+    def begun(self, used: PromptUse | None) -> MessageResponse:
         """Of one that has no text yet."""
-        return Answer(
+        return MessageResponse(
             id=self.id,
             model=self.model,
             content=[],
@@ -246,7 +246,7 @@ class Heading:
 class MessageStream:
     """Deltas -> events: one block of text, between the beginning and the end of a message."""
 
-    def __init__(self, heading: Heading, generation: Generation) -> None:
+    def __init__(self, heading: MessageBuilder, generation: Generation) -> None:
         self._heading = heading
         self._generation = generation
 
@@ -272,27 +272,27 @@ class MessageStream:
         return stop + json_event(delta, "message_delta") + _END
 
 
-async def messages(parts: Parts, request: Request) -> Response:
+async def messages(server: Server, request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, MessageRequest, MESSAGES)
-    check_model(parts, body.model)
-    params = _params(body, parts.default_params)
+    server.check_model(body.model)
+    params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
-    parts.generations.check_room(tenant, params.n)
-    conversation = await beside(len(body.messages), lambda: read_conversation(body))
-    prompt = await make_prompt(parts.texts.of(tenant), conversation)
+    server.generations.check_room(tenant, params.n)
+    conversation = await offload(len(body.messages), lambda: read_conversation(body))
+    prompt = await make_prompt(server.texts.of(tenant), conversation)
     wish = GenerationRequest(
         prompt=prompt.token_ids, params=params, pins=prompt.pins, field="messages"
     )
-    with called(stop="stop_sequences"):
-        generation = await parts.generations.start(
+    with rename_fields(stop="stop_sequences"):
+        generation = await server.generations.start(
             wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
         )
-    config = parts.engine.config
-    heading = Heading(
+    config = server.engine.config
+    heading = MessageBuilder(
         id=f"msg_{secrets.token_hex(12)}",
-        model=parts.model_name,
-        meter=Meter(len(prompt.token_ids), prompt.pins, config.cache.block_size),
+        model=server.model_name,
+        meter=UsageMeter(len(prompt.token_ids), prompt.pins, config.cache.block_size),
         stop_sequences=body.stop_sequences or (),
         max_model_len=config.scheduler.max_model_len,
         silent=body.max_tokens == 0,
@@ -300,19 +300,19 @@ async def messages(parts: Parts, request: Request) -> Response:
     if body.stream:
         events = MessageStream(heading, generation)
         return StreamReply([generation], events, anthropic=True, heartbeat=PING)
-    (output,) = await outputs(request, [generation])
+    (output,) = await wait_for_outputs(request, [generation])
     answer = json_response(heading.whole(output))
     answer.headers.update(degraded_header([generation]))
     return answer
 
 
-async def count_tokens(parts: Parts, request: Request) -> Response:
+async def count_tokens(server: Server, request: Request) -> Response:
     """How many tokens a conversation would have as a prompt."""
     body = await read_body(request, CountRequest, COUNT)
-    check_model(parts, body.model)
-    conversation = await beside(len(body.messages), lambda: read_conversation(body))
+    server.check_model(body.model)
+    conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
-    prompt = await make_prompt(parts.texts.of(caller_of(request).tenant), conversation)
+    prompt = await make_prompt(server.texts.of(caller_of(request).tenant), conversation)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 
@@ -325,22 +325,22 @@ def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
         "top_p": body.top_p,
         "top_k": body.top_k,
     }
-    with called(stop="stop_sequences"):
+    with rename_fields(stop="stop_sequences"):
         return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/messages",
-            partial(messages, parts),
+            partial(messages, server),
             body=MessageRequest,
-            answer=Answer,
+            answer=MessageResponse,
             note="Answer a conversation, in one piece or as a stream of events.",
         ),
         Route(
             "/v1/messages/count_tokens",
-            partial(count_tokens, parts),
+            partial(count_tokens, server),
             body=CountRequest,
             answer=TokenCount,
             note="How many tokens a conversation has as a prompt.",

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvik import __version__
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput
-from kvik.server.responses import Made
+from kvik.server.responses import LazyList
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ FINGERPRINT = f"kvik-{__version__}"
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseHead:
     """`id` and `model` of an answer, and when it was begun, in whole seconds since 1970."""
 
     id: str
@@ -182,7 +182,7 @@ class TokenNames:
 
     def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Of all of them; for `pieces.encoded`."""
-        return ChatLogprobs(cast(list[TokenLogprob], Made(logprobs, self._chat_token)))
+        return ChatLogprobs(cast(list[TokenLogprob], LazyList(logprobs, self._chat_token)))
 
     def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
         top = [
@@ -198,7 +198,7 @@ class TokenNames:
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
         """By token id, the token itself first; for `pieces.encoded`, which knows no difference."""
-        return cast(PromptLogprobs, Made(logprobs, self._prompt_token))
+        return cast(PromptLogprobs, LazyList(logprobs, self._prompt_token))
 
     def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
         if one is None:

@@ -15,13 +15,13 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.server.body import read_body
-from kvik.server.errors import called
+from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.answers import (
     FINGERPRINT,
     ChatLogprobs,
-    Heading,
     PromptLogprobs,
+    ResponseHead,
     TokenNames,
     Usage,
     usage_of,
@@ -31,7 +31,7 @@ from kvik.server.openai.fields import Count, Generating, Logprobs, limit_of
 from kvik.server.openai.requests import (
     asked_tokens,
     check_logprobs,
-    check_room,
+    check_output_fits,
     check_stream,
     generation_request,
     num_logprobs,
@@ -41,17 +41,17 @@ from kvik.server.responses import (
     DONE,
     StreamReply,
     Template,
-    beside,
     degraded_header,
-    encoded,
+    encode_in_chunks,
     event,
     json_event,
     large_response,
-    outputs,
+    offload,
+    wait_for_outputs,
 )
 from kvik.server.route import Route
-from kvik.server.server import Parts, check_model
-from kvik.server.texts import Texts, continued
+from kvik.server.server import Server
+from kvik.server.texts import Texts, render_to_continue
 from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse
 from kvik.text.chat_template import MAX_MESSAGES
 
@@ -177,19 +177,19 @@ class ChatChunk(Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
 
 
-async def chat(parts: Parts, request: Request) -> Response:
+async def chat(server: Server, request: Request) -> Response:
     """Answer a conversation."""
-    return await answer_chat(parts, request, await read_body(request, ChatRequest, CHAT))
+    return await answer_chat(server, request, await read_body(request, ChatRequest, CHAT))
 
 
-async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Response:
+async def answer_chat(server: Server, request: Request, body: ChatRequest) -> Response:
     """The same, once the body is read."""
-    check_model(parts, body.model)
-    params = chat_params(body, parts.default_params)
+    server.check_model(body.model)
+    params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
-    parts.generations.check_room(tenant, params.n)
+    server.generations.check_room(tenant, params.n)
     ids = await conversation_ids(
-        parts.texts.of(tenant),
+        server.texts.of(tenant),
         body.messages,
         body.chat_template_kwargs,
         body.add_generation_prompt,
@@ -197,19 +197,21 @@ async def answer_chat(parts: Parts, request: Request, body: ChatRequest) -> Resp
         body.add_special_tokens,
     )
     name, asked = asked_tokens(body, body.max_completion_tokens)
-    with called(prompt="messages", max_tokens=name):
-        check_room(parts, len(ids), asked, name)
-        check_logprobs(parts, [ids], params, "prompt_logprobs", "top_logprobs")
+    with rename_fields(prompt="messages", max_tokens=name):
+        check_output_fits(server, len(ids), asked, name)
+        check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
         wish = generation_request(body, ids, params, "messages")
-        generation = await parts.generations.start(
+        generation = await server.generations.start(
             wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
         )
-    heading = Heading(f"chatcmpl-{generation.request_id}", parts.model_name)
-    names = TokenNames(parts.texts.tokenizer)
+    heading = ResponseHead(f"chatcmpl-{generation.request_id}", server.model_name)
+    names = TokenNames(server.texts.tokenizer)
     if body.stream:
         return StreamReply([generation], ChatStream(heading, body, names, len(ids)))
-    (output,) = await outputs(request, [generation])
-    answer = await large_response(num_logprobs(output), lambda: whole(heading, body, names, output))
+    (output,) = await wait_for_outputs(request, [generation])
+    answer = await large_response(
+        num_logprobs(output), lambda: full_response(heading, body, names, output)
+    )
     answer.headers.update(degraded_header([generation]))
     return answer
 
@@ -239,7 +241,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
 _OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-_AS = {"developer": "system"}  # a newer name, which few templates know
+_TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
 
 
 _TOOL_ROLES = ("tool", "function")
@@ -268,16 +270,16 @@ async def conversation_ids(
     for name in variables or ():
         if name in _OWN_NAMES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
-    plain = await beside(len(messages), lambda: [_plain(message) for message in messages])
+    plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if continue_final_message:
-        text = await continued(texts, plain, variables)
+        text = await render_to_continue(texts, plain, variables)
     else:
         text = await texts.render(
             plain, add_generation_prompt=add_generation_prompt, variables=dict(variables or {})
         )
-    with called(prompt="messages"):
+    with rename_fields(prompt="messages"):
         return await texts.encode(text, bool(add_special_tokens))
 
 
@@ -286,7 +288,7 @@ def _plain(message: Message) -> dict[str, object]:
     if message.role in _TOOL_ROLES:
         raise ParamError("messages", f"of role {message.role!r} need tools, not supported yet")
     plain: dict[str, object] = {
-        "role": _AS.get(message.role, message.role),
+        "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(message.content),
     }
     for name in ("name", "reasoning_content"):
@@ -313,8 +315,8 @@ def _text(content: str | list[Part] | None) -> str:
 _HOLE = "\ue000text\ue000"
 
 
-def whole(
-    heading: Heading, body: ChatRequest, names: TokenNames, output: RequestOutput
+def full_response(
+    heading: ResponseHead, body: ChatRequest, names: TokenNames, output: RequestOutput
 ) -> ChatCompletion:
     """Of a finished request."""
     asked = body.prompt_logprobs is not None and output.prompt_logprobs is not None
@@ -343,7 +345,7 @@ class ChatStream:
     """Deltas -> events. Each completion begins with its role and ends with its finish reason."""
 
     def __init__(
-        self, heading: Heading, body: ChatRequest, names: TokenNames, prompt_tokens: int
+        self, heading: ResponseHead, body: ChatRequest, names: TokenNames, prompt_tokens: int
     ) -> None:
         options = body.stream_options
         self._heading = heading
@@ -376,7 +378,7 @@ class ChatStream:
             first = self._chunk_of(ChunkChoice(delta.index, Delta(role="assistant", content="")))
             if self._prompt_logprobs and delta.prompt_logprobs is not None:
                 first.prompt_logprobs = self._names.prompt(delta.prompt_logprobs)
-            yield event(encoded(first))
+            yield event(encode_in_chunks(first))
         logprobs = self._shown(delta.logprobs)
         if logprobs is not None or (delta.text and self._each_usage):
             yield self._event(ChunkChoice(delta.index, Delta(content=delta.text), logprobs))
@@ -419,11 +421,11 @@ class ChatStream:
         )
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/chat/completions",
-            partial(chat, parts),
+            partial(chat, server),
             body=ChatRequest,
             answer=ChatCompletion,
             note="Answer a conversation.",

@@ -15,14 +15,14 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.server.body import read_body
-from kvik.server.errors import called
+from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.answers import (
     FINGERPRINT,
     CompletionLogprobs,
     CompletionTokens,
-    Heading,
     PromptLogprobs,
+    ResponseHead,
     TokenNames,
     Usage,
     usage_of,
@@ -30,32 +30,32 @@ from kvik.server.openai.answers import (
 )
 from kvik.server.openai.fields import Generating, Logprobs, Prompt, limit_of
 from kvik.server.openai.requests import (
-    One,
+    SinglePrompt,
     all_prompt_ids,
     asked_tokens,
     check_choices,
     check_logprobs,
-    check_room,
+    check_output_fits,
     check_stream,
     generation_request,
     num_logprobs,
     sampling_changes,
-    split,
+    split_prompts,
 )
 from kvik.server.responses import (
     DONE,
     StreamReply,
     Template,
-    beside,
     degraded_header,
-    encoded,
+    encode_in_chunks,
     event,
     json_event,
     large_response,
-    outputs,
+    offload,
+    wait_for_outputs,
 )
 from kvik.server.route import Route
-from kvik.server.server import Parts, check_model
+from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 
 
@@ -98,61 +98,61 @@ class Completion(Struct, kw_only=True):
     system_fingerprint: str
 
 
-async def completions(parts: Parts, request: Request) -> Response:
+async def completions(server: Server, request: Request) -> Response:
     """Go on with one text or many."""
     body = await read_body(request, CompletionRequest, COMPLETION)
-    return await answer_completions(parts, request, body)
+    return await answer_completions(server, request, body)
 
 
-async def answer_completions(parts: Parts, request: Request, body: CompletionRequest) -> Response:
+async def answer_completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     """The same, once the body is read."""
-    check_model(parts, body.model)
-    params = completion_params(body, parts.default_params)
-    given = split("prompt", body.prompt)
+    server.check_model(body.model)
+    params = completion_params(body, server.default_params)
+    given = split_prompts("prompt", body.prompt)
     check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
     tenant = caller_of(request).tenant
-    parts.generations.check_room(tenant, len(given) * params.n)
-    ids = await all_prompt_ids(parts.texts.of(tenant), given, body.add_special_tokens)
+    server.generations.check_room(tenant, len(given) * params.n)
+    ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
     prompts = list(ids.values())
     name, asked = asked_tokens(body)
     for field in ids:
-        with called(prompt=field):
-            check_room(parts, len(ids[field]), asked, name)
+        with rename_fields(prompt=field):
+            check_output_fits(server, len(ids[field]), asked, name)
     of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    check_logprobs(parts, prompts, params, of_prompt, "logprobs")
-    with called(tokens="echo"):
+    check_logprobs(server, prompts, params, of_prompt, "logprobs")
+    with rename_fields(tokens="echo"):
         num_echoed = sum(map(len, prompts)) if body.echo else 0
-        echoes = await beside(
-            num_echoed, lambda: [_echo(parts, body, one) for one in given.values()]
+        echoes = await offload(
+            num_echoed, lambda: [_echo(server, body, one) for one in given.values()]
         )
     wishes = [generation_request(body, ids[field], params, field) for field in ids]
     streaming = bool(body.stream)
-    with called(max_tokens=name):
-        generations = await parts.generations.start_all(
+    with rename_fields(max_tokens=name):
+        generations = await server.generations.start_all(
             wishes, tenant, streaming=streaming, trace_parent=trace_parent_of(request)
         )
-    shape = CompletionShape(
-        Heading(f"cmpl-{generations[0].request_id}", parts.model_name),
+    shape = CompletionFormat(
+        ResponseHead(f"cmpl-{generations[0].request_id}", server.model_name),
         body,
-        TokenNames(parts.texts.tokenizer),
+        TokenNames(server.texts.tokenizer),
         prompts,
         echoes,
     )
     if streaming:
         return StreamReply(generations, CompletionStream(shape, body))
-    finished = await outputs(request, generations)
+    finished = await wait_for_outputs(request, generations)
     answer = await large_response(sum(map(num_logprobs, finished)), lambda: shape.whole(finished))
     answer.headers.update(degraded_header(generations))
     return answer
 
 
-def _echo(parts: Parts, body: CompletionRequest, prompt: One) -> str:
+def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
     """What stands before the completions of a prompt."""
     if not body.echo:
         return ""
     if isinstance(prompt, str):
         return prompt
-    return parts.texts.decode(prompt, body.skip_special_tokens is not False)
+    return server.texts.decode(prompt, body.skip_special_tokens is not False)
 
 
 COMPLETION_TOKENS = 16  # of a completion that does not say; as the API has it
@@ -185,7 +185,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
 _HOLE = "\ue000text\ue000"
 
 
-class CompletionShape:
+class CompletionFormat:
     """How the completions of one request are shown, in one piece or in many.
 
     Args:
@@ -195,7 +195,7 @@ class CompletionShape:
 
     def __init__(
         self,
-        heading: Heading,
+        heading: ResponseHead,
         body: CompletionRequest,
         names: TokenNames,
         prompts: Sequence[Sequence[int]],
@@ -288,7 +288,7 @@ class CompletionShape:
 class CompletionStream:
     """Deltas -> events."""
 
-    def __init__(self, shape: CompletionShape, body: CompletionRequest) -> None:
+    def __init__(self, shape: CompletionFormat, body: CompletionRequest) -> None:
         options = body.stream_options
         self._shape = shape
         self._final_usage = options is not None and bool(options.include_usage)
@@ -322,7 +322,7 @@ class CompletionStream:
             self._templates[index] = self._template(index)
             before = self._shape.before(index, position, self._prompts.get(position))
             if before is not None:
-                yield event(encoded(self._shape.completion([before], self._usage())))
+                yield event(encode_in_chunks(self._shape.completion([before], self._usage())))
         logprobs = self._logprobs(position, index, delta)
         if logprobs is not None or (delta.text and self._each_usage):
             yield self._event(CompletionChoice(index, delta.text, logprobs))
@@ -371,11 +371,11 @@ def _both(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLo
     )
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/completions",
-            partial(completions, parts),
+            partial(completions, server),
             body=CompletionRequest,
             answer=Completion,
             note="Go on with texts.",

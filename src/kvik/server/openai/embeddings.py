@@ -20,10 +20,10 @@ from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.fields import Name, Prompt
-from kvik.server.openai.requests import all_prompt_ids, split
-from kvik.server.responses import beside, outputs
+from kvik.server.openai.requests import all_prompt_ids, split_prompts
+from kvik.server.responses import offload, wait_for_outputs
 from kvik.server.route import Route
-from kvik.server.server import Parts, check_model
+from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 
 MAX_INPUTS = 2048
@@ -78,24 +78,24 @@ class Embeddings(Struct, kw_only=True):
 DEFAULT_POOLING = "mean"
 
 
-async def embeddings(parts: Parts, request: Request) -> Response:
+async def embeddings(server: Server, request: Request) -> Response:
     """A vector of length 1 for each input, pooled from the last layer's hidden states."""
     body = await read_body(request, EmbeddingRequest, EMBEDDING)
-    return await answer_embeddings(parts, request, body)
+    return await answer_embeddings(server, request, body)
 
 
-async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingRequest) -> Response:
+async def answer_embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """The same, once the body is read."""
-    check_model(parts, body.model)
-    hidden = parts.engine.config.model.hidden_size
+    server.check_model(body.model)
+    hidden = server.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):
         raise ParamError("dimensions", f"must be {hidden}: this model's vectors cannot be cut")
-    given = split("input", body.input)
+    given = split_prompts("input", body.input)
     if len(given) > MAX_INPUTS:
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
     tenant = caller_of(request).tenant
-    parts.generations.check_room(tenant, len(given))
-    inputs = await all_prompt_ids(parts.texts.of(tenant), given, body.add_special_tokens)
+    server.generations.check_room(tenant, len(given))
+    inputs = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
     wishes = [
         GenerationRequest(
             prompt=ids,
@@ -107,18 +107,18 @@ async def answer_embeddings(parts: Parts, request: Request, body: EmbeddingReque
         )
         for field, ids in inputs.items()
     ]
-    generations = await parts.generations.start_all(
+    generations = await server.generations.start_all(
         wishes, tenant, streaming=False, trace_parent=trace_parent_of(request)
     )
-    vectors = [output.embedding or [] for output in await outputs(request, generations)]
+    vectors = [output.embedding or [] for output in await wait_for_outputs(request, generations)]
     num_tokens = sum(map(len, inputs.values()))
     empty = Embeddings(
         data=[],
-        model=parts.model_name,
+        model=server.model_name,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
     as_text = body.encoding_format == "base64"
-    data = await beside(hidden * len(vectors), lambda: _written(empty, vectors, as_text))
+    data = await offload(hidden * len(vectors), lambda: _written(empty, vectors, as_text))
     return Response(data, media_type="application/json")
 
 
@@ -138,11 +138,11 @@ def _base64(vector: Sequence[float]) -> str:
     return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/embeddings",
-            partial(embeddings, parts),
+            partial(embeddings, server),
             body=EmbeddingRequest,
             answer=Embeddings,
             note="A vector for each text, pooled from hidden states.",

@@ -140,7 +140,7 @@ class Generating(Struct, kw_only=True):
     prediction: Any = None  # a guess at the answer, for speed
 
 
-def either(body: msgspec.Struct, name: str, other: str) -> Any:
+def aliased(body: msgspec.Struct, name: str, other: str) -> Any:
     """The value of a field that has two names; None if it has none.
 
     Raises:

@@ -16,7 +16,7 @@ from kvik.server.openai.chat import CHAT, ChatRequest, answer_chat
 from kvik.server.openai.completions import COMPLETION, CompletionRequest, answer_completions
 from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, answer_embeddings
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 
 Body = ChatRequest | CompletionRequest | EmbeddingRequest
@@ -36,16 +36,16 @@ class Invocation(Struct):
     input: Any = None
 
 
-async def invocations(parts: Parts, request: Request) -> Response:
+async def invocations(server: Server, request: Request) -> Response:
     """Whatever the body asks for."""
     body = await read_chosen(request, _kind)
     match body:
         case ChatRequest():
-            return await answer_chat(parts, request, body)
+            return await answer_chat(server, request, body)
         case CompletionRequest():
-            return await answer_completions(parts, request, body)
+            return await answer_completions(server, request, body)
         case EmbeddingRequest():
-            return await answer_embeddings(parts, request, body)
+            return await answer_embeddings(server, request, body)
 
 
 def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:
@@ -55,11 +55,11 @@ def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:
     return kinds[0]
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/invocations",
-            partial(invocations, parts),
+            partial(invocations, server),
             body=Invocation,
             note="Any of the three, as its body says.",
         ),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvik.server.errors import model_not_found
 from kvik.server.responses import json_response
 from kvik.server.route import Route
-from kvik.server.server import Parts
+from kvik.server.server import Server
 
 
 class Model(Struct, kw_only=True):
@@ -41,44 +41,44 @@ class Models(Struct, kw_only=True):
     last_id: str
 
 
-async def models(parts: Parts, request: Request) -> Response:
+async def models(server: Server, request: Request) -> Response:
     """The model that is served, under each of its names."""
-    names = parts.model_names
-    listed = [_model(parts, name) for name in names]
+    names = server.model_names
+    listed = [_model(server, name) for name in names]
     return json_response(Models(data=listed, first_id=names[0], last_id=names[-1]))
 
 
-async def model(parts: Parts, request: Request) -> Response:
+async def model(server: Server, request: Request) -> Response:
     """One of the names."""
     name = request.path_params["model"]
-    if name not in parts.model_names:
+    if name not in server.model_names:
         raise model_not_found(name)
-    return json_response(_model(parts, name))
+    return json_response(_model(server, name))
 
 
-def _model(parts: Parts, name: str) -> Model:
+def _model(server: Server, name: str) -> Model:
     return Model(
         id=name,
-        created=parts.started,
+        created=server.started,
         display_name=name,
-        created_at=datetime.fromtimestamp(parts.started, UTC).isoformat().replace("+00:00", "Z"),
-        root=parts.model_name,
-        max_model_len=parts.engine.config.scheduler.max_model_len,
+        created_at=datetime.fromtimestamp(server.started, UTC).isoformat().replace("+00:00", "Z"),
+        root=server.model_name,
+        max_model_len=server.engine.config.scheduler.max_model_len,
     )
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/v1/models",
-            partial(models, parts),
+            partial(models, server),
             method="GET",
             answer=Models,
             note="The model that is served.",
         ),
         Route(
             "/v1/models/{model:path}",
-            partial(model, parts),
+            partial(model, server),
             method="GET",
             answer=Model,
             note="One model.",

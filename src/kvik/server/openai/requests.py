@@ -8,16 +8,16 @@ from kvik.config.errors import Overflow, ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin, TokenLogprobs
 from kvik.engine.output import RequestOutput
-from kvik.server.errors import called
+from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
-from kvik.server.openai.fields import Generating, either
-from kvik.server.server import Parts
+from kvik.server.openai.fields import Generating, aliased
+from kvik.server.server import Server
 from kvik.server.texts import Texts
 
-Given = str | list[str | int | list[int]]
+PromptInput = str | list[str | int | list[int]]
 
 
-One = str | list[int]
+SinglePrompt = str | list[int]
 
 
 MAX_CHOICES = 128  # prompts times n, in one request
@@ -26,7 +26,7 @@ MAX_CHOICES = 128  # prompts times n, in one request
 _KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
 
 
-def split(name: str, given: Given) -> dict[str, One]:
+def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
     """The prompts by what errors call them: `name` alone, or `name[0]`, `name[1]`, ... of many.
 
     Raises:
@@ -36,7 +36,7 @@ def split(name: str, given: Given) -> dict[str, One]:
         first = type(given[0])
         i = next(i for i, one in enumerate(given) if type(one) is not first)
         raise ParamError(f"{name}[{i}]", f"must be {_KINDS[first]}, as {name}[0] is")
-    prompts: dict[str, One]
+    prompts: dict[str, SinglePrompt]
     if isinstance(given, str) or not given or isinstance(given[0], int):
         prompts = {name: given}  # type: ignore[dict-item]
     else:
@@ -57,17 +57,19 @@ def check_choices(name: str, num_prompts: int, n: int) -> None:
 
 
 async def all_prompt_ids(
-    texts: Texts, prompts: Mapping[str, One], add_special_tokens: bool | None
+    texts: Texts, prompts: Mapping[str, SinglePrompt], add_special_tokens: bool | None
 ) -> dict[str, list[int]]:
     """Token ids of each prompt, by what errors call it."""
     found = {}
     for field, prompt in prompts.items():
-        with called(prompt=field):
+        with rename_fields(prompt=field):
             found[field] = await prompt_ids(texts, prompt, add_special_tokens)
     return found
 
 
-async def prompt_ids(texts: Texts, prompt: One, add_special_tokens: bool | None) -> list[int]:
+async def prompt_ids(
+    texts: Texts, prompt: SinglePrompt, add_special_tokens: bool | None
+) -> list[int]:
     """Token ids of one prompt; to a text, special tokens are added unless that is not wanted."""
     if not isinstance(prompt, str):
         return prompt
@@ -108,13 +110,13 @@ def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int 
     """
     if newest is not None:
         return "max_completion_tokens", newest
-    asked: int | None = either(body, "max_tokens", "n_predict")
+    asked: int | None = aliased(body, "max_tokens", "n_predict")
     return "max_tokens" if body.n_predict is None else "n_predict", asked
 
 
 def sampling_changes(body: Generating) -> dict[str, object]:
     given = {name: getattr(body, name) for name in _ALIKE}
-    given["repetition_penalty"] = either(body, "repetition_penalty", "repeat_penalty")
+    given["repetition_penalty"] = aliased(body, "repetition_penalty", "repeat_penalty")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -158,13 +160,13 @@ def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
     return (Pin(num_tokens, RETENTION[retention or _DEFAULT]),)
 
 
-def check_room(parts: Parts, num_prompt: int, asked: int | None, name: str) -> None:
+def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: str) -> None:
     """Whether the output that was asked for fits behind the prompt. The engine would give less.
 
     Raises:
         ParamError: it does not, though the prompt itself fits.
     """
-    limit = parts.engine.config.scheduler.max_model_len
+    limit = server.engine.config.scheduler.max_model_len
     if asked is not None and num_prompt < limit < num_prompt + asked:
         raise ParamError(
             name,
@@ -175,7 +177,11 @@ def check_room(parts: Parts, num_prompt: int, asked: int | None, name: str) -> N
 
 
 def check_logprobs(
-    parts: Parts, prompts: Sequence[Sequence[int]], params: SamplingParams, of_prompt: str, of: str
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    of_prompt: str,
+    of: str,
 ) -> None:
     """Whether the log probabilities that may come of one request can be held.
 
@@ -185,7 +191,7 @@ def check_logprobs(
     Raises:
         ParamError: they are too many.
     """
-    limit = parts.engine.config.scheduler.max_model_len
+    limit = server.engine.config.scheduler.max_model_len
     most = limit if params.max_tokens is None else params.max_tokens
     for name, top, num_tokens in (
         (of_prompt, params.prompt_logprobs, sum(map(len, prompts))),

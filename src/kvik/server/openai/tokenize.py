@@ -17,9 +17,9 @@ from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.chat import Message, Variable, conversation_ids
 from kvik.server.openai.fields import Name, TokenId
 from kvik.server.openai.requests import prompt_ids
-from kvik.server.responses import beside, json_response
+from kvik.server.responses import json_response, offload
 from kvik.server.route import Route
-from kvik.server.server import Parts, check_model
+from kvik.server.server import Server
 from kvik.server.unhonoured import TOOLS, Table
 from kvik.text.chat_template import MAX_MESSAGES
 
@@ -70,13 +70,13 @@ class TokenizerInfo(Struct, kw_only=True):
     special_tokens: list[str]
 
 
-async def tokenize(parts: Parts, request: Request) -> Response:
+async def tokenize(server: Server, request: Request) -> Response:
     """Token ids of a text, which may be empty, or of a conversation."""
     body = await read_body(request, TokenizeRequest, TOKENIZE)
-    check_model(parts, body.model)
+    server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
-    texts = parts.texts.of(caller_of(request).tenant)
+    texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
         ids = await conversation_ids(
             texts,
@@ -90,34 +90,34 @@ async def tokenize(parts: Parts, request: Request) -> Response:
         ids = await prompt_ids(texts, body.prompt or "", body.add_special_tokens)
     token_strs: list[str] | UnsetType = UNSET
     if body.return_token_strs:
-        names = TokenNames(parts.texts.tokenizer)
-        token_strs = await beside(len(ids), lambda: [names.name(token) for token in ids])
+        names = TokenNames(server.texts.tokenizer)
+        token_strs = await offload(len(ids), lambda: [names.name(token) for token in ids])
     answer = Tokenized(
         count=len(ids),
-        max_model_len=_context(parts),
+        max_model_len=_context(server),
         tokens=ids,
         token_strs=token_strs,
     )
     return json_response(answer)
 
 
-async def detokenize(parts: Parts, request: Request) -> Response:
+async def detokenize(server: Server, request: Request) -> Response:
     """The text of some tokens, special ones too."""
     body = await read_body(request, DetokenizeRequest)
-    check_model(parts, body.model)
-    limit, vocab_size = _context(parts), parts.engine.config.model.vocab_size
+    server.check_model(body.model)
+    limit, vocab_size = _context(server), server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
         raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")
     if max(body.tokens, default=0) >= vocab_size:
         raise ParamError("tokens", f"must be in 0..{vocab_size - 1}, not {max(body.tokens)}")
-    tokens, texts = body.tokens, parts.texts
-    text = await beside(len(tokens), lambda: texts.decode(tokens, skip_special_tokens=False))
+    tokens, texts = body.tokens, server.texts
+    text = await offload(len(tokens), lambda: texts.decode(tokens, skip_special_tokens=False))
     return json_response(Detokenized(text))
 
 
-async def tokenizer_info(parts: Parts, request: Request) -> Response:
+async def tokenizer_info(server: Server, request: Request) -> Response:
     """What a client needs to count and to render as this server does."""
-    tokenizer = parts.texts.tokenizer
+    tokenizer = server.texts.tokenizer
     if tokenizer is None:
         raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")
     answer = TokenizerInfo(
@@ -125,35 +125,35 @@ async def tokenizer_info(parts: Parts, request: Request) -> Response:
         eos_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
         vocab_size=tokenizer.vocab_size,
-        max_model_len=_context(parts),
+        max_model_len=_context(server),
         special_tokens=[tokenizer.token(token) for token in sorted(tokenizer.special_ids)],
     )
     return json_response(answer)
 
 
-def _context(parts: Parts) -> int:
-    return parts.engine.config.scheduler.max_model_len
+def _context(server: Server) -> int:
+    return server.engine.config.scheduler.max_model_len
 
 
-def routes(parts: Parts) -> list[Route]:
+def routes(server: Server) -> list[Route]:
     return [
         Route(
             "/tokenize",
-            partial(tokenize, parts),
+            partial(tokenize, server),
             body=TokenizeRequest,
             answer=Tokenized,
             note="Token ids of a text or a conversation.",
         ),
         Route(
             "/detokenize",
-            partial(detokenize, parts),
+            partial(detokenize, server),
             body=DetokenizeRequest,
             answer=Detokenized,
             note="Text of token ids.",
         ),
         Route(
             "/tokenizer_info",
-            partial(tokenizer_info, parts),
+            partial(tokenizer_info, server),
             method="GET",
             answer=TokenizerInfo,
             note="Special tokens, chat template and sizes.",
