@@ -196,7 +196,7 @@ def serve_paced(model: str) -> None:
     from kvik.model_files import model_files
     from kvik.server.app import all_routes, make_app
     from kvik.server.keys import Keys
-    from kvik.server.metrics import RequestMetrics
+    from kvik.server.metrics import RequestMetricsObserver
     from kvik.server.run import Port, bind, serve
     from kvik.server.server import assemble
     from kvik.server.texts import Texts
@@ -204,7 +204,7 @@ def serve_paced(model: str) -> None:
     resolved = resolve_config(EngineConfig(model=model, **ENGINE_OPTIONS))
     command = (sys.executable, __file__, "--role", "engine")
     supervisor = Supervisor(command, Start(resolved), patience_for(resolved), _show_error)
-    requests = RequestMetrics()
+    requests = RequestMetricsObserver()
     parts = assemble(
         ServerConfig(),
         RemoteClient(resolved, supervisor),

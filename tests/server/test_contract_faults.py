@@ -25,7 +25,7 @@ from helpers.story_site import Site, story_site
 from kvik.server import health
 from kvik.server.app import all_routes
 from kvik.server.app import openai_routes as openai
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -36,7 +36,7 @@ RETRY = "x-should-retry"
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    requests = RequestMetrics()
+    requests = RequestMetricsObserver()
     with story_site(lambda parts: all_routes(parts, requests), observers=[requests]) as made:
         yield made
         made.at_rest()

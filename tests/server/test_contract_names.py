@@ -10,7 +10,7 @@ from helpers.story_site import NAMES, Site, story_site
 
 from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 
 KEY = {"authorization": "Bearer right"}
 
@@ -18,7 +18,7 @@ KEY = {"authorization": "Bearer right"}
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     keys = read_keys(["right"])
-    with story_site(lambda parts: all_routes(parts, RequestMetrics()), keys) as made:
+    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver()), keys) as made:
         yield made
         made.at_rest()
 

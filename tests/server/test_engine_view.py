@@ -22,7 +22,7 @@ from kvik.server import native
 from kvik.server.app import all_routes
 from kvik.server.engine_view import EngineFeed, EngineView
 from kvik.server.keys import read_keys
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server
 
@@ -47,7 +47,7 @@ def routes(parts: Server) -> list[Route]:
 
 
 def every_route(parts: Server) -> list[Route]:
-    return all_routes(parts, RequestMetrics())
+    return all_routes(parts, RequestMetricsObserver())
 
 
 async def drain(site: Site) -> None:

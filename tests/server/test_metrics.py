@@ -29,7 +29,7 @@ from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS
 from kvik.server.app import openai_routes
-from kvik.server.metrics import Metrics, RequestMetrics
+from kvik.server.metrics import Metrics, RequestMetricsObserver
 from kvik.server.observer import GenerationRecord
 from kvik.server.server import Drain, Server
 
@@ -78,7 +78,7 @@ STATS = EngineStats(
 )
 
 
-def made(compat: str = "vllm") -> tuple[Metrics, RequestMetrics]:
+def made(compat: str = "vllm") -> tuple[Metrics, RequestMetricsObserver]:
     engine = SimpleNamespace(
         config=resolve_config(EngineConfig(device="cpu")), state=EngineState.READY, num_starts=2
     )
@@ -88,7 +88,7 @@ def made(compat: str = "vllm") -> tuple[Metrics, RequestMetrics]:
         model_name="story",
         drain=Drain(),
     )
-    requests = RequestMetrics()
+    requests = RequestMetricsObserver()
     return Metrics(cast(Server, parts), requests), requests
 
 

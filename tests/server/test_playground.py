@@ -11,7 +11,7 @@ from helpers.story_site import Site, story_site
 
 from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +24,7 @@ LAST = "#messages > :last-child"
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with story_site(lambda parts: all_routes(parts, RequestMetrics())) as found:
+    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as found:
         yield found
 
 
@@ -156,7 +156,7 @@ def test_it_fits_a_narrow_window(browser: chromium.Browser, site: Site, width: i
 
 def test_a_key_opens_it(browser: chromium.Browser) -> None:
     keys = read_keys(("secret",))
-    with story_site(lambda parts: all_routes(parts, RequestMetrics()), keys) as site:
+    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver()), keys) as site:
         browser.go(site.url + "/")
         browser.type("#say", "Hello")
         browser.click("#send")

@@ -19,7 +19,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.tracing import Tracing, otlp_exporter
 
@@ -150,7 +150,9 @@ def test_it_joins_the_callers_trace_on_every_route() -> None:
         ("/v1/messages", {**said, "model": "stories"}),
         ("/invocations", said),
     ]
-    with story_site(lambda parts: all_routes(parts, RequestMetrics()), observers=[tracing]) as site:
+    with story_site(
+        lambda parts: all_routes(parts, RequestMetricsObserver()), observers=[tracing]
+    ) as site:
         for number, (path, body) in enumerate(asked):
             header = f"00-{TRACE}-{number + 1:016x}-01"
             assert ask(site.server, "POST", path, body, traceparent=header).status == 200

@@ -32,7 +32,7 @@ from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.app import all_routes, make_app
 from kvik.server.guards import is_loopback
 from kvik.server.keys import Keys, read_keys
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.observer import Observer
 from kvik.server.run import Port, bind, serve
 from kvik.server.server import assemble, model_names
@@ -165,7 +165,7 @@ async def _serve(
 ) -> int:
     path = Path(resolved.runner.model_path)
     names = model_names(server, config.model, path)
-    requests = RequestMetrics()
+    requests = RequestMetricsObserver()
     observers: list[Observer] = [requests]
     if server.otlp_endpoint is not None:
         observers.append(Tracing(otlp_exporter(server.otlp_endpoint), names[0]))

@@ -33,7 +33,7 @@ from kvik.server.exchange import (
 )
 from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
-from kvik.server.metrics import Metrics, RequestMetrics
+from kvik.server.metrics import Metrics, RequestMetricsObserver
 from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
 from kvik.server.route import Route, RouteTable
 from kvik.server.server import Drain, Server
@@ -267,7 +267,7 @@ def _log_failure(exchange: RequestContext, error: Exception) -> None:
     log.error("request %s failed:\n%s", exchange.request_id, escaped_traceback(error))
 
 
-def all_routes(server: Server, requests: RequestMetrics) -> list[Route]:
+def all_routes(server: Server, requests: RequestMetricsObserver) -> list[Route]:
     """The one route table of the main port."""
     table = [
         *openai_routes(server),

@@ -9,12 +9,12 @@ import pytest
 from helpers.story_site import Site, story_site
 
 from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with story_site(lambda parts: all_routes(parts, RequestMetrics())) as made:
+    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as made:
         yield made
         made.at_rest()
 

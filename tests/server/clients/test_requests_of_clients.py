@@ -16,7 +16,7 @@ from helpers.story_site import Site, story_site
 
 from kvik.server.app import all_routes
 from kvik.server.keys import read_keys
-from kvik.server.metrics import RequestMetrics
+from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server
 
@@ -27,7 +27,7 @@ CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Site]:
     """As people run it: with a key."""
-    requests = RequestMetrics()
+    requests = RequestMetricsObserver()
 
     def routes(parts: Server) -> list[Route]:
         return all_routes(parts, requests)

@@ -33,7 +33,12 @@ def test_much_of_it_is_done_in_a_thread() -> None:
 @pytest.mark.parametrize(
     ("place", "name", "path", "body"),
     [
-        (chat, "full_response", "/v1/chat/completions", {**TALK, "logprobs": True, "top_logprobs": 2}),
+        (
+            chat,
+            "full_response",
+            "/v1/chat/completions",
+            {**TALK, "logprobs": True, "top_logprobs": 2},
+        ),
         (chat, "full_response", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
         (
             completions.CompletionFormat,
