@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 from starlette.types import ASGIApp
 
+from kvik.server.app import App
 from kvik.server.http_protocol import DEFAULT_LIMITS, ConnectionLimits
 from kvik.server.run import Listener, bind
 
@@ -60,7 +61,9 @@ def http_server(
     thread.start()
 
     async def start() -> Listener:
-        listener = Listener(await make(), listening, limits)
+        app = await make()
+        headers = [app.origins.headers] if isinstance(app, App) else []
+        listener = Listener(app, listening, limits, *headers)
         await listener.start()
         return listener
 

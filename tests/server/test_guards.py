@@ -158,6 +158,7 @@ def test_pages_that_the_operator_lists(server: HttpServer, calls: Calls) -> None
         ("GET /none", "Authorization: Bearer right\r\n", 404),
         ("GET /v1/fail", "Authorization: Bearer right\r\n", 500),
         ("GET /v1/stream", "Authorization: Bearer right\r\n", 200),
+        ("GET /v1/models", f"X-Large: {'a' * (65 << 10)}\r\n", 431),  # refused by the connection
     ],
 )
 def test_every_answer_names_the_origin_once(

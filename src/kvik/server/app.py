@@ -174,7 +174,7 @@ class App:
         self._drain = drain
         self._edge = edge
         self._hosts = Hosts(edge.host, edge.allowed_host, keyed=keys.needed)
-        self._origins = Origins(edge.cors_origin)
+        self.origins = Origins(edge.cors_origin)
         self._budget = BodyBudget(edge.limits)
         self._log = AccessLog()
 
@@ -222,12 +222,12 @@ class App:
         headers = request.headers
         self._hosts.check(headers, request.scope["http_version"])
         if request.method == "OPTIONS":
-            allowed = self._origins.preflight(headers)
+            allowed = self.origins.preflight(headers)
             if allowed is not None:
                 return Response(status_code=204, headers=allowed)
         route, params, methods = self._table.find(request.method, request.scope["path"])
         if route is None or not route.open:
-            self._origins.check(headers)
+            self.origins.check(headers)
             exchange.caller = self._authenticate(request, route)
         if route is None:
             raise self._no_route(request.scope["path"], methods)
@@ -257,7 +257,7 @@ class App:
         return caller
 
     def _added_headers(self, request: Request, exchange: RequestContext) -> Mapping[str, str]:
-        headers = dict(self._origins.headers(request.headers))
+        headers = dict(self.origins.headers(request.headers))
         if in_messages(request.scope["path"]):
             headers["request-id"] = exchange.request_id
         return headers

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.datastructures import Headers
 from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -50,11 +51,21 @@ LONGEST_PEER_CHECK = 15.0
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 
 
+ErrorHeaders = Callable[[Headers], Mapping[str, str]]
+
+
 @dataclass(slots=True)
 class Connections:
-    """What the connections of a server share: those without a request, idle longest first."""
+    """What the connections of a server share.
+
+    Attributes:
+        error_headers: the headers to add to an error, from those of the request as far as they
+            were read: a page of another origin may read the error only if it has some.
+        idle: connections without a request, idle longest first.
+    """
 
     limits: ConnectionLimits
+    error_headers: ErrorHeaders
     idle: dict[Connection, None] = field(default_factory=dict)
 
 
@@ -269,6 +280,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True  # the handler hears that nobody is there
             self.cycle.message_event.set()
         response = describe(error).response()
+        response.headers.update(self._shared.error_headers(Headers(raw=self.headers or [])))
         headers = [*response.raw_headers, (b"connection", b"close")]
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)

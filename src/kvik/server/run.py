@@ -17,7 +17,14 @@ from uvicorn.server import ServerState
 
 from kvik.config.errors import ConfigError
 from kvik.engine.async_client import EngineState
-from kvik.server.http_protocol import DEFAULT_LIMITS, Connection, ConnectionLimits, Connections
+from kvik.server.app import App
+from kvik.server.http_protocol import (
+    DEFAULT_LIMITS,
+    Connection,
+    ConnectionLimits,
+    Connections,
+    ErrorHeaders,
+)
 from kvik.server.server import Server
 
 BACKLOG = 1024
@@ -62,9 +69,10 @@ class Listener:
         app: ASGIApp,
         listening: socket.socket,
         limits: ConnectionLimits = DEFAULT_LIMITS,
+        error_headers: ErrorHeaders = lambda headers: {},
     ) -> None:
         self._socket = listening
-        self._shared = Connections(_affordable(limits))
+        self._shared = Connections(_affordable(limits), error_headers)
         self._config = Config(
             app,
             http=Connection,
@@ -151,7 +159,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Port:
     """An app and the socket that it answers on."""
 
-    app: ASGIApp
+    app: App
     socket: socket.socket
 
 
@@ -171,7 +179,9 @@ async def serve(
         tell: prints a line for the operator.
     """
     stop = StopSignal()
-    listeners = [Listener(port.app, port.socket, limits) for port in ports]
+    listeners = [
+        Listener(port.app, port.socket, limits, port.app.origins.headers) for port in ports
+    ]
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.ask)
