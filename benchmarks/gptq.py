@@ -18,10 +18,9 @@ from torch import Tensor
 
 from kvik.quantize.awq import awq, search_clip, search_scaling
 from kvik.quantize.folding import scale_inputs
-from kvik.quantize.gptq import gptq
+from kvik.quantize.gptq import gptq, rtn
 from kvik.quantize.grid import Grid
 from kvik.quantize.quantised import Quantised
-from kvik.quantize.rtn import rtn
 from kvik.quantize.statistics import InputStatistics, relative_error
 
 

@@ -291,8 +291,7 @@ def run_engine(fd: int) -> None:
     from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
     from kvik.engine.executor import Executor
     from kvik.engine.host import EngineHost
-    from kvik.engine.lines import HostLine
-    from kvik.engine.wire import to_start
+    from kvik.engine.wire import HostLine, to_start
     from kvik.launch import load_loop
 
     class Paced:

@@ -28,13 +28,13 @@ from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
 from kvik.bench.inprocess.measures import DECODE, OUTPUT, Measure
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
-from kvik.evaluate.texts import held_out_texts
+from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import worker
-from kvik.worker.copies import AtOnce
 from kvik.worker.model_runner import ModelRunner
-from kvik.worker.step_sampler import LaunchedTokens
+from kvik.worker.sampler import LaunchedTokens
+from kvik.worker.step_inputs import AtOnce
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer

@@ -33,7 +33,7 @@ from kvik.bench.load.lengths import DrawnLengths, parse_length
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.engine.client import Engine
-from kvik.evaluate.texts import held_out_texts
+from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 

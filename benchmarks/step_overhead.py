@@ -46,10 +46,8 @@ from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
-from kvik.worker.copies import AtOnce
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.draft_model import DraftModel
-from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -58,8 +56,7 @@ from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
-from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
-from kvik.worker.vocabulary import Vocabulary
+from kvik.worker.step_inputs import AtOnce, FixedInputs, FreshInputs, StepSizes
 
 BLOCK_SIZE = 16
 PERIOD = 61  # tokens after which texts repeat themselves

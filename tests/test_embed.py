@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import kvik
 from kvik import LLM, ParamError, SamplingParams
-from kvik.engine.embedding import normalise
+from kvik.engine.output import normalise
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16, as the native kernels want
 FAMILIES = {

@@ -24,9 +24,8 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.kv_spec import KV_FORMATS
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
-from kvik.engine.async_client import EngineState
+from kvik.engine.async_client import EngineState, SourceClient
 from kvik.engine.remote import RemoteClient
-from kvik.engine.source import SourceClient
 from kvik.engine.wire import Frames, Start, Unusable
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config

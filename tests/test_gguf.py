@@ -20,8 +20,7 @@ from kvik.cli.main import main
 from kvik.config.errors import ModelError
 from kvik.config.quantization import weight_bytes
 from kvik.gguf.reader import read_gguf
-from kvik.kernels.reference.linear import stored_weight
-from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.weights import FloatWeight, Matrix, MatrixSpec
 from kvik.planner.families import read_shape
 

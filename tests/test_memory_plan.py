@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvik import LLM
-from kvik.attention.decode_batches import MAX_KEYS
 from kvik.attention.fresh_prompts import PADDED
+from kvik.attention.sdpa import MAX_KEYS
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.engine_manifest import WEIGHTS

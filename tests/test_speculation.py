@@ -21,7 +21,7 @@ from helpers.drafters import (
 
 from kvik import LLM, ConfigError, RequestOutput, SamplingParams
 from kvik.config.model_source import BUNDLED
-from kvik.core.counters import DraftCounts
+from kvik.core.types import DraftCounts
 from kvik.worker.adaptive import DraftControl
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts

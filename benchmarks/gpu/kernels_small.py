@@ -16,7 +16,7 @@ from place import DEVICE, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
-from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.ops import Draws, Truncation
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.rotary import rotate_and_store
 

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from kvik.config.config import EngineConfig
     from kvik.config.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.core.sampling_params import SamplingParams
-    from kvik.engine.embedding import EmbeddingOutput
-    from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
+    from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
     from kvik.llm import LLM
 
 __version__ = "0.1.0"
@@ -38,7 +37,7 @@ _HOME: Final = {
     "CapacityError": "kvik.config.errors",
     "CompletionOutput": "kvik.engine.output",
     "ConfigError": "kvik.config.errors",
-    "EmbeddingOutput": "kvik.engine.embedding",
+    "EmbeddingOutput": "kvik.engine.output",
     "EngineConfig": "kvik.config.config",
     "KvikError": "kvik.config.errors",
     "ModelError": "kvik.config.errors",

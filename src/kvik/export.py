@@ -15,7 +15,7 @@ from kvik.config.model_source import is_gguf
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.core.sampling_params import SamplingParams
 from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata
-from kvik.gguf.sampling import KEYS, sampling_metadata
+from kvik.gguf.facts import KEYS, sampling_metadata
 from kvik.gguf.tokenizer_export import tokenizer_metadata
 from kvik.gguf.writer import Buffer, OutTensor, Scalar, write_gguf
 from kvik.kernels.reference.ops import REFERENCE

@@ -26,14 +26,44 @@ from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.model_files import model_files
-from kvik.text.shared_vocabulary import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvik.engine.record_file import Event
+    from kvik.engine.recorder import Event
     from kvik.engine.replay import Replayed
-    from kvik.worker.building import BuiltWeights
+    from kvik.worker.loading import BuiltWeights
     from kvik.worker.worker import Worker
+
+
+# Which tokens two tokenizers have in common, so that one model may draft for another.
+
+LEAST_SHARED = 0.9  # of the target's tokens: below that it is another vocabulary
+
+
+def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | None:
+    """The target's id of each of the draft model's tokens, -1 where it has none; None: the ids are
+    the same.
+
+    Tokens are the same if they are spelt the same in both vocabularies.
+
+    Raises:
+        ConfigError: too few are.
+    """
+    ours, theirs = target.library.get_vocab(True), draft.library.get_vocab(True)
+    if ours == theirs:
+        return None
+    found = [-1] * draft.vocab_size
+    for token, draft_id in theirs.items():
+        found[draft_id] = ours.get(token, -1)
+    shared = len(ours.keys() & theirs.keys()) / len(ours)
+    if shared < LEAST_SHARED:
+        raise ConfigError(
+            "spec_model",
+            f"knows {shared:.0%} of the model's tokens; at least {LEAST_SHARED:.0%} must be spelt "
+            "the same",
+        )
+    return tuple(found)
+
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +164,9 @@ def build_weights(
     resolved: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
 ) -> BuiltWeights:
     """Write the weights as the worker would have them in memory."""
-    from kvik.worker import building
+    from kvik.worker import loading
 
-    return building.build_weights(resolved, file, progress)
+    return loading.build_weights(resolved, file, progress)
 
 
 def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:

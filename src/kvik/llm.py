@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -12,20 +14,60 @@ from types import TracebackType
 from typing import Any
 from weakref import finalize
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
-from kvik.engine.embedding import EmbeddingOutput, normalise
-from kvik.engine.output import RequestOutput, TextDelta
+from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, normalise
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
-from kvik.progress import BatchProgress
 from kvik.text.bad_words import bad_word_ids
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer
+
+# A progress bar for batches: requests done, output tokens per second.
+
+
+class BatchProgress:
+    """Shown on standard error. `show` None: for more than one request, on a terminal."""
+
+    def __init__(self, total: int, show: bool | None) -> None:
+        visible = show if show is not None else total > 1 and sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:>8} tok/s"),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr),
+            disable=not visible,
+        )
+        self._task = self._bar.add_task("", total=total, rate="-")
+        self._tokens = 0
+        self._started = time.monotonic()
+
+    def finished(self, output: RequestOutput) -> None:
+        self._tokens += output.num_output_tokens
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        self._bar.update(self._task, advance=1, rate=f"{self._tokens / seconds:.0f}")
+
+    def __enter__(self) -> BatchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -12,9 +12,8 @@ from kvik.config.model_source import DESCRIPTION, is_gguf
 from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.defaults import default_params, read_default_params
-from kvik.gguf.facts import model_config, model_spec
+from kvik.gguf.facts import model_config, model_spec, sampling_config
 from kvik.gguf.reader import read_gguf
-from kvik.gguf.sampling import sampling_config
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
 from kvik.text.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from kvik.attention.decode_batches import MAX_KEYS, MAX_PADDING, DecodeRow, split
+from kvik.attention.sdpa import MAX_KEYS, MAX_PADDING, DecodeRow, split
 
 
 def rows(widths: list[int]) -> list[DecodeRow]:

@@ -14,7 +14,7 @@ from helpers.recorded import record_flight, written
 
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
-from kvik.engine.record_file import Finished, RecordReader, open_recording
+from kvik.engine.recorder import Finished, RecordReader, open_recording
 
 DRAFTS = {"spec_method": "draft_model", "spec_model": str(BUNDLED.parent / "stories-draft")}
 

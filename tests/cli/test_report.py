@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvik.cli.report import as_json, stats_line
-from kvik.core.counters import DraftCounts, RequestSpeculation
+from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
 
 GUESSED = RequestSpeculation(DraftCounts(4, 10, 6, [4, 3, 3], [3, 2, 1]), 2.0, 3.0)

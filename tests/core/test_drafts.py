@@ -6,10 +6,9 @@ import pytest
 from helpers.fake_worker import EOS
 from helpers.simulation import Setup, Simulation
 
-from kvik.core.counters import RequestSpeculation
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import FinishReason, Request, TokenLogprobs
+from kvik.core.types import FinishReason, Request, RequestSpeculation, TokenLogprobs
 
 NO_STOP: frozenset[int] = frozenset()
 

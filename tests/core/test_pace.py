@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.core.pace import SAMPLES, Pace
+from kvik.core.scheduler import SAMPLES, Pace
 
 
 def measured(*steps: tuple[int, float], times: int = SAMPLES) -> Pace:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvik.core.prefix import HASH_BYTES, block_hash, extend_hashes, root_hash
+from kvik.core.block_pool import HASH_BYTES, block_hash, extend_hashes, root_hash
 
 
 def hashes(tokens: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:

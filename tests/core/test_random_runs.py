@@ -16,12 +16,16 @@ from helpers.simulation import Setup, Simulation
 
 from kvik.config.kv_spec import KVCacheSpec
 from kvik.core import kv_manager
-from kvik.core.block_pool import BlockPool
-from kvik.core.kv_groups import first_visible_block
+from kvik.core.block_pool import (
+    BlockPool,
+    block_hash,
+    extend_hashes,
+    first_visible_block,
+    root_hash,
+)
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.policy import POLICIES
-from kvik.core.prefix import block_hash, extend_hashes, root_hash
-from kvik.core.steps import StepsInFlight
+from kvik.core.scheduler import StepsInFlight
 from kvik.core.types import FinishReason, Request
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (5,), (None, 6), (16, None, 3)]

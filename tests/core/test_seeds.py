@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvik.core.seeds import derive_seed
+from kvik.core.types import derive_seed
 
 
 def test_index_zero_keeps_the_seed() -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.stop import finish_reason
-from kvik.core.types import FinishReason, Request
+from kvik.core.types import FinishReason, Request, finish_reason
 
 EOS, STOP = 7, 5
 

@@ -12,8 +12,7 @@ from kvik.config.errors import CapacityError, KvikError, ParamError
 from kvik.config.kv_spec import KVKind
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
-from kvik.engine.checks import check_request, max_length
-from kvik.engine.core import EngineCore
+from kvik.engine.core import EngineCore, check_request, max_length
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:

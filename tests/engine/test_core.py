@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.config.errors import CapacityError, ParamError
-from kvik.core import invariants, steps
+from kvik.core import invariants, scheduler
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.client import InprocClient
@@ -119,14 +119,14 @@ def test_blocks_of_a_failed_step_are_never_matched(rig):
 
 def test_a_failing_stop_check_ends_its_request_alone(rig, monkeypatch):
     rig = rig()
-    genuine = steps.finish_reason
+    genuine = scheduler.finish_reason
 
     def broken(req, token):
         if req.request_id == "a":
             raise ZeroDivisionError("stop check")
         return genuine(req, token)
 
-    monkeypatch.setattr(steps, "finish_reason", broken)
+    monkeypatch.setattr(scheduler, "finish_reason", broken)
     rig.core.add(request("a"), 0.0)
     rig.core.add(request("b"), 0.0)
     deltas = drain(rig)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvik import LLM, RequestOutput, SamplingParams
-from kvik.core import steps
+from kvik.core import scheduler
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings
 from kvik.worker import prompt_logprobs
@@ -95,14 +95,14 @@ def _throw_where_prompt_logprobs_are_read(monkeypatch) -> None:
 
 
 def _throw_in_stop_check(monkeypatch) -> None:
-    genuine = steps.finish_reason
+    genuine = scheduler.finish_reason
 
     def broken(request, token):
         if request.seed == VICTIM_SEED:
             raise KeyError("stop check")
         return genuine(request, token)
 
-    monkeypatch.setattr(steps, "finish_reason", broken)
+    monkeypatch.setattr(scheduler, "finish_reason", broken)
 
 
 def _throw_in_detokenising(monkeypatch) -> None:

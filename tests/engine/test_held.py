@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvik.core.plan import SchedulerOutput
 from kvik.core.types import FinishReason, PromptUse, RequestDelta, TokenLogprobs
-from kvik.engine import held as module
-from kvik.engine.held import Held
+from kvik.engine import host as module
+from kvik.engine.host import Held
 
 
 class Reader:

@@ -18,14 +18,13 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, TokenLogprobs
 from kvik.engine import host as module
-from kvik.engine import lines, wire
+from kvik.engine import wire
 from kvik.engine.core import EngineCore
 from kvik.engine.host import EngineHost
-from kvik.engine.lines import HostLine
 from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
-from kvik.engine.wire import Add, Answer, Ask, End, Frames, Ready, Stepped
+from kvik.engine.wire import Add, Answer, Ask, End, Frames, HostLine, Ready, Stepped
 
 
 def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
@@ -442,7 +441,7 @@ def test_it_ends_when_frames_cannot_be_told_apart_any_more(caplog):
 
 
 def test_it_waits_for_a_reader_who_does_not_read(monkeypatch):
-    monkeypatch.setattr(lines, "MAX_PENDING", 20_000)
+    monkeypatch.setattr(wire, "MAX_PENDING", 20_000)
     with engine(max_num_seqs=8) as peer:
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for i in range(400):

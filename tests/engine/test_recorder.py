@@ -20,20 +20,21 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, TokenLogprobs
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
-from kvik.engine.record_file import (
+from kvik.engine.recorder import (
     Added,
+    ClockTape,
     Event,
     Failed,
     Finished,
     Header,
     Planned,
+    Recorder,
     RecordError,
     RecordReader,
     Stopped,
     encode,
     open_recording,
 )
-from kvik.engine.recorder import ClockTape, Recorder
 from kvik.engine.replay import RecordedClock, Replay, Replayed
 
 from .conftest import FakeExecutor, make_config

@@ -9,9 +9,8 @@ import pytest
 from helpers.drafting import CHECK, DRAFTS, MAKING, PLAIN, DraftingExecutor, drafting_config
 from helpers.served_engine import FakeExecutor, tiny_config
 
-from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, Request, RequestDelta
+from kvik.core.types import DraftCounts, EngineRequest, Request, RequestDelta, RequestSpeculation
 from kvik.engine.core import EngineCore
 
 Reports = dict[tuple[str, int], RequestSpeculation | None]

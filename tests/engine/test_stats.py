@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.core.counters import DraftCounts, RequestSpeculation
+from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.stats import SpeculationStats
 from kvik.worker.draft_tree import DraftTree
 

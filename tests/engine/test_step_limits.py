@@ -9,8 +9,8 @@ from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
+from kvik.engine.host import StepLimits, StepWatch
 from kvik.engine.loop import EngineLoop
-from kvik.engine.step_limits import StepLimits, StepWatch
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.config.errors import ParamError
-from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import (
+    DraftCounts,
     EngineRequest,
     FinishReason,
     Pin,
     RequestDelta,
     RequestReport,
+    RequestSpeculation,
     TokenLogprobs,
 )
 from kvik.engine import wire

@@ -22,7 +22,7 @@ import kvik
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError, ModelError
 from kvik.evaluate.quality import Quality, measure_quality
-from kvik.evaluate.texts import held_out_texts
+from kvik.evaluate.windows import held_out_texts
 from kvik.text.tokenizer import Tokenizer
 
 STORIES = Path(kvik.__file__).parent / "bundled" / "stories"

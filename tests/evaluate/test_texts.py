@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvik.config.errors import ConfigError
-from kvik.evaluate.texts import held_out_texts, read_texts
+from kvik.evaluate.windows import held_out_texts, read_texts
 
 
 def write(folder: Path, name: str, content: bytes) -> Path:

@@ -6,7 +6,7 @@ import gguf
 import pytest
 from helpers.tiny_models import tiny_model
 
-from kvik.gguf.names import gguf_name, has_rotary_rows, hf_name
+from kvik.gguf.facts import gguf_name, has_rotary_rows, hf_name
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from helpers.gguf_files import (
 )
 
 from kvik.config.errors import ModelError
-from kvik.gguf import cursor, reader
+from kvik.gguf import reader
 from kvik.gguf.reader import read_gguf
 
 
@@ -283,9 +283,9 @@ def test_wrong_arrays(tmp_path: Path) -> None:
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(raw([entry("a", STRING, string("x" * 500)), entry("b", U8, b"\x01")]))
-    monkeypatch.setattr(cursor, "CHUNK_BYTES", 16)  # lengths and values lie across chunks
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 16)  # lengths and values lie across chunks
     assert len(read_gguf(path).metadata.string("a")) == 500
-    monkeypatch.setattr(cursor, "MAX_HEAD_BYTES", 1 << 8)
+    monkeypatch.setattr(reader, "MAX_HEAD_BYTES", 1 << 8)
     with pytest.raises(ModelError, match="key 'a' must lie in the first"):
         read_gguf(path)
     monkeypatch.setattr(reader, "MAX_ENTRIES", 1)
@@ -297,7 +297,7 @@ def test_strings_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = [f"word {index}" * (index % 7) for index in range(200)]
     path = write_with_package(tmp_path / "model.gguf", "llama", {"words": words}, {})
     for chunk in (1, 7, 8, 64):
-        monkeypatch.setattr(cursor, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(reader, "CHUNK_BYTES", chunk)
         assert read_gguf(path).metadata.string_array("words", 200) == words
 
 

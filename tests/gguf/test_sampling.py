@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 from helpers.gguf_files import llama_file
 
+from kvik.gguf.facts import KEYS, LAST_N, sampling_config, sampling_metadata
 from kvik.gguf.reader import read_gguf
-from kvik.gguf.sampling import KEYS, LAST_N, sampling_config, sampling_metadata
 
 GENERAL = gguf.Keys.General
 

@@ -20,14 +20,12 @@ from kvik.attention.base import (
 )
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
-from kvik.worker.captures import Captured
+from kvik.worker.captures import Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Network
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.row_graphs import CapturedRows, RowFunction, RowGraph
-from kvik.worker.step_inputs import StepSizes
+from kvik.worker.step_inputs import DeviceInputs, StepSizes
 
 CPU = torch.device("cpu")
 ROOMY = 1 << 40

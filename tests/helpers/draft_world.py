@@ -16,15 +16,13 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.nn.kv_formats import allocate_apart
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.draft_model import DraftModel
-from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.graphs import Eager, Network, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import FreshInputs
-from kvik.worker.vocabulary import Vocabulary
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH, BLOCK, BLOCKS, VOCAB = 4, 48, 4, 64, 40

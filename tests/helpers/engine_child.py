@@ -23,9 +23,8 @@ if __name__ == "__main__":
     from kvik.core.plan import SchedulerOutput
     from kvik.engine.core import EngineCore
     from kvik.engine.host import EngineHost
-    from kvik.engine.lines import HostLine
     from kvik.engine.loop import EngineLoop
-    from kvik.engine.wire import Unusable, frame, to_start
+    from kvik.engine.wire import HostLine, Unusable, frame, to_start
 
     class Misbehaving(FakeExecutor):
         def submit(self, plan: SchedulerOutput) -> object:

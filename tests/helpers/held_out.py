@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvik.evaluate.texts import held_out_texts
+from kvik.evaluate.windows import held_out_texts
 
 (TEXT,) = held_out_texts()

@@ -10,7 +10,7 @@ from typing import Any
 from kvik.config.config import EngineConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin
-from kvik.engine.record_file import MAGIC, Event, FrameWriter, Header, encode
+from kvik.engine.recorder import MAGIC, Event, FrameWriter, Header, encode
 from kvik.engine.stats import EngineStats
 from kvik.launch import resolve_config, start
 

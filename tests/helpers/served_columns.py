@@ -16,7 +16,7 @@ from kvik.core.types import EngineRequest, Pin, RequestDelta
 from kvik.engine.client import Engine
 from kvik.engine.executor import Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
-from kvik.engine.record_file import RecordReader, open_recording
+from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.stats import EngineStats
 from kvik.launch import launch, play, resolve_config, start
 

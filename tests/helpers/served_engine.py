@@ -29,14 +29,13 @@ from kvik.config.config import (
 from kvik.config.kv_spec import group_layers
 from kvik.config.model_spec import ModelSpec
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.engine.async_client import EngineState
+from kvik.engine.async_client import EngineState, SourceClient
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.host import EngineHost
-from kvik.engine.lines import HostLine
 from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import RemoteClient
-from kvik.engine.source import SourceClient
+from kvik.engine.wire import HostLine
 
 EOS = 63
 

@@ -13,8 +13,7 @@ from kvik.nn.loader import random_weights
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import TargetLayer
-from kvik.worker.drafters.medusa import MedusaDrafter
+from kvik.worker.drafters.heads import MedusaDrafter, TargetLayer
 from kvik.worker.drafters.registry import DrafterParts
 
 TREE = DraftTree.best([[0.6, 0.3]] * 3, 8)

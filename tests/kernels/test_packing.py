@@ -71,12 +71,12 @@ def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:
         return TORCH, PLAIN
     if name == "triton":
         from kvik.kernels.triton.ops import triton_ops
-        from kvik.kernels.triton.packing import GPU
+        from kvik.kernels.triton.packed import GPU
 
         return triton_ops(device()), GPU
+    from kvik.kernels.cpu.matrix import TILES
     from kvik.kernels.cpu.native import Native
     from kvik.kernels.cpu.ops import native_ops
-    from kvik.kernels.cpu.packing import TILES
 
     return native_ops(Native(1, isa)), TILES
 

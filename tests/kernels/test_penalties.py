@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from kvik.kernels.penalties import Penalties
+from kvik.kernels.ops import Penalties
 from kvik.kernels.reference.ops import REFERENCE
 
 

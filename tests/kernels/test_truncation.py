@@ -15,8 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.kernels.draws import Truncation
-from kvik.kernels.reference.truncation import truncate
+from kvik.kernels.ops import Truncation
+from kvik.kernels.reference.draw import truncate
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.model_spec import read_model_spec
-from kvik.gguf.names import gguf_name
+from kvik.gguf.facts import gguf_name
 from kvik.gguf.writer import write_gguf
 from kvik.nn import checkpoint as reading
 from kvik.nn.checkpoint import open_checkpoint

@@ -14,7 +14,7 @@ from kvik.kernels.weights import (
     OrderedKind,
     WeightKind,
 )
-from kvik.nn.kinds import kind_named, name_of_kind
+from kvik.nn.storage import kind_named, name_of_kind
 
 NAMES: dict[str, WeightKind] = {
     "bfloat16": FloatKind(torch.bfloat16),

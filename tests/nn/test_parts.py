@@ -23,8 +23,7 @@ from kvik.kernels.weights import (
 from kvik.nn import parts
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError, WeightFormat
 from kvik.nn.formats.dense import Dense
-from kvik.nn.parts import Part, Rows
-from kvik.nn.quantizer import Quantizer, weight_kind
+from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 64, 70

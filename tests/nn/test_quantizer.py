@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvik.config.errors import ModelError
 from kvik.config.quantization import weight_bytes
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.linear import stored_weight
-from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import (
     FloatWeight,

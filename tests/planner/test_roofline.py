@@ -13,13 +13,15 @@ from msgspec import structs
 from kvik.config.errors import ConfigError
 from kvik.planner.devices import DEVICES, Device, find_device
 from kvik.planner.families import shape_from_config
-from kvik.planner.kernel_costs import LinearCost, linear_kind, pace_at
 from kvik.planner.roofline import (
+    LinearCost,
     Step,
     StepTime,
     compute_bound_batch,
     decode,
     decode_rate,
+    linear_kind,
+    pace_at,
     prefill,
     prefill_rate,
     step_time,

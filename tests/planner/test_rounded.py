@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.planner.rounded import columns, count, dollars, seconds, three
+from kvik.planner.cost import columns, count, dollars, seconds, three
 
 
 @pytest.mark.parametrize(

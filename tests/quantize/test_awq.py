@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvik.quantize import awq as module
 from kvik.quantize.awq import awq, clip, search_clip, search_scaling
+from kvik.quantize.gptq import rtn
 from kvik.quantize.grid import ROW, TENSOR, Grid, dequantise, quantise
-from kvik.quantize.rtn import rtn
 
 INT4 = Grid(4, 32, False)
 

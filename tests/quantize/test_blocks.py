@@ -18,7 +18,7 @@ from kvik.config.errors import ModelError
 from kvik.config.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import unwatched
-from kvik.quantize.blocks import ModelBlocks
+from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.structure import NORMS
 
 

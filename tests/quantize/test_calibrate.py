@@ -23,9 +23,7 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
-from kvik.quantize.blocks import ModelBlocks
-from kvik.quantize.calibrate import quantise_blocks
-from kvik.quantize.calibration_text import calibration_windows
+from kvik.quantize.calibrate import ModelBlocks, calibration_windows, quantise_blocks
 from kvik.quantize.float8 import Float8
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe

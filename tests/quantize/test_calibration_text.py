@@ -11,8 +11,8 @@ from helpers.held_out import TEXT
 
 from kvik.config.errors import ConfigError
 from kvik.config.model_source import BUNDLED
-from kvik.quantize import calibration_text as module
-from kvik.quantize.calibration_text import calibration_windows
+from kvik.quantize import calibrate as module
+from kvik.quantize.calibrate import calibration_windows
 from kvik.text.tokenizer import Tokenizer
 
 

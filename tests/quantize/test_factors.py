@@ -15,7 +15,7 @@ from torch import Tensor
 from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
-from kvik.quantize.blocks import ModelBlocks
+from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import Folded, fold_block
 from kvik.quantize.statistics import InputStatistics
 from kvik.quantize.structure import Fold, folds

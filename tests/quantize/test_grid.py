@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvik.quantize.gptq import rtn
 from kvik.quantize.grid import ROW, TENSOR, Grid, Scales, dequantise, quantise
-from kvik.quantize.rtn import rtn
 
 BITS = range(2, 9)
 FP32: tuple[torch.dtype, ...] = ()

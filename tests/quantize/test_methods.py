@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvik.quantize.gptq import rtn
 from kvik.quantize.methods import Given, quantise_layers
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.rtn import rtn
 from kvik.quantize.statistics import InputStatistics
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
+from kvik.quantize.gptq import rtn
 from kvik.quantize.grid import ROW, TENSOR, Grid, Scales
 from kvik.quantize.quantised import Quantised
-from kvik.quantize.rtn import rtn
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

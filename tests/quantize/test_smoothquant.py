@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvik.kernels.rounding import round_tokens
 from kvik.quantize.folding import scale_inputs
+from kvik.quantize.gptq import rtn
 from kvik.quantize.grid import ROW, Grid
-from kvik.quantize.rtn import rtn
 from kvik.quantize.smoothquant import smoothing_scales
 
 

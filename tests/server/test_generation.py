@@ -10,7 +10,7 @@ from helpers.generating import LETTERS, generating, wish
 from helpers.served_engine import EOS, FakeExecutor
 
 from kvik.config.errors import CapacityError, OverloadError, ParamError, UnavailableError
-from kvik.engine import held
+from kvik.engine import host
 from kvik.server import generation as module
 from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
@@ -129,8 +129,8 @@ def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch
                 rings += 1
             assert rings <= 3  # the first, the last, and what a scheduler of threads may add
 
-    monkeypatch.setattr(held, "MAX_HOLD", 5.0)
-    monkeypatch.setattr(held, "PIECES_PER_SECOND", 0.1)
+    monkeypatch.setattr(host, "MAX_HOLD", 5.0)
+    monkeypatch.setattr(host, "PIECES_PER_SECOND", 0.1)
     run(test())
 
 

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
-from kvik.core.counters import DraftCounts
 from kvik.core.plan import GraphCounts
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import DraftCounts
 from kvik.core.work import Work
 from kvik.engine.async_client import EngineState
 from kvik.engine.output import CompletionOutput, RequestOutput

@@ -12,7 +12,7 @@ from helpers.serving import served
 from starlette.requests import Request
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine import held
+from kvik.engine import host
 from kvik.server import generation as generation_module
 from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest
@@ -42,7 +42,7 @@ def routes(parts, patience):
 
 @pytest.fixture(autouse=True)
 def _every_step_is_a_piece(monkeypatch):
-    monkeypatch.setattr(held, "MAX_HOLD", 0.0)
+    monkeypatch.setattr(host, "MAX_HOLD", 0.0)
 
 
 def test_a_reader_who_stops_loses_the_request_after_a_while():

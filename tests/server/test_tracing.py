@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvik.config.errors import ConfigError
-from kvik.core.counters import DraftCounts, RequestSpeculation
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.server.app import all_routes

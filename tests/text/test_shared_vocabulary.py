@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 
 from kvik.config.errors import ConfigError
-from kvik.text.shared_vocabulary import shared_vocabulary
+from kvik.launch import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
 
 WORDS = [f"w{i}" for i in range(20)]

@@ -16,12 +16,16 @@ from kvik.config.errors import ConfigError, ModelError
 from kvik.evaluate.windows import Window
 from kvik.launch import resolve_config
 from kvik.nn.context import ForwardContext
-from kvik.training.eagle import EagleTrainee, eagle_spec
-from kvik.training.heads import HeadsRecipe, train_heads
-from kvik.training.medusa import MedusaTrainee, medusa_spec
-from kvik.training.resume import FILE, Keeper
+from kvik.training.heads import (
+    EagleTrainee,
+    HeadsRecipe,
+    MedusaTrainee,
+    eagle_spec,
+    medusa_spec,
+    train_heads,
+)
 from kvik.training.states import Batch, Progress
-from kvik.training.train import Schedule
+from kvik.training.train import FILE, Keeper, Schedule
 from kvik.worker.drafters.heads import load_eagle, load_medusa
 from kvik.worker.platforms import TorchPlatform
 

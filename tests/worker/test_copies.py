@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.worker.copies import AtOnce, PinnedCopies
+from kvik.worker.step_inputs import AtOnce, PinnedCopies
 from kvik.worker.worker import best_copies
 
 

@@ -23,13 +23,11 @@ from helpers.optional_native import needs_native
 from kvik.config.graph_sizes import GraphSize, decoding_sizes
 from kvik.config.model_source import BUNDLED as STORIES
 from kvik.core.plan import GraphCounts
-from kvik.worker.captures import OFTEN, SHARE, Captured
+from kvik.worker.captures import OFTEN, SHARE, Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Eager, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import FreshInputs, StepSizes
+from kvik.worker.step_inputs import DeviceInputs, FreshInputs, StepSizes
 
 CPU = torch.device("cpu")
 REFERENCE = {"dtype": "float32", "kernels": "native", "attention_backend": "reference"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvik.worker.draft_checker import CheckedDrafts
-from kvik.worker.step_sampler import StepTokens
+from kvik.worker.sampler import StepTokens
+from kvik.worker.speculator import CheckedDrafts
 
 
 def test_paths_are_the_drafts_whose_rows_are_output() -> None:

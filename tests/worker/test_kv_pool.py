@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvik.worker.kv_pool import ALIGNMENT, MARGIN, KVPool
+from kvik.worker.platforms import ALIGNMENT, MARGIN, KVPool
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvik.core.seeds import derive_seed
-from kvik.worker.noise import uniform
+from kvik.core.types import derive_seed
+from kvik.worker.sampling_table import uniform
 
 N = 1 << 16
 COUNT = np.arange(N)

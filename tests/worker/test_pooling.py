@@ -9,11 +9,10 @@ from torch import Tensor
 
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.worker.copies import AtOnce
 from kvik.worker.input_batch import build_input_batch
-from kvik.worker.pooling import Pooling, read_pooled
+from kvik.worker.prompt_logprobs import Pooling, read_pooled
 from kvik.worker.request_table import RequestTable
-from kvik.worker.step_inputs import FreshInputs
+from kvik.worker.step_inputs import AtOnce, FreshInputs
 
 HIDDEN = 48
 LENGTH = 200

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.torch_ops import TORCH
-from kvik.worker.noise import ACCEPT, DRAFT, uniform
 from kvik.worker.rejection import Chains, accepted_paths, coupled
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Supposed
-from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.sampling_table import ACCEPT, DRAFT, SamplingTable, uniform
 
 CPU = torch.device("cpu")
 

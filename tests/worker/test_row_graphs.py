@@ -6,8 +6,7 @@ import torch
 from helpers.captured import Again
 from torch import Tensor
 
-from kvik.worker.captures import OFTEN
-from kvik.worker.graph_memory import GraphMemory
+from kvik.worker.captures import OFTEN, GraphMemory
 from kvik.worker.row_graphs import CapturedRows, EagerRows
 
 calls: list[int] = []

@@ -16,10 +16,8 @@ from torch import Tensor
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.torch_ops import TORCH
-from kvik.worker.noise import uniform
-from kvik.worker.sampler import Sampled, Sampler, SampleResult
-from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.scores import score, told
+from kvik.worker.sampler import Sampled, Sampler, SampleResult, score, told
+from kvik.worker.sampling_table import SamplingTable, uniform
 
 CPU = torch.device("cpu")
 PROMPT = [0, 1, 1]

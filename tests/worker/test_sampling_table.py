@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.kernels.draws import Truncation
+from kvik.kernels.ops import Truncation
 from kvik.kernels.torch_ops import TORCH
-from kvik.worker.noise import DRAFT, uniform
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, SamplingBatch, Supposed
-from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.sampling_table import DRAFT, SamplingTable, uniform
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)

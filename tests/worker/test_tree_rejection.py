@@ -9,7 +9,7 @@ import pytest
 from helpers.drafters import with_newest
 
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.tree_rejection import Trees
+from kvik.worker.rejection import Trees
 
 TREE = DraftTree((-1, 0, 0, 1, 1, 2, 4, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 

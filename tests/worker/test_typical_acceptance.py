@@ -13,11 +13,10 @@ from kvik.config.speculative import Typical
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.torch_ops import TORCH
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.rejection import Chains, typical
+from kvik.worker.rejection import Chains, Trees, typical
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Offers
 from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.tree_rejection import Trees
 
 P = (0.5, 0.3, 0.15, 0.05)  # its entropy is 1.142 nats, exp(-1.142) = 0.319
 SURE = (0.97, 0.02, 0.01, 0.0)  # exp(-entropy) = 0.858

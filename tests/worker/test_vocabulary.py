@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvik.worker.vocabulary import Vocabulary
+from kvik.worker.drafters.draft_model import Vocabulary
 
 CPU = torch.device("cpu")
 

@@ -29,11 +29,89 @@ from kvik.attention.base import (
     StepLayout,
     turned,
 )
-from kvik.attention.decode_batches import DecodeRow, split
-from kvik.attention.stored import move, store
-from kvik.attention.workspace import Workspace
+from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
+
+# Which decoding rows are padded to a common width, so that little time goes into padding.
+
+ALIGNMENT = 16  # keys; see `DecodeRow.padded_width`
+MAX_PADDING = 1024  # padded keys of a batch: about what the calls of one more batch cost
+MAX_KEYS = 16384  # gathered keys of a batch with several rows: bounds the workspace
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One query.
+
+    Attributes:
+        seq, token: index of its sequence, and its own in the flat batch.
+        first, visible: the first position that it sees, and how many.
+        path: of a tree's node, where the last of these stand: the sequence's places of the path to
+            the node, in place of the positions themselves.
+    """
+
+    seq: int
+    token: int
+    first: int
+    visible: int
+    path: tuple[int, ...] = ()
+
+    @property
+    def padded_width(self) -> int:
+        """Whole vectors only: with a partial last vector, torch's kernels sum a row in another
+        order when it is padded further, and the result would depend on the row's companions."""
+        return -(-self.visible // ALIGNMENT) * ALIGNMENT
+
+
+def split(rows: list[DecodeRow]) -> list[list[DecodeRow]]:
+    """Batches of rows, the widest row of each first unless all rows share one batch.
+
+    A batch grows, from wide rows to narrow ones, until its padding or its size is at the limit.
+    """
+    batches: list[list[DecodeRow]] = []
+    width = padding = 0
+    for row in sorted(rows, key=lambda row: row.padded_width, reverse=True):
+        padding += width - row.padded_width
+        full = not batches or padding > MAX_PADDING or (len(batches[-1]) + 1) * width > MAX_KEYS
+        if full:
+            batches.append([])
+            width, padding = row.padded_width, 0
+        batches[-1].append(row)
+    return [rows] if len(batches) == 1 else batches
+
+
+# Memory for gathered keys and values, kept between layers and steps.
+#
+# A fresh megabyte from the system costs a page fault per 4 KiB, which is several times the gather.
+
+
+class Workspace:
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, kv: LayerKV, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of some positions; valid until the next call.
+
+        Args:
+            keys: [n] int64, KV positions.
+
+        Returns:
+            Each [n, kv_heads, head_dim] of `dtype`.
+        """
+        if kv.k.dtype != dtype:
+            k, v = read(kv.k, kv.k_scales, keys), read(kv.v, kv.v_scales, keys)
+            return k.to(dtype), v.to(dtype)
+        token_shape = kv.k.shape[2:]
+        shape = (2, keys.shape[0], *token_shape)
+        size = 2 * keys.shape[0] * token_shape.numel()
+        buffer = self._buffer
+        if buffer.numel() < size or buffer.dtype != kv.k.dtype or buffer.device != kv.k.device:
+            self._buffer = kv.k.new_empty(size)
+        k, v = self._buffer[:size].view(shape).unbind()
+        torch.index_select(kv.k.view(-1, *token_shape), 0, keys, out=k)
+        torch.index_select(kv.v.view(-1, *token_shape), 0, keys, out=v)
+        return k, v
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvik.planner.advice.advise import Advice, Report, advise
 from kvik.planner.advice.figures import Figures
 from kvik.planner.advice.reasons import most_served
 from kvik.planner.advice.wish import Wish
-from kvik.planner.rounded import seconds
+from kvik.planner.cost import seconds
 from kvik.planner.serving import Prediction
 from kvik.planner.slo import parse_slo
 

@@ -44,7 +44,7 @@ class BeforeAfter:
         Raises:
             ConfigError: the text cannot be read, or the model cannot be run here.
         """
-        from kvik.evaluate.texts import held_out_texts, read_texts
+        from kvik.evaluate.windows import held_out_texts, read_texts
 
         if data == NONE:
             found = cls(before, "", (), speed)

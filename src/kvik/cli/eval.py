@@ -75,7 +75,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def texts_of(arguments: argparse.Namespace) -> Sequence[str]:
-    from kvik.evaluate.texts import held_out_texts, read_texts
+    from kvik.evaluate.windows import held_out_texts, read_texts
 
     return held_out_texts() if arguments.data is None else read_texts(arguments.data)
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from kvik.config.units import show_bytes
-from kvik.planner.cost import Cost
+from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
 from kvik.planner.plan import Plan
-from kvik.planner.rounded import columns, count, dollars, seconds, three
 from kvik.planner.speculation import SpeculationCurve
 from kvik.planner.speed import Speed
 

@@ -218,7 +218,7 @@ def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
 
 def _windows(arguments: argparse.Namespace, source: Source) -> Tensor:
     """The calibration text, [windows, tokens] ids."""
-    from kvik.quantize.calibration_text import calibration_windows
+    from kvik.quantize.calibrate import calibration_windows
     from kvik.text.tokenizer import Tokenizer
 
     context, tokens = source.spec.max_context, arguments.calib_tokens

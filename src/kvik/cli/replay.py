@@ -12,7 +12,7 @@ from kvik.cli.terminal import say
 from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ModelError
 from kvik.config.model_source import find_model
-from kvik.engine.record_file import RecordReader, open_recording, version
+from kvik.engine.recorder import RecordReader, open_recording, version
 
 EQUAL, DIFFERENT = 0, 1
 

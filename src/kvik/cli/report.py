@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvik.core.counters import RequestSpeculation
-from kvik.core.types import TokenLogprobs
+from kvik.core.types import RequestSpeculation, TokenLogprobs
 from kvik.engine.output import RequestOutput
 
 

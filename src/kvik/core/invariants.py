@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvik.core.block_pool import NULL_BLOCK
-from kvik.core.kv_groups import first_visible_block
+from kvik.core.block_pool import NULL_BLOCK, extend_hashes, first_visible_block
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.prefix import extend_hashes
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request, RequestStatus
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 from kvik.config.config import CacheConfig
 from kvik.config.kv_spec import max_blocks
-from kvik.core.block_pool import NULL_BLOCK, BlockPool
-from kvik.core.kv_groups import first_visible_block
+from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes, first_visible_block
 from kvik.core.pins import PinTable
-from kvik.core.prefix import extend_hashes
 from kvik.core.types import Request, RequestStatus
 
 

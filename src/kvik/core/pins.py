@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from kvik.config.config import CacheConfig
-from kvik.core.block_pool import BlockPool
-from kvik.core.kv_groups import first_visible_block
+from kvik.core.block_pool import BlockPool, first_visible_block
 
 
 @dataclass(slots=True, eq=False)

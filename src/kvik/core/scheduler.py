@@ -10,30 +10,476 @@ what did not come true.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 from kvik.config.config import CacheConfig, SchedulerConfig
-from kvik.core.counters import DraftCounts, SchedulerCounters
-from kvik.core.deadlines import Deadlines
-from kvik.core.drafts import look_ahead, place_drafts, wish_drafts
-from kvik.core.fair_share import FairShare
+from kvik.core.fair_share import (
+    FairShare,
+    Holdings,
+    Room,
+    decode_demand,
+    decode_order,
+    prompt_demand,
+)
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.pace import Pace
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.policy import make_policy, rejoins
 from kvik.core.queue import WaitingQueue
-from kvik.core.room import Holdings, Room, decode_demand, decode_order, prompt_demand
-from kvik.core.rows import Rows
-from kvik.core.steps import StepsInFlight
 from kvik.core.types import (
+    DraftCounts,
     FinishReason,
+    PromptUse,
     Request,
     RequestDelta,
     RequestReport,
     RequestStatus,
+    SchedulerCounters,
     TokenLogprobs,
+    finish_reason,
 )
 from kvik.core.work import WorkMeter
+
+# A step while it is planned.
+
+
+class Rows:
+    """The rows of a step, and what the worker must be told before them."""
+
+    __slots__ = (
+        "chunks",
+        "copies",
+        "drafts",
+        "made_room",
+        "new_blocks",
+        "new_requests",
+        "preempted",
+        "requests",
+        "samples",
+        "scheduled",
+        "short",
+        "slots",
+    )
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.slots: list[int] = []
+        self.scheduled: list[int] = []
+        self.drafts: list[int] = []
+        self.samples: list[bool] = []
+        self.new_requests: list[NewRequest] = []
+        self.new_blocks: list[tuple[int, int, list[int]]] = []  # slot, KV group, ids
+        self.copies: list[tuple[int, int]] = []  # source block, target block
+        self.chunks = 0  # rows that are part of a prompt
+        self.made_room = False  # someone had to give way to another tenant before it began
+        self.preempted = False  # someone lost his blocks to a row of this step
+        self.short = False  # there were not blocks enough for all who would have had a row
+
+    def extend(self, request: Request, new: list[list[int]]) -> None:
+        """A running request was given blocks, per KV group."""
+        self.new_blocks += [(request.slot, g, ids) for g, ids in enumerate(new)]
+
+    def start(self, request: Request) -> None:
+        """A request enters a slot, before anything of it is computed there."""
+        self.new_requests.append(
+            NewRequest(
+                slot=request.slot,
+                token_ids=request.token_ids[:],
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=[ids[:] for ids in request.block_ids],
+                params=request.params,
+                stop_ids=request.stop_ids,
+                seed=request.seed,
+                cache_salt=request.cache_salt,
+                pooling=request.pooling,
+            )
+        )
+
+
+# Tokens and blocks for guesses: what a step has left when everything known has its place.
+#
+# Drafts are work that may be in vain, so they preempt nobody. They take part of a step's token
+# budget behind the next tokens of all decoding requests, and blocks behind all rows of the step.
+
+
+def wish_drafts(rows: Rows, row: int, budget: int) -> int:
+    """Note how many drafts a decoding row is to have, within its request's length and `budget`
+    tokens. Returns how many; `place_drafts` decides whether there are blocks for them."""
+    request = rows.requests[row]
+    room = request.max_length - len(request.token_ids) - 1
+    rows.drafts[row] = min(request.num_draft_tokens, room, budget)
+    return rows.drafts[row]
+
+
+def place_drafts(rows: Rows, kv: KVCacheManager, meter: WorkMeter) -> None:
+    """Add the drafts that were wished for to the rows, once all rows have their blocks. Where too
+    few blocks are left, drafts beyond those that their request holds are dropped."""
+    for row, wished in enumerate(rows.drafts):
+        if not wished:
+            continue
+        request, drafts = rows.requests[row], wished
+        places = len(request.block_ids[0]) * kv.block_size - request.num_computed_tokens
+        if drafts > places:
+            new = kv.extend(request, request.num_computed_tokens + drafts)
+            if new is None:
+                drafts = places
+            else:
+                rows.extend(request, new)
+        rows.drafts[row] = drafts
+        rows.scheduled[row] += drafts
+        request.num_computed_tokens += drafts
+        request.num_pending_tokens += drafts
+        meter.drafts(request, 1 + drafts)
+
+
+def look_ahead(rows: Rows, kv: KVCacheManager, num_tokens: int) -> None:
+    """Places for what a drafter computes beyond the step, if there are blocks to spare."""
+    for request, samples in zip(rows.requests, rows.samples, strict=True):
+        if samples and request.params.speculation:
+            end = min(request.num_computed_tokens + num_tokens, request.max_length)
+            if end > len(request.block_ids[0]) * kv.block_size:
+                new = kv.extend(request, end)
+                if new is not None:
+                    rows.extend(request, new)
+
+
+# Requests that must be done by a time, and those that cannot be any more.
+#
+# A request whose deadline has passed is ended. One that cannot reach its first token in time, or
+# its `min_tokens`, is ended as soon as that is sure, so that its work goes to others. It is sure
+# if even `HURRY` of the time would be too long that it takes when nothing holds it up and every
+# step is as fast as the fastest of the last ones (`Pace.at_least`).
+
+HURRY = 0.75
+
+
+class Deadlines:
+    """A heap of the times at which to look at each request again.
+
+    `missing` tells how many tokens a request has yet to compute before it samples, 0 if what it
+    needs is under way.
+    """
+
+    def __init__(self, pace: Pace, budget: int, missing: Callable[[Request], int]) -> None:
+        self.pace = pace
+        self.budget = budget  # tokens of a step at most
+        self.missing = missing
+        self.most_per_step = 1  # tokens of a request, drafts included
+        self._looks: list[tuple[float, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def add(self, request: Request, now: float, num_served: int) -> None:
+        """Watch a request that has a deadline, beside `num_served` requests in all."""
+        if request.deadline is None:
+            return
+        heappush(self._looks, (now, request.serial, request))
+        if len(self._looks) > 64 + 2 * num_served:
+            # Most have ended long before their time: keep only what is still served.
+            self._looks = [look for look in self._looks if not look[2].finished]
+            heapify(self._looks)
+
+    def next_look(self) -> float | None:
+        """When `late` may have something to say although nothing happens until then."""
+        return self._looks[0][0] if self._looks else None
+
+    def late(self, now: float) -> list[Request]:
+        """Those that are past their deadline or cannot make it any more; they are forgotten."""
+        found = []
+        looks = self._looks
+        while looks and (looks[0][0] <= now or looks[0][2].finished):
+            request = heappop(looks)[2]
+            if request.finished or request.deadline is None:
+                continue
+            last = request.deadline - HURRY * self._seconds(request)
+            if last <= now:
+                found.append(request)
+            else:
+                heappush(looks, (last, request.serial, request))
+        return found
+
+    def _seconds(self, request: Request) -> float:
+        """What it takes at least until the tokens are there that make the answer worth having."""
+        made = request.num_output_tokens + request.num_pending_tokens
+        wanted = max(1, request.params.min_tokens) - made
+        if wanted <= 0:
+            return 0.0
+        pace = self.pace
+        full, rest = divmod(self.missing(request), self.budget)
+        seconds = full * pace.at_least(self.budget) + (pace.at_least(rest) if rest else 0.0)
+        return seconds + (wanted - 1) / self.most_per_step * pace.at_least(1)
+
+
+# How fast steps pass, from the times at which they were planned and their results came.
+
+SAMPLES = 16  # of each size; as many are wanted before anything is believed
+FADING = 0.95  # what a step back counts less in means
+
+
+class Pace:
+    """Seconds per step, by its tokens. Time is an argument; nothing here reads a clock.
+
+    Means say what to expect. `at_least` says what no step was faster than lately, and is what work
+    may be given up by: a step of more tokens is believed to take no less time.
+    """
+
+    def __init__(self) -> None:
+        self._last = float("-inf")  # when the last result came
+        # [k]: seconds and tokens of the last steps of up to 2^k tokens, and more than 2^(k - 1)
+        self._by_size: list[deque[tuple[float, int]]] = []
+        self._steps = self._step_seconds = 0.0
+        self._prefill_tokens = self._prefill_seconds = 0.0
+
+    def note(self, planned: float, done: float, tokens: int, *, prefill: bool) -> None:
+        """A step of so many tokens, chunks of prompts among them or not, is done.
+
+        With several steps in flight one began when the one before it was done.
+        """
+        seconds = max(0.0, done - max(planned, self._last))
+        self._last = done
+        size = (tokens - 1).bit_length()
+        while len(self._by_size) <= size:
+            self._by_size.append(deque(maxlen=SAMPLES))
+        self._by_size[size].append((seconds, tokens))
+        self._steps = self._steps * FADING + 1.0
+        self._step_seconds = self._step_seconds * FADING + seconds
+        if prefill:
+            self._prefill_tokens = self._prefill_tokens * FADING + tokens
+            self._prefill_seconds = self._prefill_seconds * FADING + seconds
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """A mean of the last steps; None before the first."""
+        return self._step_seconds / self._steps if self._steps else None
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """A mean of the last steps with chunks of prompts, decoding rows counted; None before the
+        first."""
+        seconds = self._prefill_seconds
+        return self._prefill_tokens / seconds if seconds else None
+
+    def at_least(self, tokens: int) -> float:
+        """Seconds that a step of `tokens` tokens takes even if it is as fast as the fastest of the
+        last ones that were no larger; 0.0 if too few were."""
+        seconds = 0.0
+        for steps in self._by_size[: (tokens - 1).bit_length() + 1]:
+            if len(steps) == SAMPLES and max(size for _, size in steps) <= tokens:
+                seconds = max(seconds, min(steps)[0])
+        return seconds
+
+
+# Steps in flight, and what their results mean for the requests that had rows in them.
+
+
+class Finish(Protocol):
+    """How a request ends, with its last tokens: it gives back what it holds."""
+
+    def __call__(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestDelta: ...
+
+
+class StepsInFlight:
+    """Planned steps in order, whose results come one by one."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        meter: WorkMeter,
+        shares: FairShare,
+        counters: SchedulerCounters,
+        drafts: DraftCounts,
+        pace: Pace,
+        finish: Finish,
+    ) -> None:
+        self.kv = kv
+        self.meter = meter
+        self.shares = shares
+        self.counters = counters
+        self.drafts = drafts
+        self.pace = pace
+        self.finish = finish
+        self.in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        # Of the same steps: when they were planned, tokens, whether there were chunks of prompts
+        self._planned: deque[tuple[float, int, bool]] = deque()
+
+    def add(
+        self,
+        plan: SchedulerOutput,
+        requests: list[Request],
+        now: float,
+        num_tokens: int,
+        *,
+        prefill: bool,
+    ) -> None:
+        """A step is planned; `requests` are those of its rows."""
+        self.in_flight.append((plan, requests))
+        self._planned.append((now, num_tokens, prefill))
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest step without a result, or of the next one."""
+        return self.in_flight[0][0].step if self.in_flight else self.counters.steps
+
+    def update(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
+        """Take in the result of the oldest step in flight.
+
+        What goes wrong with one row ends its request and no other.
+        """
+        plan, requests = self.in_flight.popleft()
+        if plan.step != output.step:
+            raise RuntimeError(f"result of step {output.step} while {plan.step} is due")
+        planned, num_tokens, prefill = self._planned.popleft()
+        self.pace.note(planned, now, num_tokens, prefill=prefill)
+        deltas: list[RequestDelta] = []
+        rows = zip(
+            requests, plan.samples, plan.num_scheduled_tokens, plan.num_draft_tokens, strict=True
+        )
+        errors, prompt_logprobs = output.errors, output.prompt_logprobs
+        times = _seconds(plan, output, prefill=prefill)
+        block_size = self.kv.block_size
+        finished, running = RequestStatus.FINISHED, RequestStatus.RUNNING  # looked up once
+        for i, (request, samples, scheduled, drafts) in enumerate(rows):
+            if samples:
+                request.num_pending_tokens -= drafts + 1
+            status = request.status
+            if status is finished:
+                continue
+            if status is running:
+                request.num_written_tokens += scheduled
+            error = errors.get(i) if errors else None
+            if error is None:
+                try:
+                    first = samples and request.first_token is None
+                    if i in prompt_logprobs:
+                        deltas.append(self._prompt_logprobs(request, prompt_logprobs[i]))
+                    if samples:
+                        deltas.append(self._deliver(request, output, i, drafts, times, now))
+                    elif self._is_read(request, i, output):
+                        deltas.append(self.finish(request, FinishReason.LENGTH, now, []))
+                        deltas[-1].embedding = output.embeddings.get(i)
+                    if request.num_written_tokens // block_size > request.num_committed_blocks:
+                        self.kv.commit(request)
+                        if request.pins:
+                            self.kv.pin(request, now)
+                    if first:
+                        used = PromptUse(request.num_cached_tokens, request.num_pinned_tokens)
+                        deltas[-1].prompt = used
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+            if error is not None:
+                deltas.append(self.finish(request, FinishReason.ERROR, now, [], error=error))
+        self.counters.delivered_tokens += sum([len(delta.token_ids) for delta in deltas])
+        return deltas
+
+    def _deliver(
+        self,
+        request: Request,
+        output: ModelRunnerOutput,
+        row: int,
+        drafts: int,
+        times: tuple[float, float],
+        now: float,
+    ) -> RequestDelta:
+        """Append sampled tokens up to the one that ends the output; take back rejected drafts.
+
+        Args:
+            times: see `_seconds`.
+        """
+        tokens = output.token_ids[row]
+        if drafts and request.status is RequestStatus.RUNNING:
+            rejected = drafts + 1 - len(tokens)
+            request.num_computed_tokens -= rejected
+            request.num_written_tokens -= rejected
+            self.meter.take_back(request, rejected)
+        speculation = request.speculation
+        if drafts:
+            places = drafts if output.draft_places is None else output.draft_places[drafts]
+            self.drafts.add(drafts, len(tokens) - 1, places)
+            if speculation is not None:
+                speculation.drafts.add(drafts, len(tokens) - 1, places)
+        if speculation is not None and times[0]:
+            speculation.seconds += times[0]
+            speculation.plain_seconds += times[1] * len(tokens)
+        reason = None
+        known = request.token_ids
+        before = len(known)
+        for token in tokens:
+            known.append(token)
+            reason = finish_reason(request, token)
+            if reason is not None:
+                tokens = known[before:]
+                break
+        if request.first_token is None:
+            request.first_token = now
+            self.shares.first_token(request)
+        logprobs = output.logprobs.get(row) if output.logprobs else None
+        if logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+        if reason is not None:
+            return self.finish(request, reason, now, tokens, logprobs)
+        proposed = output.num_draft_tokens
+        if proposed is not None and request.status is RequestStatus.RUNNING:
+            request.num_draft_tokens = proposed[row]
+        else:
+            request.num_draft_tokens = 0
+        return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
+
+    def fail(self, error: str, now: float) -> list[RequestDelta]:
+        """The oldest step in flight as a whole failed: its requests end, all others go on."""
+        plan, requests = self.in_flight.popleft()
+        self._planned.popleft()
+        deltas = []
+        for request, samples, drafts in zip(
+            requests, plan.samples, plan.num_draft_tokens, strict=True
+        ):
+            if samples:
+                request.num_pending_tokens -= drafts + 1
+            if not request.finished:
+                deltas.append(self.finish(request, FinishReason.ERROR, now, [], error=error))
+        return deltas
+
+    @staticmethod
+    def _is_read(request: Request, row: int, output: ModelRunnerOutput) -> bool:
+        """The last chunk of a prompt of which nothing is sampled is computed. If the request was
+        preempted meanwhile, what was wanted of the prompt tells: it comes with the last chunk."""
+        if request.num_written_tokens == request.max_length:
+            return True
+        return row in output.prompt_logprobs or row in output.embeddings
+
+    @staticmethod
+    def _prompt_logprobs(request: Request, logprobs: list[TokenLogprobs]) -> RequestDelta:
+        # Delivered once: a resumed request may take its prompt from the prefix cache again.
+        if request.max_length > request.num_prompt_tokens:
+            request.params = replace(request.params, prompt_logprobs=None)
+        return RequestDelta(request.request_id, request.index, [], prompt_logprobs=logprobs)
+
+
+def _seconds(
+    plan: SchedulerOutput, output: ModelRunnerOutput, *, prefill: bool
+) -> tuple[float, float]:
+    """What a step took that only decoded, and what one without drafts takes for a token of each of
+    its rows; 0.0 of both if that is not known. See `RequestSpeculation`."""
+    times = output.draft_times
+    if times is not None and times.checking:
+        tokens = sum([len(row) for row in output.token_ids])
+        return times.checking, times.plain * len(output.token_ids) / max(1, tokens)
+    if prefill or not output.turn_seconds or any(plan.num_draft_tokens):
+        return 0.0, 0.0
+    making = 0.0 if times is None else times.proposing
+    return output.turn_seconds + making, output.turn_seconds
 
 
 class Scheduler:

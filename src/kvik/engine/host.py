@@ -8,22 +8,23 @@ says can end the loop: what fails for one request ends that request alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvik.config.errors import CapacityError, KvikError
+from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
-from kvik.engine.held import Held
-from kvik.engine.lines import HostLine
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop
-from kvik.engine.step_limits import StepWatch
+from kvik.engine.observer import LoopObserver
 from kvik.engine.wire import (
     Add,
     Answer,
     Ask,
     End,
+    HostLine,
     Ready,
     StepLimit,
     WireError,
@@ -34,6 +35,147 @@ from kvik.engine.wire import (
     stepped,
     to_engine,
 )
+
+# Tokens on their way to readers, held in the engine for a moment, so that frames are fewer and
+# larger.
+#
+# What a server does for a piece of a stream costs more than what it does for a token, and where it
+# has no core of its own it stops the engine's step. So between the first and the last piece of a
+# stream, which go on at once, tokens are merged: the more streams, the longer.
+
+PIECES_PER_SECOND = 640  # of all streams together: from 32 on each has 20, as `MAX_HOLD` has it
+MAX_HOLD = 0.05  # seconds
+LONGER = 2  # times the tokens of the step before: nothing is held through such a step
+
+
+class Held(LoopObserver):
+    """Deltas by completion. It looks on because a step that will take long must be known before.
+
+    Args:
+        send: takes deltas that were merged, one for each completion.
+    """
+
+    def __init__(self, send: Callable[[list[RequestDelta]], None]) -> None:
+        self._send = send
+        self._deltas: dict[tuple[str, int], RequestDelta] = {}
+        self._released = float("-inf")
+        self._step_tokens = 0
+
+    def take(self, deltas: Iterable[RequestDelta], now: float) -> list[RequestDelta]:
+        """Hold what a step brought. Returns what is not held any longer: what begins or ends, and
+        everything if the last time was long enough ago."""
+        urgent: dict[tuple[str, int], None] = {}
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            earlier = self._deltas.get(key)
+            if earlier is None:
+                self._deltas[key] = delta
+            else:
+                _join(earlier, delta)
+            if delta.finish_reason is not None or delta.prompt is not None:
+                urgent[key] = None
+        hold = min(MAX_HOLD, len(self._deltas) / PIECES_PER_SECOND)
+        if self._deltas and now - self._released >= hold:
+            return self.release(now)
+        return [self._deltas.pop(key) for key in urgent]
+
+    def release(self, now: float) -> list[RequestDelta]:
+        """All that is held."""
+        deltas, self._deltas = self._deltas, {}
+        self._released = now
+        return list(deltas.values())
+
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
+        tokens = 0 if plan is None else plan.num_tokens
+        if self._deltas and tokens > LONGER * self._step_tokens:
+            self._send(self.release(now))
+        self._step_tokens = tokens
+
+
+def _join(held: RequestDelta, later: RequestDelta) -> None:
+    """`held` becomes both. Its lists are others' too: they stay as they are. Before a first token
+    only the log probabilities of its prompt come."""
+    held.token_ids = held.token_ids + later.token_ids
+    if later.prompt_logprobs is not None:
+        held.prompt_logprobs = (held.prompt_logprobs or []) + later.prompt_logprobs
+    held.prompt = held.prompt or later.prompt
+    if later.logprobs is not None:
+        held.logprobs = later.logprobs if held.logprobs is None else held.logprobs + later.logprobs
+    if later.finish_reason is not None:
+        held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
+        held.error, held.report, held.embedding = later.error, later.report, later.embedding
+        held.refused = later.refused
+
+
+# How long a step may take until the engine counts as hung, by how long such steps took before.
+
+LEAST = 30.0  # seconds: what else runs on a machine may hold up any step
+TIMES = 20.0  # what the slowest step of about its size took
+_RECENT = 64  # steps of each size: the first ones may have compiled kernels
+
+
+class StepLimits:
+    """Sizes that have as many binary digits count as one."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}  # by binary digits of the tokens of a step
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        size = num_tokens.bit_length()
+        self._seconds.setdefault(size, deque(maxlen=_RECENT)).append(seconds)
+
+    def limit(self, num_tokens: int) -> float | None:
+        """Seconds, rounded up to 30 times a power of two so that it changes rarely; None if no step
+        was measured. Of a size that was not, they are told from the others: no step takes longer
+        than a larger one, or than several smaller ones of as many tokens together."""
+        if not self._seconds:
+            return None
+        size = num_tokens.bit_length()
+        if size in self._seconds:
+            seconds = max(self._seconds[size])
+        else:
+            seconds = min(
+                max(found) * 2 ** max(0, size - other) for other, found in self._seconds.items()
+            )
+        limit = LEAST
+        while limit < TIMES * seconds:
+            limit *= 2
+        return limit
+
+
+class StepWatch(LoopObserver):
+    """Says how long what is in flight may take, whenever that changes.
+
+    Args:
+        announce: takes seconds.
+    """
+
+    def __init__(self, announce: Callable[[float], None]) -> None:
+        self._announce = announce
+        self._limits = StepLimits()
+        self._in_flight: deque[tuple[int, float]] = deque()  # tokens, and when it was planned
+        self._since = 0.0  # when the last step ended
+        self._told: float | None = None
+
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
+        if plan is None:
+            return
+        self._in_flight.append((plan.num_tokens, now))
+        limit = self._limits.limit(max(tokens for tokens, _ in self._in_flight))
+        if limit is not None and limit != self._told:
+            self._told = limit
+            self._announce(limit)
+
+    def finished(self, output: ModelRunnerOutput, now: float) -> None:
+        tokens, planned = self._in_flight.popleft()
+        self._limits.note(tokens, now - max(planned, self._since))
+        self._since = now
+
+    def failed(self, error: str, now: float) -> None:
+        self._in_flight.popleft()
+        self._since = now
+
 
 log = logging.getLogger(__name__)
 

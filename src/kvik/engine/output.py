@@ -11,19 +11,44 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from math import fsum, sqrt
 from weakref import WeakValueDictionary
 
-from kvik.core.counters import RequestSpeculation
 from kvik.core.types import (
     EngineRequest,
     FinishReason,
     RequestDelta,
     RequestReport,
+    RequestSpeculation,
     TokenLogprobs,
 )
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings, StopTable
 from kvik.text.tokenizer import Tokenizer
+
+# One vector for a prompt, as a caller gets it.
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """Attributes:
+    embedding: [hidden].
+    num_cached_tokens: of the prompt, found in the prefix cache.
+    num_preemptions: how often it lost its blocks and began anew.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    embedding: list[float]
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+def normalise(vector: Sequence[float]) -> list[float]:
+    """The same direction with length 1; a vector of zeros stays as it is."""
+    length = sqrt(fsum(x * x for x in vector))
+    return [x / length for x in vector] if length else list(vector)
 
 
 @dataclass(slots=True)  # not frozen: made for every row of every step

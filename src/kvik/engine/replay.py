@@ -18,7 +18,7 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
-from kvik.engine.record_file import (
+from kvik.engine.recorder import (
     Added,
     CacheReset,
     Ended,
@@ -28,8 +28,9 @@ from kvik.engine.record_file import (
     NothingPlanned,
     Planned,
     Stopped,
+    output_digest,
+    plan_digest,
 )
-from kvik.engine.recorder import output_digest, plan_digest
 
 
 @dataclass(frozen=True, slots=True)

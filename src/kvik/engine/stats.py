@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvik.core.counters import DraftCounts
 from kvik.core.plan import GraphCounts
+from kvik.core.types import DraftCounts
 from kvik.core.work import Work
 
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvik.config.config import ResolvedConfig
-from kvik.engine.async_client import EngineState
+from kvik.engine.async_client import EngineState, SourceClient
 from kvik.engine.child import Child
-from kvik.engine.source import SourceClient
 from kvik.engine.wire import Start
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.worker.step_results import RunningStep
+from kvik.worker.model_runner import RunningStep
 from kvik.worker.worker import Worker
 
 

@@ -2,16 +2,153 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from kvik.config.errors import ModelError
 from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
 from kvik.config.rope_spec import MAX_POSITIONS
-from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS
+from kvik.config.stored_quantization import Rule, StoredQuantization, StoredScheme
 from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
-from kvik.gguf.stored import stored_quantization
+from kvik.gguf.types import Metadata
+from kvik.gguf.writer import Scalar
+
+# How a GGUF file stores its matrices, in the words of other quantised checkpoints.
+
+METHOD = "gguf"
+WEIGHT = ".weight"
+
+# By the type of blocks: bits of a code, weights that share a scale, and what a code of 0 means.
+SCHEMES: Mapping[str, StoredScheme] = {
+    scheme.layout: scheme
+    for scheme in (
+        StoredScheme("Q8_0", 8, 32),
+        StoredScheme("Q4_0", 4, 32),
+        StoredScheme("Q4_1", 4, 32, symmetric=False, minima=True),
+        StoredScheme("Q5_0", 5, 32),
+        StoredScheme("Q5_1", 5, 32, symmetric=False, minima=True),
+        StoredScheme("Q2_K", 2, 16, symmetric=False, minima=True),
+        StoredScheme("Q3_K", 3, 16),
+        StoredScheme("Q4_K", 4, 32, symmetric=False, minima=True),
+        StoredScheme("Q5_K", 5, 32, symmetric=False, minima=True),
+        StoredScheme("Q6_K", 6, 16),
+    )
+}
+
+
+def stored_quantization(file: GgufFile) -> StoredQuantization | None:
+    """By the types of the tensors; None: all are floats."""
+    named: dict[str, set[str]] = {}
+    for tensor in file.tensors:
+        name = hf_name(tensor.name)
+        if name is not None and tensor.type.name in SCHEMES:
+            named.setdefault(tensor.type.name, set()).add(name.removesuffix(WEIGHT))
+    if not named:
+        return None
+    rules = tuple(Rule(SCHEMES[type], frozenset(layers)) for type, layers in named.items())
+    return StoredQuantization(METHOD, rules, embeddings=True)
+
+
+def usual_bits(file: GgufFile) -> int | None:
+    """Of a code in the type that most weights of matrices are stored in; None: floats."""
+    weights = Counter[str]()
+    for tensor in file.tensors:
+        if len(tensor.shape) > 1:
+            weights[tensor.type.name] += prod(tensor.shape)
+    scheme = SCHEMES.get(max(weights, key=weights.__getitem__, default=""))
+    return scheme.bits if scheme else None
+
+
+# How a model's authors would sample: `general.sampling` of a GGUF file, in the words of
+# generation_config.json, and back.
+
+AT = "general.sampling"
+# Theirs -> the key of a GGUF file.
+KEYS: Mapping[str, str] = {
+    "temperature": f"{AT}.temp",
+    "top_k": f"{AT}.top_k",
+    "top_p": f"{AT}.top_p",
+    "min_p": f"{AT}.min_p",
+    "repetition_penalty": f"{AT}.penalty_repeat",
+}
+LAST_N = f"{AT}.penalty_last_n"  # tokens that the penalty looks back at
+ALL = -1
+
+
+def sampling_config(metadata: Metadata) -> dict[str, object]:
+    """What a file says, not yet checked."""
+    return {theirs: metadata.raw(key) for theirs, key in KEYS.items() if key in metadata}
+
+
+def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
+    """The metadata of a generation_config.json, of which only known keys are taken."""
+    found: dict[str, Scalar] = {
+        KEYS[theirs]: value for theirs, value in config.items() if theirs in KEYS
+    }
+    return found | ({LAST_N: ALL} if KEYS["repetition_penalty"] in found else {})
+
+
+# Names of tensors: those of GGUF files and those of Hugging Face checkpoints.
+
+_NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
+LAYER = re.compile(rf"blk\.{_NUMBER}\.(\w+)\.{_LAST}")
+HF_LAYER = re.compile(rf"model\.layers\.{_NUMBER}\.(.+)\.{_LAST}")
+
+ROPE_FACTORS = "rope_freqs.weight"
+HEAD = "output.weight"
+EMBEDDING = "token_embd.weight"
+
+_OUTER: Mapping[str, str] = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
+_INNER: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER_BACK = {hf: name for name, hf in _OUTER.items()}
+_INNER_BACK = {hf: name for name, hf in _INNER.items()}
+
+
+def hf_name(name: str) -> str | None:
+    """The checkpoint name of a tensor of llama, qwen2 or qwen3; None if there is none."""
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        return _OUTER.get(name)
+    inner = _INNER.get(layer[2])
+    return f"model.layers.{layer[1]}.{inner}.{layer[3]}" if inner else None
+
+
+def gguf_name(name: str) -> str | None:
+    """The other way: the GGUF name of a checkpoint's tensor; None if there is none."""
+    layer = HF_LAYER.fullmatch(name)
+    if layer is None:
+        return _OUTER_BACK.get(name)
+    inner = _INNER_BACK.get(layer[2])
+    return f"blk.{layer[1]}.{inner}.{layer[3]}" if inner else None
+
+
+def has_rotary_rows(name: str) -> bool:
+    """Whether the rows of a GGUF tensor are those of queries or keys, which files of llama models
+    hold in another order: the two numbers that are rotated together are neighbours there and half
+    a head apart in checkpoints."""
+    layer = LAYER.fullmatch(name)
+    return layer is not None and layer[2] in ("attn_q", "attn_k")
+
 
 # `general.architecture` -> the architecture that config.json would name. Mistral is a llama there.
 ARCHITECTURES: Mapping[str, str] = {

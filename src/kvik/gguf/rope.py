@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from kvik.config.errors import ModelError
 from kvik.config.rope_spec import MAX_POSITIONS
-from kvik.gguf.values import Metadata
+from kvik.gguf.types import Metadata
 
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more

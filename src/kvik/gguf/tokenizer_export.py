@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.gguf.pretokenizers import WORD_RULES, WordRule
-from kvik.gguf.tokenizer import AT, SPACE, TokenKind
+from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.writer import Scalar
 
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))

@@ -13,9 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvik.kernels.draws import Draws, Truncation
-from kvik.kernels.ops import Ops
-from kvik.kernels.penalties import Penalties
+from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
 from kvik.kernels.weights import (
     Activation,
     FloatWeight,

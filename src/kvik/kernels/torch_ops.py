@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.kernels.draws import Truncation
-from kvik.kernels.ops import Ops
-from kvik.kernels.reference.draw import draw, probabilities
-from kvik.kernels.reference.linear import as_multiplied, matrix, pack_rows, stored_weight
-from kvik.kernels.reference.penalties import penalize
+from kvik.kernels.ops import Ops, Truncation
+from kvik.kernels.reference.draw import draw, penalize, probabilities
+from kvik.kernels.reference.ops import as_multiplied, matrix, pack_rows, stored_weight
 from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import FloatWeight, Matrix, Weight
 

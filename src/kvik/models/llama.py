@@ -14,6 +14,21 @@ from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
 
+# Mistral (Jiang et al. 2023): a Llama whose layers attend to a sliding window of keys.
+
+
+def mistral(spec: ModelSpec, builder: Builder) -> Llama:
+    """The window (section 2) is `spec.windows`; attention and cache read it from there."""
+    return Llama(spec, builder)
+
+
+# Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on q, k and v.
+
+
+def qwen2(spec: ModelSpec, builder: Builder) -> Llama:
+    """The biases are `spec.qkv_bias`; some layers may see a window, as `spec.windows` says."""
+    return Llama(spec, builder)
+
 
 class LlamaAttention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from kvik.config.model_spec import ModelSpec
 from kvik.models.gpt2 import GPT2
-from kvik.models.llama import Llama
-from kvik.models.mistral import mistral
-from kvik.models.qwen2 import qwen2
+from kvik.models.llama import Llama, mistral, qwen2
 from kvik.models.qwen3 import qwen3
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext

@@ -22,15 +22,11 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.embedding import Embedding, MatrixEmbedding
 from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
-from kvik.nn.heads import Heads
-from kvik.nn.linear import Linear
-from kvik.nn.mlp import MLP, GatedMLP
-from kvik.nn.norm import LayerNorm, RMSNorm
-from kvik.nn.parts import Part, Rows
-from kvik.nn.quantizer import Quantizer, weight_kind
+from kvik.nn.linear import MLP, GatedMLP, Heads, Linear
+from kvik.nn.norm import Embedding, LayerNorm, MatrixEmbedding, RMSNorm
+from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 

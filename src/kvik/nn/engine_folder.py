@@ -32,8 +32,7 @@ from kvik.config.errors import ModelError
 from kvik.config.fields import shown
 from kvik.kernels.packing import Packing
 from kvik.kernels.weights import Matrix, MatrixSpec
-from kvik.nn.kinds import kind_named, name_of_kind
-from kvik.nn.storage import FreshStorage
+from kvik.nn.storage import FreshStorage, kind_named, name_of_kind
 
 TENSOR = "tensor"  # the only part of what is no matrix
 PIECE = 8 << 20  # bytes written at a time

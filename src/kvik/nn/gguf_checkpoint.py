@@ -11,13 +11,10 @@ from torch import Tensor
 
 from kvik.config.errors import ModelError
 from kvik.config.fields import shown
-from kvik.gguf.facts import architecture, head_size
-from kvik.gguf.names import ROPE_FACTORS, has_rotary_rows, hf_name
+from kvik.gguf.facts import ROPE_FACTORS, architecture, has_rotary_rows, head_size, hf_name
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
-from kvik.nn.checkpoint import RUN_BYTES, TORCH_DTYPES, Run
+from kvik.nn.checkpoint import ROW_MULTIPLE, RUN_BYTES, TORCH_DTYPES, Run, read_ahead, run_length
 from kvik.nn.gguf_blocks import unpermute_rotary
-from kvik.nn.reading import read_ahead
-from kvik.nn.runs import ROW_MULTIPLE, run_length
 from kvik.nn.safetensors import TensorEntry
 
 BYTES = "U8"

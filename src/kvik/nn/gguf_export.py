@@ -12,7 +12,7 @@ from kvik.config.errors import ModelError
 from kvik.config.fields import shown
 from kvik.config.model_spec import ModelSpec
 from kvik.gguf.export import gguf_architecture, rope_divisors
-from kvik.gguf.names import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
+from kvik.gguf.facts import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint

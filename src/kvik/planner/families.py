@@ -13,9 +13,8 @@ from kvik.config.errors import ModelError
 from kvik.config.fields import Fields, read_json, shown
 from kvik.config.model_source import CONFIG, find_config, is_gguf
 from kvik.config.model_spec import ModelSpec
-from kvik.gguf.facts import model_config, model_spec
+from kvik.gguf.facts import METHOD, model_config, model_spec, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
-from kvik.gguf.stored import METHOD, usual_bits
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvik.quantize.folding import scale_inputs
+from kvik.quantize.gptq import rtn
 from kvik.quantize.grid import TENSOR, Grid
 from kvik.quantize.quantised import Quantised
-from kvik.quantize.rtn import rtn
 
 PIECE = 1 << 22  # numbers of a product that are held at a time
 FLOOR = 1e-6  # of the largest mean |x|: what is less counts as that, or factors were too large

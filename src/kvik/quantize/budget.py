@@ -19,11 +19,10 @@ from kvik.config.fields import read_json
 from kvik.config.files import write_whole
 from kvik.config.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockLinear, unwatched
-from kvik.quantize.calibrate import CPU, STORED_DTYPES, by_matrix, open_blocks
-from kvik.quantize.hidden import STEP_TOKENS
+from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
+from kvik.quantize.gptq import rtn
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.quantize.results import Progress
-from kvik.quantize.rtn import rtn
 from kvik.quantize.sensitivity import Candidate, choose_formats
 
 CHOICE = "layer_bits.json"

@@ -6,27 +6,296 @@ behind blocks that are quantised already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.attention.sdpa import SdpaAttention
+from kvik.config.architectures import ARCHITECTURES
 from kvik.config.errors import ConfigError, ModelError
 from kvik.config.fields import shown
-from kvik.config.files import DRAFT
+from kvik.config.files import DRAFT, writing_whole
 from kvik.config.model_spec import ModelSpec
-from kvik.nn.checkpoint import open_checkpoint
-from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, unwatched
-from kvik.quantize.blocks import ModelBlocks
+from kvik.kernels.torch_ops import TORCH
+from kvik.models.registry import MODELS
+from kvik.nn.builder import DeclaredTensor
+from kvik.nn.checkpoint import Checkpoint, open_checkpoint
+from kvik.nn.context import ForwardContext
+from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, block_builder, unwatched
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
-from kvik.quantize.hidden import HiddenFile
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.statistics import InputStatistics
-from kvik.quantize.structure import Fold, folds, unclipped_rows
+from kvik.quantize.structure import Fold, folds, linear_inputs, unclipped_rows
+from kvik.text.tokenizer import Tokenizer
+
+# The residual stream of all calibration windows, between two blocks: in a file, not in memory.
+
+STEP_TOKENS = 4096  # that run through a block together
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenFile:
+    """[windows, tokens, hidden] of `dtype`, whole or not there."""
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @property
+    def step(self) -> int:
+        """Windows that are read together."""
+        return max(1, STEP_TOKENS // self.shape[1])
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: the file is not there, or not as it was written.
+        """
+        count, tokens, hidden = self.shape
+        size = count * tokens * hidden * self.dtype.itemsize
+        if not self.path.is_file() or self.path.stat().st_size != size:
+            raise ModelError(
+                "work", f"{str(self.path)!r} is missing or of another pass: begin again"
+            )
+
+    def read(self) -> Iterator[Tensor]:
+        """[up to `step`, tokens, hidden] at a time.
+
+        Raises:
+            ModelError: the file has become shorter.
+        """
+        windows, tokens, hidden = self.shape
+        row = tokens * hidden * self.dtype.itemsize
+        with self.path.open("rb") as file:
+            for first in range(0, windows, self.step):
+                count = min(self.step, windows - first)
+                data = bytearray(count * row)
+                if file.readinto(data) != len(data):
+                    raise ModelError("work", f"{str(self.path)!r} has become shorter")
+                flat = torch.frombuffer(data, dtype=self.dtype)
+                yield flat.view(count, tokens, hidden)
+
+    def write(self, pieces: Iterable[Tensor]) -> None:
+        """Pieces [windows, tokens, hidden] in order."""
+        with writing_whole(self.path) as file:
+            for piece in pieces:
+                flat = piece.to(self.dtype).cpu().contiguous().view(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+
+
+# A model's decoder blocks, one at a time from its checkpoint; and what goes into the first.
+
+
+class ModelBlocks:
+    """The blocks of a checkpoint of plain floats, for windows of a number of tokens."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec = checkpoint, spec
+        self._entries = checkpoint.entries
+        self._tokens, self.dtype, self.device = tokens, dtype, device
+        names = ARCHITECTURES[spec.architecture].matrices
+        self._head = names.head + WEIGHT
+        self._before = names.o[0].partition("{}")[0]  # what names of blocks begin with
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: a tensor of a block is missing, has another shape, or holds NaN or infinity.
+        """
+        names = {}
+        for index in range(self._spec.num_layers):
+            for declared in self._declared(self._block_spec(index)):
+                if declared.name.startswith(self._scope):
+                    name = self._stored_name(declared.name, index)
+                    names[name] = True
+                    if self._entries[name].shape != declared.shape:
+                        raise ModelError(
+                            "model",
+                            f"tensor {shown(name)} must have shape {list(declared.shape)} by "
+                            f"config.json, not {list(self._entries[name].shape)}",
+                        )
+        for run in self._checkpoint.runs(names):
+            if not run.values.is_floating_point():
+                raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
+            # a sum is one pass, and tells if it is finite
+            if not bool(run.values.sum(dtype=torch.float32).isfinite()) and not bool(
+                run.values.isfinite().all()
+            ):
+                raise ModelError(
+                    "model", f"tensor {shown(run.name)} holds NaN or infinity: nothing is quantised"
+                )
+
+    def embed(self, windows: Tensor, step: int) -> Iterator[Tensor]:
+        """windows [n, tokens] -> the residual stream before the first block, some windows at a
+        time: [up to step, tokens, hidden]. Only vectors of tokens that occur are read."""
+        used, ids = windows.unique(return_inverse=True)
+        spec = replace(self._spec, num_layers=0, windows=(), vocab_size=len(used))
+        builder = block_builder(
+            spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
+        )
+        network = MODELS[spec.architecture](spec, builder)
+        for declared in builder.declared.tensors:
+            if declared.kind != "matrix" or declared.name == self._head:
+                continue
+            name = self._stored_name(declared.name, 0)
+            whole = self._entries[name].shape
+            if declared.shape[0] == len(used) and whole[0] == self._spec.vocab_size:
+                values = self._rows(name, used)
+            else:
+                values = self._read([name])[name]
+            declared.fill(0, values.to(self.device))
+        positions = torch.arange(self._tokens, device=self.device)
+        for part in ids.split(step):
+            ctx = ForwardContext(positions.repeat(len(part)), (), ())
+            yield network.enter(part.flatten().to(self.device), ctx).view(*part.shape, -1)
+
+    def block(self, index: int) -> Block:
+        """
+        Raises:
+            ModelError: a tensor is missing, or its file cannot be read.
+        """
+        spec = self._block_spec(index)
+        names = {
+            declared.name: self._stored_name(declared.name, index)
+            for declared in self._declared(spec)
+            if declared.name.startswith(self._scope)
+        }
+        values = self._read(names.values())
+        tensors = {name: (stored, values[stored]) for name, stored in names.items()}
+        return Block(spec, self._tokens, tensors, self.dtype, self.device)
+
+    def stored(self, pattern: str, index: int) -> str:
+        """The name in the checkpoint of a layer; {} of the pattern is the block."""
+        name = pattern.format(index)
+        trunk = name.partition(".")[0] + "."
+        found = any(key.startswith(f"{name}.") for key in self._entries)
+        return name if found else name.removeprefix(trunk)
+
+    def inputs(self) -> dict[str, int]:
+        """Of each linear layer of all blocks, by its name in the checkpoint."""
+        return {
+            self.stored(pattern, index): width
+            for index in range(self._spec.num_layers)
+            for pattern, width in linear_inputs(self._spec).items()
+        }
+
+    @property
+    def _scope(self) -> str:
+        """What the names of a block begin with, as a model of one layer declares them."""
+        return f"{self._before}0."
+
+    def _block_spec(self, index: int) -> ModelSpec:
+        return replace(self._spec, num_layers=1, windows=(self._spec.windows[index],), vocab_size=1)
+
+    def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
+        meta = torch.device("meta")
+        builder = block_builder(spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, meta)
+        MODELS[spec.architecture](spec, builder)
+        return builder.declared.tensors
+
+    def _stored_name(self, declared: str, index: int) -> str:
+        """
+        Raises:
+            ModelError: there is no such tensor.
+        """
+        name = declared.replace(self._scope, f"{self._before}{index}.", 1)
+        for stored in (name, name.removeprefix(self._before.partition(".")[0] + ".")):
+            if stored in self._entries:
+                return stored
+        raise ModelError("model", f"its weights lack {shown(name)}")
+
+    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        wanted = dict.fromkeys(names, False)
+        return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
+
+    def _rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows of a tensor: ids [n] ascending -> [n, width]."""
+        found = []
+        for run in self._checkpoint.runs({name: True}):
+            ends = torch.tensor([run.first, run.first + len(run.values)])
+            low, high = torch.searchsorted(ids, ends).tolist()
+            found.append(run.values[ids[low:high] - run.first])
+        return torch.cat(found)
+
+
+# Text that calibrates a model, the package's or a file's, as windows of tokens.
+
+BUILTIN = "builtin"
+TEXT = Path(__file__).parents[1] / "bundled" / "calibration" / "text.txt"
+PART = 1 << 16  # letters that are tokenised together
+PROBE = 4  # times as many tokens as are wanted are read at most, to spread the windows over
+MOST = 1 << 24  # tokens that can be wanted
+
+
+def calibration_windows(
+    source: str | Path, tokenizer: Tokenizer, *, samples: int, tokens: int
+) -> Tensor:
+    """Windows taken evenly from a text; of a long one, from its beginning.
+
+    Args:
+        source: "builtin", or a text file in UTF-8.
+        samples: windows at most.
+        tokens: of a window.
+
+    Returns:
+        [up to samples, tokens] int64.
+
+    Raises:
+        ConfigError: a file that cannot be read or is no text; it is too short for one window.
+    """
+    for field, count, least in (("samples", samples, 1), ("calib_tokens", tokens, 2)):
+        if count < least:
+            raise ConfigError(field, f"must be at least {least}, not {count}")
+    if samples * tokens > MOST:
+        raise ConfigError("samples", f"must be at most {MOST // tokens} of {tokens} tokens")
+    path = TEXT if source == BUILTIN else Path(source)
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            ids = np.fromiter(islice(_ids(file, tokenizer), PROBE * samples * tokens), np.int64)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError("calib", f"cannot read {str(path)!r} ({why})") from None
+    found = len(ids) // tokens
+    if not found:
+        raise ConfigError(
+            "calib",
+            f"{str(source)!r} has {len(ids)} tokens, one window needs {tokens}: name a longer text "
+            "or fewer tokens",
+        )
+    windows = torch.from_numpy(ids[: found * tokens]).view(found, tokens)
+    kept = min(samples, found)
+    return windows[torch.arange(kept) * found // kept]
+
+
+def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
+    """The tokens of a text, a few pages at a time, cut between paragraphs or lines; where a line
+    has no end, between words or anywhere."""
+    rest = ""
+    for part in iter(lambda: file.read(PART), ""):
+        rest += part
+        cut = rest.rfind("\n\n") + 2 if "\n\n" in rest else rest.rfind("\n") + 1
+        if not cut and len(rest) > PART:
+            cut = rest.rfind(" ") if rest.rfind(" ") > 0 else len(rest)
+        if cut:
+            yield from tokenizer.encode(rest[:cut], add_special_tokens=False)
+            rest = rest[cut:]
+    yield from tokenizer.encode(rest, add_special_tokens=False)
+
 
 RUN_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

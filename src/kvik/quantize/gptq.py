@@ -11,8 +11,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvik.quantize.grid import Grid, Scales
+from kvik.quantize.grid import Grid, Scales, quantise
 from kvik.quantize.quantised import Quantised
+
+# Round to nearest: each weight on its own, what the other methods are measured by.
+
+
+def rtn(w: Tensor, grid: Grid) -> Quantised:
+    """
+    Args:
+        w: [outputs, inputs], any float dtype.
+
+    Raises:
+        ValueError: as `Grid.fit`.
+    """
+    scales = grid.fit(w)
+    return Quantised(quantise(w, scales, grid), scales, grid)
 
 
 def gptq(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.config.config import EngineConfig
-from kvik.config.draft_heads import KINDS, MEDUSA, HeadsSpec, read_heads_spec
+from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.config.errors import ConfigError, ModelError
 from kvik.config.files import working_folder, writing_whole_folder
 from kvik.config.memory import PROMPT_ROWS
@@ -21,11 +22,131 @@ from kvik.evaluate.reader import Reader, loaded_reader, resolve_reader
 from kvik.evaluate.windows import Window, cut, prompt_prefix
 from kvik.nn.safetensors_writer import write_safetensors
 from kvik.text.tokenizer import Tokenizer
-from kvik.training.eagle import EagleTrainee, eagle_spec
-from kvik.training.medusa import MedusaTrainee, medusa_spec
-from kvik.training.resume import FILE, Keeper, identity_of
-from kvik.training.states import Progress, check_windows, read_states
-from kvik.training.train import Schedule, Trainee, accuracies, train
+from kvik.training.states import Batch, Progress, check_windows, read_states
+from kvik.training.train import FILE, Keeper, Schedule, Trainee, accuracies, identity_of, train
+
+# Medusa's heads (models/medusa.py) as they are trained: with the model's own output matrix.
+
+DECAY = 0.8  # weight of a head's loss beside the one before it, as in the paper
+
+
+class MedusaTrainee:
+    """Blocks begin as zero: each head then says what the model's own head says."""
+
+    def __init__(self, spec: HeadsSpec, output: Tensor) -> None:
+        """
+        Args:
+            output: [hidden, vocab] fp32, of the model.
+        """
+        self.spec = spec
+        self.output = output
+        heads, width = spec.depth, spec.hidden_size
+        self.weights = [torch.zeros(heads, width, width) for _ in range(spec.layers)]
+        self.biases = [torch.zeros(heads, width) for _ in range(spec.layers)]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.weights + self.biases
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        x = batch.hidden[:, :1].expand(-1, self.spec.depth, -1)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = x + F.silu(torch.einsum("bki,koi->bko", x, weight) + bias)
+        return x @ self.output
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits = self.logits(batch)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), batch.ids[:, 1:].reshape(-1), reduction="none"
+        )
+        return (
+            losses.view(-1, self.spec.depth).mean(0) * DECAY ** torch.arange(self.spec.depth)
+        ).sum()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in a checkpoint."""
+        found = {}
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            for head in range(self.spec.depth):
+                found[f"{head}.{layer}.linear.weight"] = weight[head]
+                found[f"{head}.{layer}.linear.bias"] = bias[head]
+        return found
+
+
+def medusa_spec(hidden: int, vocab: int, depth: int, layers: int) -> HeadsSpec:
+    return HeadsSpec(MEDUSA, hidden, vocab, depth, layers)
+
+
+# The layer of models/eagle.py as it is trained: on its own guesses, as far as it will go.
+
+EPS = 1e-6  # as of models/eagle.py
+FEATURES = 0.1  # weight of the distance between guessed and true hidden states
+
+Enter = Callable[[Tensor, Tensor], Tensor]  # ids, positions [rows] -> [rows, hidden]
+
+
+class EagleTrainee:
+    def __init__(self, spec: HeadsSpec, output: Tensor, enter: Enter, seed: int) -> None:
+        """
+        Args:
+            output: [hidden, vocab] fp32, of the model.
+            enter: tokens as the model takes them in.
+        """
+        self.spec = spec
+        self.output = output
+        self.enter = enter
+        generator = torch.Generator().manual_seed(seed)
+        width, inner = spec.hidden_size, spec.inner_size
+
+        def drawn(outputs: int, inputs: int) -> Tensor:
+            return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5)
+
+        self.join, self.offset = drawn(width, 2 * width), torch.zeros(width)
+        self.gain = torch.ones(width)
+        self.gate, self.up = drawn(inner, width), drawn(inner, width)
+        self.down = torch.zeros(width, inner)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.join, self.offset, self.gain, self.gate, self.up, self.down]
+
+    def guesses(self, batch: Batch) -> Tensor:
+        """[rows, depth, hidden], for batch.hidden[:, 1:]."""
+        x, found = batch.hidden[:, 0], []
+        for depth in range(self.spec.depth):
+            embedded = self.enter(batch.ids[:, depth], batch.positions + 1 + depth)
+            x = F.linear(torch.cat((embedded, x), 1), self.join, self.offset)
+            y = F.rms_norm(x, self.gain.shape, self.gain, EPS)
+            x = x + F.linear(F.silu(F.linear(y, self.gate)) * F.linear(y, self.up), self.down)
+            found.append(x)
+        return torch.stack(found, 1)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
+        return self.guesses(batch) @ self.output
+
+    def loss(self, batch: Batch) -> Tensor:
+        guessed = self.guesses(batch)
+        logits = (guessed @ self.output).flatten(0, 1)
+        words = F.cross_entropy(logits, batch.ids[:, 1:].reshape(-1))
+        return words + FEATURES * F.smooth_l1_loss(guessed, batch.hidden[:, 1:])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in a checkpoint."""
+        return {
+            "fc.weight": self.join,
+            "fc.bias": self.offset,
+            "norm.weight": self.gain,
+            "mlp.gate_proj.weight": self.gate,
+            "mlp.up_proj.weight": self.up,
+            "mlp.down_proj.weight": self.down,
+        }
+
+
+def eagle_spec(hidden: int, vocab: int, depth: int, inner: int) -> HeadsSpec:
+    return HeadsSpec(EAGLE, hidden, vocab, depth, inner_size=inner)
+
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _OWN = {CONFIG, WEIGHTS, FILE}

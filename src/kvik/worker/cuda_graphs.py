@@ -22,11 +22,10 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import SPARSEST, Capturer, Captures
-from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.graph_memory import GraphMemory
+from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
 from kvik.worker.graphs import Eager, Network, StepOutput
 from kvik.worker.input_batch import InputBatch
+from kvik.worker.step_inputs import DeviceInputs
 
 
 class DecodeGraphs:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import torch
@@ -21,15 +22,42 @@ from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.captures import Capturer, CudaCapturer
+from kvik.worker.captures import Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.graphs import Eager, Graph, Network
-from kvik.worker.kv_pool import KVPool
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
-from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
+from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.warm_up import NoWarmUps, WarmUps
+
+# The memory of a KV cache in one piece, so that nothing of it lies between other tensors.
+
+ALIGNMENT = 256  # bytes, of each part
+MARGIN = 1 << 20  # bytes for it, of some hundred parts
+
+
+class KVPool:
+    """`nn.kv_formats.Zeros` that hands out parts of one allocation, which is made for the first."""
+
+    def __init__(self, size: int) -> None:
+        """
+        Args:
+            size: bytes that were planned for all parts.
+        """
+        self._size = size + MARGIN
+        self._memory: Tensor | None = None
+        self._used = 0
+
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._memory is None:
+            self._memory = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        first, size = self._used, prod(shape) * dtype.itemsize
+        self._used = -(-(first + size) // ALIGNMENT) * ALIGNMENT
+        if self._used > self._size:
+            raise RuntimeError(
+                f"the KV cache takes more than the {self._size} bytes planned for it"
+            )
+        return self._memory[first : first + size].view(dtype).view(shape)
+
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +147,9 @@ class NativePlatform:
 
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.cpu.buffers import zeros
+        from kvik.kernels.cpu.matrix import TILES
         from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
-        from kvik.kernels.cpu.packing import TILES
 
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         device, dtype = torch.device("cpu"), DTYPES[runner.dtype]
@@ -166,8 +194,8 @@ class TritonPlatform:
 
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.triton.ops import triton_ops
-        from kvik.kernels.triton.packing import GPU
-        from kvik.worker.triton_warm_ups import TritonWarmUps
+        from kvik.kernels.triton.packed import GPU
+        from kvik.worker.warm_up import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = triton_ops(device)

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.worker.captures import SPARSEST, Capturer, Captures
-from kvik.worker.graph_memory import GraphMemory
+from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
 
 RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], waiting for nothing
 

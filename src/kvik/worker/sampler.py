@@ -17,14 +17,235 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvik.config.memory import SAMPLER_BYTES
 from kvik.core.types import TokenLogprobs
 from kvik.frozen import frozen
-from kvik.kernels.draws import Draws
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import Draws, Ops
 from kvik.kernels.upload import upload
+from kvik.worker.graphs import StepOutput
 from kvik.worker.rejection import coupled, typical
-from kvik.worker.sampling_batch import GuessedRows, SamplingBatch, TypicalRows
-from kvik.worker.scores import Scores, score, told
+from kvik.worker.sampling_batch import (
+    NOTHING,
+    GuessedRows,
+    Guesses,
+    Offers,
+    SamplingBatch,
+    Supposed,
+    TypicalRows,
+)
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import Arrival, Copies
+
+# Log probabilities of tokens, and of the most likely ones beside them.
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of one token in each of some rows.
+
+    Attributes:
+        token_ids: [rows] int64.
+        own: [rows] float32, log probability of the token.
+        ranks: [rows] int64, 1 is the most likely token.
+        top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equals the lower ids
+            first.
+    """
+
+    token_ids: Tensor
+    own: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    @staticmethod
+    def room(rows: int, top: int, device: torch.device) -> Scores:
+        """For some that come in pieces: what is made between large tensors and kept would leave
+        holes where they were, too small for the next ones."""
+        number, words = torch.float32, torch.int64
+        return Scores(
+            torch.empty(rows, dtype=words, device=device),
+            torch.empty(rows, dtype=number, device=device),
+            torch.empty(rows, dtype=words, device=device),
+            torch.empty(rows, top, dtype=words, device=device),
+            torch.empty(rows, top, dtype=number, device=device),
+        )
+
+    def put(self, first: int, piece: Scores) -> None:
+        """A piece, from this row on."""
+        for whole, part in zip(self.tensors, piece.tensors, strict=True):
+            whole[first : first + len(part)] = part
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.token_ids, self.own, self.ranks, self.top_ids, self.top)
+
+
+def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
+    """Nothing here looks at a value, so a device need not be waited for.
+
+    Args:
+        logits: [rows, vocab]. token_ids: [rows] int64.
+        top: how many of the most likely tokens.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
+    ranks = (logprobs > own).sum(-1) + 1
+    top_ids = _most_likely(logprobs, min(top, logprobs.shape[-1]))
+    return Scores(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+
+
+def told(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
+    """What `Scores.tensors` hold, on the host."""
+    token_ids, own, ranks, top_ids, top = (array.tolist() for array in arrays)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
+        for token, logprob, rank, ids, values in zip(
+            token_ids, own, ranks, top_ids, top, strict=True
+        )
+    ]
+
+
+def _most_likely(logprobs: Tensor, top: int) -> Tensor:
+    """[rows, top] int64. topk may take any of equal values, so they are made to differ."""
+    vocab = logprobs.shape[-1]
+    if top == 0:
+        return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
+    bits = (logprobs + 0.0).view(torch.int32)  # -0.0 is 0.0
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # as integers they are ordered as the numbers are
+    keys = bits.to(torch.int64)
+    keys <<= 32
+    keys += torch.arange(vocab - 1, -1, -1, device=logprobs.device)
+    return keys.topk(top, dim=-1).indices
+
+
+# Tokens for the rows of logits of a step: many at once, row by row if one breaks that.
+#
+# A step is sampled when its forward was begun, and read later: by then the next one may run.
+
+
+@frozen
+class StepTokens:
+    """Attributes:
+    token_ids: [rows] int64 on the host; meaningless in bad rows.
+    bad_rows: rows that could not be sampled, and why.
+    logprobs: by row, where asked for.
+    """
+
+    token_ids: np.ndarray
+    bad_rows: dict[int, str]
+    logprobs: dict[int, TokenLogprobs]
+
+
+@frozen
+class LaunchedTokens:
+    """Tokens that the device has or will have.
+
+    Attributes:
+        token_ids: [rows] int64 on the device; meaningless in bad rows, but a token.
+        bad_rows: rows whose sampling could not be begun, and why.
+        parts: by first row.
+        arrival: of the tokens, and of what the parts read.
+    """
+
+    token_ids: Tensor
+    bad_rows: dict[int, str]
+    parts: list[tuple[int, Sampled]]
+    arrival: Arrival
+
+    def read(self) -> StepTokens:
+        """Waits for them."""
+        token_ids, *arrays = self.arrival.wait()
+        if not arrays and not self.bad_rows and not any(part.bad_rows for _, part in self.parts):
+            return StepTokens(token_ids, {}, {})  # as nearly always, and a greedy step is short
+        bad_rows, used = dict(self.bad_rows), 0
+        logprobs: dict[int, TokenLogprobs] = {}
+        for first, part in self.parts:
+            own = arrays[used : used + len(part.tensors)]
+            used += len(own)
+            found = part.read(token_ids[first : first + len(part.token_ids)], own)
+            logprobs |= {first + i: entry for i, entry in found.logprobs.items()}
+            bad_rows |= {first + i: why for i, why in found.bad_rows.items()}
+        return StepTokens(token_ids, bad_rows, logprobs)
+
+
+class StepSampler:
+    def __init__(
+        self, ops: Ops, sampling: SamplingTable, device: torch.device, copies: Copies
+    ) -> None:
+        self.sampling = sampling
+        self._copies = copies
+        self._sampler = Sampler(ops, looks=copies.depth == 1)
+        self._room = SAMPLER_BYTES[device.type]
+
+    def sample(
+        self,
+        output: StepOutput,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        supposed: Supposed = NOTHING,
+        judged: Guesses | Offers | None = None,
+    ) -> StepTokens:
+        """`launch`, read at once."""
+        return self.launch(output, slots, positions, supposed, judged).read()
+
+    def launch(
+        self,
+        output: StepOutput,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        supposed: Supposed = NOTHING,
+        judged: Guesses | Offers | None = None,
+    ) -> LaunchedTokens:
+        """
+        Args:
+            output: of the step, with as many rows of logits.
+            slots, positions: [rows], whose token each row is, and where it will stand.
+            supposed: drafts that rows take to have been put out before theirs.
+            judged: drafts that were drawn, or that may be taken though they were not, by the rows
+                that judge them.
+        """
+
+        rows = len(slots)
+
+        def sample(first: int, last: int) -> Sampled:
+            if first == 0 and last == rows:  # as nearly always
+                batch = self.sampling.batch(slots, positions, supposed, judged)
+                return self._sampler.sample(output.logits, batch, (output.top, output.top_ids))
+            part = slice(first, last)
+            batch = self.sampling.batch(
+                slots[part],
+                positions[part],
+                supposed.part(first, last),
+                None if judged is None else judged.part(first, last),
+            )
+            largest = (output.top[part], output.top_ids[part])
+            return self._sampler.sample(output.logits[part], batch, largest)
+
+        size = self.sampling.rows_at_once(slots, self._room, shares=judged is not None)
+        parts: list[tuple[int, Sampled]] = []
+        bad_rows: dict[int, str] = {}
+        for first in range(0, rows, size):
+            last = min(first + size, rows)
+            try:
+                parts.append((first, sample(first, last)))
+            except Exception:
+                for i in range(first, last):
+                    try:
+                        parts.append((i, sample(i, i + 1)))
+                    except Exception as error:
+                        bad_rows[i] = describe(error)
+        if len(parts) == 1 and not bad_rows:
+            token_ids = parts[0][1].token_ids
+        else:
+            token_ids = torch.zeros(rows, dtype=torch.int64, device=output.logits.device)
+            for first, part in parts:
+                token_ids[first : first + len(part.token_ids)] = part.token_ids
+        tensors = [token_ids, *(tensor for _, part in parts for tensor in part.tensors)]
+        return LaunchedTokens(token_ids, bad_rows, parts, self._copies.start(tensors))
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvik.config.speculative import Typical
 from kvik.frozen import frozen
-from kvik.kernels.draws import Draws
-from kvik.kernels.penalties import Penalties
+from kvik.kernels.ops import Draws, Penalties
 from kvik.worker.logits_rules import Edits
 
 _Ids = NDArray[np.int64]

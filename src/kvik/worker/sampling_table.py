@@ -11,11 +11,9 @@ from torch import Tensor
 
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import SamplingParams
-from kvik.kernels.draws import Draws, Truncation
-from kvik.kernels.penalties import Penalties
+from kvik.kernels.ops import Draws, Penalties, Truncation
 from kvik.kernels.upload import upload
 from kvik.worker.logits_rules import TokenRules, gather_edits
-from kvik.worker.noise import ACCEPT, SAMPLE, uniform
 from kvik.worker.sampling_batch import (
     NOTHING,
     GuessedRows,
@@ -26,7 +24,82 @@ from kvik.worker.sampling_batch import (
     Supposed,
     TypicalRows,
 )
-from kvik.worker.seen_tokens import SeenTokens, add_counts
+
+# Which tokens each request has seen: what its penalties count.
+
+
+class SeenTokens:
+    """Attributes:
+    in_prompt: [slots, vocab] bool.
+    counts: [slots, vocab] int32, occurrences in the output.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+
+    def set(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        device = self.counts.device
+        self.in_prompt[slot] = False
+        self.in_prompt[slot].index_fill_(0, upload(np.array(prompt, np.int64), device), True)
+        self.counts[slot] = 0
+        if output:
+            ids = upload(np.array(output, np.int64), device)
+            add_counts(self.counts, torch.full_like(ids, slot), ids)
+
+    def append(self, slots: Tensor, tokens: Tensor) -> None:
+        """slots, tokens: [n] int64."""
+        add_counts(self.counts, slots, tokens)
+
+
+def add_counts(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """One more of each token in its row.
+
+    Args:
+        counts: [rows, vocab] int32, changed in place.
+        rows, tokens: [n] int64; the same pair may come several times.
+    """
+    counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
+
+
+# Random numbers that depend on who asks and for what, never on how many were drawn before.
+#
+# A generator with state would give a request other numbers when its companions change. Here the
+# number for (seed, position, stream) is a hash of the three: a chain of splitmix64 finalisers
+# (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+
+# Uses of one position that must not share a number: its token, whether the draft of it is accepted,
+# and that draft.
+SAMPLE, ACCEPT, DRAFT = 0, 1, 2
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def uniform(
+    seeds: NDArray[np.uint64],
+    positions: NDArray[np.int64],
+    stream: int | NDArray[np.int64] = SAMPLE,
+) -> NDArray[np.float64]:
+    """One number in [0, 1) for each seed and position, multiples of 2^-53.
+
+    Args:
+        seeds: [n], int64 seeds as two's complement.
+        positions: [n], index of the token in its sequence.
+        stream: separates the uses of one position; one for all, or [n].
+    """
+    state = _mix(seeds)
+    state = _mix(state ^ positions.astype(np.uint64))
+    state = _mix(state ^ np.asarray(stream).astype(np.uint64))
+    return (state >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = z + _GAMMA  # arrays wrap around silently
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
 
 
 class _Need:
@@ -248,7 +321,7 @@ class SamplingTable:
             positions: [rows], index in its sequence of the token to be sampled.
             judged: drafts that were drawn, of rows that do not draw but judge them; or drafts that
                 rows may take though they were not.
-            stream: what the drawn tokens are for (`worker/noise.py`); of all rows, or [rows].
+            stream: what the drawn tokens are for (see `uniform`); of all rows, or [rows].
         """
         needs = self._needs_of(slots)
         if not needs:

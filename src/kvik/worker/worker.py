@@ -15,17 +15,15 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.nn.context import ForwardContext
-from kvik.worker.copies import AtOnce, Copies, PinnedCopies
 from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.loading import load_network
-from kvik.worker.model_runner import ModelRunner
+from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.platforms import platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
-from kvik.worker.step_inputs import StepSizes
-from kvik.worker.step_results import RunningStep
+from kvik.worker.step_inputs import AtOnce, Copies, PinnedCopies, StepSizes
 from kvik.worker.warm_up import Resting
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvik.bench.inprocess.guessing import Pair
 from kvik.bench.inprocess.inproc import Run
 from kvik.bench.load.records import RequestRecord
-from kvik.core.counters import DraftCounts
+from kvik.core.types import DraftCounts
 from kvik.engine.stats import EngineStats, SpeculationStats
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)

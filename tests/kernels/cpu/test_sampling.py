@@ -16,7 +16,7 @@ from torch import Tensor
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
-from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.ops import Draws, Truncation
 from kvik.kernels.reference.draw import draw as reference
 from kvik.kernels.reference.draw import probabilities as reference_shares
 

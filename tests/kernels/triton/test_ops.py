@@ -15,8 +15,7 @@ from helpers.optional_triton import NO_TRITON, device
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from kvik.kernels.cases import CASES, Case, arguments, outputs
-from kvik.kernels.draws import Draws, Truncation
-from kvik.kernels.ops import Ops
+from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton import draw
 from kvik.kernels.triton.ops import triton_ops

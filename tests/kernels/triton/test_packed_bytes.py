@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from kvik.config.quantization import LayerScheme
 from kvik.kernels.triton.packed import empty
 from kvik.kernels.weights import MatrixSpec
-from kvik.nn.quantizer import weight_kind
+from kvik.nn.parts import weight_kind
 
 SCHEMES = (
     LayerScheme(4, 128),

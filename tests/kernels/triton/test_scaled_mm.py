@@ -18,7 +18,7 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
 from kvik.kernels.triton.matrix import Matrices
-from kvik.kernels.triton.packing import GPU
+from kvik.kernels.triton.packed import GPU
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
 from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight

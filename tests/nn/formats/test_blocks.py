@@ -9,7 +9,7 @@ from helpers.gguf_files import some_rows, weights_of
 from torch import Tensor
 
 from kvik.config.stored_quantization import BLOCK_LAYOUTS
-from kvik.gguf.stored import SCHEMES
+from kvik.gguf.facts import SCHEMES
 from kvik.kernels.weights import FloatWeight, Int4MinWeight, Int4Weight, Int8Weight
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.blocks import Blocks

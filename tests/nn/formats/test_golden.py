@@ -27,7 +27,7 @@ from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.gptq import Gptq
 from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import choose_format
-from kvik.nn.quantizer import weight_kind
+from kvik.nn.parts import weight_kind
 
 SHAPE = LinearShape(inputs=96, outputs=32)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kvik.config.quantization import weight_bytes
 from kvik.kernels.fp8 import round_activations
-from kvik.kernels.reference.linear import stored_weight
-from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Fp8Kind, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import INDEX, SINGLE
@@ -82,7 +81,7 @@ def test_logits_are_those_of_the_twin(
     case: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To rounding in fp32, activations as they are; the same greedy tokens."""
-    monkeypatch.setattr("kvik.kernels.reference.linear.round_activations", lambda x, *_: x.float())
+    monkeypatch.setattr("kvik.kernels.reference.ops.round_activations", lambda x, *_: x.float())
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
     ids = tokens(24)
     twin = PagedModel(tmp_path / "twin")

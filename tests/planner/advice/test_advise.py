@@ -14,16 +14,16 @@ from kvik.config.config import EngineConfig
 from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.options import options_of
 from kvik.config.resolve import resolve
-from kvik.planner.advice import levers
+from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, Report, advise_shape
 from kvik.planner.advice.figures import improvement
 from kvik.planner.advice.wish import Wish
+from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device
 from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.memory import hardware_of, working_dtype
 from kvik.planner.roofline import decode, step_time
-from kvik.planner.rounded import seconds
 from kvik.planner.setting import Setting
 from kvik.planner.slo import Slo
 
@@ -118,7 +118,7 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish
 
 def test_what_this_version_lacks_stands_apart() -> None:
     found = report("Llama-3-8B", H100, Wish())
-    lacking = [topic for topic in ORDER if not levers.available(topic)]
+    lacking = [topic for topic in ORDER if not advise.available(topic)]
     assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
     assert not any(a.flags for a in found.later)
     assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
@@ -126,7 +126,7 @@ def test_what_this_version_lacks_stands_apart() -> None:
 
 def test_every_such_option_of_the_engine_is_a_lever() -> None:
     """Whoever adds one gives it its name in `OPTIONS`."""
-    pulled = {name for names in levers.OPTIONS.values() for name in names}
+    pulled = {name for names in advise.OPTIONS.values() for name in names}
     words = re.compile("dtype$|parallel|spec|draft|quant|max_num_|prefix_cach")
     options = {option.name for option in options_of(EngineConfig)}
     assert {name for name in options if words.search(name)} <= pulled
@@ -215,7 +215,7 @@ def test_half_the_dtype_is_the_first_advice() -> None:
     found = advise_shape(shape, H100, Wish())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
-    halved = levers.with_weights(found.usual, found.traffic, "bf16")
+    halved = advise.with_weights(found.usual, found.traffic, "bf16")
     assert (found.usual.at.kv_format, halved.at.kv_format) == ("fp32", "bf16")
 
 

@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 import pytest
 
-from kvik.engine.embedding import normalise
+from kvik.engine.output import normalise
 from kvik.server import responses as module
 from kvik.server.openai import chat, completions, embeddings, tokenize
 from kvik.server.openai import chat as conversation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvik.core.counters import RequestSpeculation
+from kvik.core.types import RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
 from kvik.server.openai.answers import usage_of, usage_so_far
 

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvik.worker.device_inputs import DeviceInputs
-from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.drafters.draft_model import DraftNetwork, Vocabulary
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
-from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepInputs, StepSizes
-from kvik.worker.vocabulary import Vocabulary
+from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH, BLOCK, GROUPS, VOCAB = 9, 60, 4, 2, 90

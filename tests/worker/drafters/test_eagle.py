@@ -8,10 +8,10 @@ import torch
 from helpers.captured import Again
 from torch import Tensor
 
+from kvik.worker.captures import GraphMemory
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.graph_memory import GraphMemory
 from kvik.worker.request_table import RequestTable
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction
 

@@ -21,8 +21,7 @@ from kvik.config.errors import KvikError, ModelError
 from kvik.launch import resolve_config
 from kvik.worker.draft_tree import MAX_NODES
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.heads import load_medusa, tree_of
-from kvik.worker.drafters.medusa import MedusaDrafter
+from kvik.worker.drafters.heads import MedusaDrafter, load_medusa, tree_of
 from kvik.worker.platforms import TorchPlatform
 
 HIDDEN, VOCAB, HEADS = 32, 96, 3

@@ -7,7 +7,7 @@ import torch
 
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.medusa import MedusaDrafter
+from kvik.worker.drafters.heads import MedusaDrafter
 
 # Children of the root: ranks 0, 1 and 2; the second depth below the first two.
 TREE = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.worker.drafters.suffix_automaton import SEPARATOR, SuffixAutomaton
+from kvik.worker.drafters.suffix import SEPARATOR, SuffixAutomaton
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

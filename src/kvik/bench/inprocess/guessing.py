@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvik.bench.inprocess.inproc import Run
 from kvik.bench.inprocess.measures import decode_seconds
-from kvik.core.counters import DraftCounts
+from kvik.core.types import DraftCounts
 from kvik.engine.stats import SpeculationStats
 from kvik.planner.speculation import expected_tokens
 

@@ -2,11 +2,103 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.kernels.draws import Draws, Truncation
-from kvik.kernels.reference.truncation import truncate
+from kvik.kernels.ops import Draws, Penalties, Truncation
+
+# Rules that drop unlikely tokens: top_k, top_p, min_p and typical_p, in this order.
+#
+# They work on weights: probabilities up to a factor per row, the largest weight of a row being 1. A
+# dropped token has weight 0, so each rule sees the renormalised survivors of the rule before it.
+#
+# Every sum over a row is a cumulative one, because those run in order: a plain reduction may
+# split a long row when it is alone in its batch and then rounds differently from the same row in
+# company.
+
+
+def truncate(weights: Tensor, rules: Truncation) -> Tensor:
+    """weights: [rows, vocab] float32 -> the same with dropped tokens at 0."""
+    if rules.top_k is not None or rules.top_p is not None:
+        weights = _top(weights, rules.top_k, rules.top_p)
+    if rules.min_p is not None:
+        weights = weights * (weights >= rules.min_p[:, None])
+    if rules.typical_p is not None:
+        weights = _typical(weights, rules.typical_p)
+    return weights
+
+
+def _top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Both rules keep the most likely tokens and differ in how many; of equals, the lower ids."""
+    rows, vocab = weights.shape
+    count = weights.new_full((rows,), vocab, dtype=torch.int64) if top_k is None else top_k
+    # How deep each row must be ordered: one beyond what it keeps, to see equals.
+    depth = torch.where(count < vocab, count + 1, 1)
+    if top_p is not None:
+        depth = torch.where((top_p < 1.0) & (count == vocab), vocab, depth)
+    descending = _largest(weights, int(depth.max()))
+    last = descending.shape[1] - 1
+    if top_p is not None:
+        mass = descending.cumsum(-1, dtype=torch.float64)
+        total = mass.gather(1, (count - 1).clamp(max=last)[:, None])
+        nucleus = torch.searchsorted(mass, top_p[:, None] * total)[:, 0] + 1
+        count = torch.where(top_p < 1.0, torch.minimum(nucleus, count), count)
+    threshold = descending.gather(1, (count - 1).clamp(max=last)[:, None])
+    threshold = torch.where(count[:, None] < vocab, threshold, 0.0)
+    next_below = descending.gather(1, count.clamp(max=last)[:, None])
+    keep = weights >= threshold
+    if bool((next_below == threshold).any()):
+        higher, equal = weights > threshold, weights == threshold
+        room = count[:, None] - higher.sum(-1, keepdim=True)
+        keep = higher | (equal & (equal.cumsum(-1) <= room))
+    return weights * keep
+
+
+def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Keep the tokens whose information is nearest to the entropy (Meister et al. 2022): the
+    smallest set that reaches the mass `typical_p`, and what is as near as its last member."""
+    share = weights / weights.cumsum(-1, dtype=torch.float64)[:, -1:]  # float64
+    entropy = torch.special.entr(share).cumsum(-1)[:, -1:]
+    distance = (-share.log() - entropy).abs()
+    order = _ascending_order(distance)
+    mass = share.gather(1, order).cumsum(-1)
+    last = torch.searchsorted(mass, typical_p[:, None]).clamp(max=share.shape[1] - 1)
+    limit = distance.gather(1, order.gather(1, last))
+    return weights * ((distance <= limit) | (typical_p[:, None] >= 1.0))
+
+
+# On a CPU numpy orders rows 5 to 30 times faster than torch, except for a few of very many values.
+
+
+def _largest(values: Tensor, depth: int) -> Tensor:
+    """The `depth` largest of each row, descending."""
+    if values.device.type != "cpu" or depth * 256 < values.shape[1]:
+        return values.topk(depth).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)[:, :depth].contiguous()
+
+
+def _ascending_order(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.argsort(dim=-1)
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1))
+
+
+# Penalties for tokens seen before: CTRL's repetition (Keskar et al. 2019, section 4.1), and the
+# frequency and presence of OpenAI's API.
+
+
+def penalize(logits: Tensor, penalties: Penalties) -> None:
+    """logits: [rows, vocab] float32, changed in place."""
+    x = logits.index_select(0, penalties.rows)
+    counts = penalties.counts.index_select(0, penalties.seen)
+    generated = counts > 0
+    known = penalties.in_prompt.index_select(0, penalties.seen) | generated
+    repetition = penalties.repetition[:, None]
+    x = torch.where(known, torch.where(x > 0, x / repetition, x * repetition), x)
+    x -= penalties.frequency[:, None] * counts
+    x -= penalties.presence[:, None] * generated
+    logits.index_copy_(0, penalties.rows, x)
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:

@@ -2,15 +2,293 @@
 
 from __future__ import annotations
 
+import math
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.activation import gelu_tanh, silu_and_mul
-from kvik.kernels.reference.draw import draw, probabilities
-from kvik.kernels.reference.kv_cache import copy_blocks, store_kv
-from kvik.kernels.reference.linear import linear, matrix, matrix_rows, pack_rows
-from kvik.kernels.reference.norm import layer_norm, rms_norm
-from kvik.kernels.reference.penalties import penalize
-from kvik.kernels.reference.rotary import rotary
-from kvik.kernels.reference.rows import add, gather_rows, largest
+from kvik.kernels.reference.draw import draw, penalize, probabilities
+from kvik.kernels.rounding import round_tokens
+from kvik.kernels.weights import (
+    FloatKind,
+    FloatWeight,
+    Fp8Kind,
+    Fp8Weight,
+    Int4Kind,
+    Int4MinKind,
+    Int4MinWeight,
+    Int4Weight,
+    Int8Kind,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    OrderedKind,
+    OrderedWeight,
+    PlainKind,
+    PlainWeight,
+    Weight,
+)
+
+# Normalisation. Everything is computed in fp32 and rounded once, at the end.
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+        x: [..., dim]. weight: [dim].
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension (Ba et al. 2016).
+
+    Args:
+        x: [..., dim]. weight, bias: [dim].
+    """
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * scale * weight.float() + bias.float()).to(x.dtype)
+
+
+# Rotary position embedding, applied to queries and keys.
+
+
+def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate each head in halves: dimension i turns with dimension i + head_dim / 2
+    (Su et al. 2021, in the layout of the published checkpoints; not interleaved pairs).
+
+    Args:
+        q: [tokens, heads, head_dim]. k: [tokens, kv_heads, head_dim].
+        rotation: [tokens, head_dim] fp32, cosines and then sines of the angles.
+    """
+    cos, sin = rotation[:, None, :].chunk(2, dim=-1)  # the same for every head
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+# Small operations on whole rows.
+
+
+def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table [rows, dim], ids [n] -> [n, dim]."""
+    return table[ids]
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, of one shape and dtype."""
+    return x + y
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [rows, vocab] -> the largest of each row in fp32 and the first token that has it.
+
+    A row with NaN has NaN as its largest.
+    """
+    return logits.amax(-1).float(), logits.argmax(-1)
+
+
+# Writes into the paged KV cache.
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write each token's K and V at its position.
+
+    Args:
+        k, v: [tokens, kv_heads, head_dim].
+        k_cache, v_cache: [blocks, block_size, kv_heads, head_dim].
+        slot_mapping: [tokens], block_id * block_size + offset; no position twice.
+    """
+    block_size = k_cache.shape[1]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    k_cache[block, offset] = k
+    v_cache[block, offset] = v
+
+
+def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """cache[target[i]] = cache[source[i]], as if all were read before any is written.
+
+    Args:
+        cache: [blocks, ...]. source, target: [n] block ids; no target twice.
+    """
+    cache[target] = cache[source]
+
+
+# Activations of the feed-forward layers, computed in fp32 and rounded once.
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020): gate * sigmoid(gate) * up.
+
+    Args:
+        gate_up: [tokens, 2 * inner], the gate first.
+
+    Returns:
+        [tokens, inner].
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh form of GELU (Hendrycks and Gimpel 2016), which GPT-2 was trained with."""
+    wide = x.float()
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide.pow(3))
+    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
+
+
+# Matrix products and what follows them, computed in fp32 and rounded once.
+
+
+def matrix(spec: MatrixSpec) -> Matrix:
+    """The weight stays as it is: the data is a `Weight`."""
+    bias = None
+    if spec.bias:
+        dtype = spec.kind.dtype if isinstance(spec.kind, FloatKind) else torch.float32
+        bias = torch.empty(spec.rows, dtype=dtype, device=spec.device)
+    return Matrix(spec, bias, _unfilled(spec))
+
+
+def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
+    """Copy rows first.. of the weight."""
+    _copy(stored_weight(matrix).rows(slice(first, first + weight.outputs)), weight)
+
+
+def _copy(to: Weight, weight: Weight) -> None:
+    match to, weight:
+        case FloatWeight() as rows, FloatWeight():
+            rows.values.copy_(weight.values)
+        case Int8Weight() as rows, Int8Weight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+        case Fp8Weight() as rows, Fp8Weight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+            if rows.input_scale is not None and weight.input_scale is not None:
+                fill_input_scale(rows.input_scale, weight.input_scale)
+        case Int4Weight() as rows, Int4Weight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+            if rows.zeros is not None and weight.zeros is not None:
+                rows.zeros.copy_(weight.zeros)
+        case Int4MinWeight() as rows, Int4MinWeight():
+            rows.values.copy_(weight.values)
+            rows.scales.copy_(weight.scales)
+            rows.minima.copy_(weight.minima)
+        case OrderedWeight() as rows, OrderedWeight():
+            fill_order(rows.order, weight.order)
+            _copy(rows.plain, weight.plain)
+
+
+def fill_order(to: Tensor, order: Tensor) -> None:
+    """Set the order of a matrix, which all its rows share; zeros until then.
+
+    Raises:
+        ValueError: rows from before have another one.
+    """
+    if bool(to.any()) and not torch.equal(to, order):
+        raise ValueError("rows of one matrix have their inputs in different orders")
+    to.copy_(order)
+
+
+def fill_input_scale(to: Tensor, scale: Tensor) -> None:
+    """Widen the scale of a matrix's inputs to that of some of its rows; 0 until then.
+
+    Fused layers read the same inputs. The largest of their scales cuts nothing that one of them
+    would have kept.
+    """
+    torch.maximum(to, scale.to(to), out=to)
+
+
+def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+    """activation(x W^T + bias) + residual.
+
+    Args:
+        x: [tokens, inputs]. residual: [tokens, outputs].
+    """
+    spec, (wide, weight) = matrix.spec, as_multiplied(x, stored_weight(matrix))
+    y = wide @ weight.dequantized().t()
+    if matrix.bias is not None:
+        y = y + matrix.bias.float()
+    if spec.activation == "silu_and_mul":
+        y = silu_and_mul(y)
+    elif spec.activation == "gelu_tanh":
+        y = gelu_tanh(y)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(spec.out_dtype)
+
+
+def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
+    """x [tokens, inputs] -> fp32 as the weight meets it, and the weight in that order."""
+    if isinstance(weight, OrderedWeight):
+        return as_multiplied(x[:, weight.order], weight.plain)
+    if isinstance(weight, Int8Weight) and weight.quantize_activations:
+        return round_tokens(x, weight.group), weight
+    if isinstance(weight, Fp8Weight) and weight.activations != "float":
+        group = weight.group if weight.activations == "group" else 0
+        return round_activations(x, group, weight.input_scale), weight
+    return x.float(), weight
+
+
+def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight: ids [n] -> [n, inputs]."""
+    return stored_weight(matrix).rows(ids).dequantized().to(dtype)
+
+
+def stored_weight(matrix: Matrix) -> Weight:
+    """What `matrix` made."""
+    assert isinstance(matrix.data, Weight)
+    return matrix.data
+
+
+def _unfilled(spec: MatrixSpec) -> Weight:
+    if not isinstance(spec.kind, OrderedKind):
+        return _unfilled_plain(spec.kind, spec)
+    order = torch.zeros(spec.inputs, dtype=torch.int32, device=spec.device)
+    return OrderedWeight(_unfilled_plain(spec.kind.plain, spec), order)
+
+
+def _unfilled_plain(kind: PlainKind, spec: MatrixSpec) -> PlainWeight:
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=spec.device)
+
+    def scales(group: int) -> Tensor:
+        shape = (rows, -(-inputs // group)) if group else (rows,)
+        return empty(*shape, dtype=torch.float32)
+
+    rows, inputs = spec.rows, spec.inputs
+    match kind:
+        case FloatKind(dtype):
+            return FloatWeight(empty(rows, inputs, dtype=dtype))
+        case Int8Kind(quantize_activations, group):
+            values = empty(rows, inputs, dtype=torch.int8)
+            return Int8Weight(values, scales(group), quantize_activations, group)
+        case Int4Kind(group, has_zeros):
+            values = empty(rows, inputs // 2, dtype=torch.uint8)
+            zeros = empty(rows, inputs // group, dtype=torch.uint8) if has_zeros else None
+            return Int4Weight(values, scales(group), zeros, group)
+        case Int4MinKind(group):
+            values = empty(rows, inputs // 2, dtype=torch.uint8)
+            return Int4MinWeight(values, scales(group), scales(group), group)
+        case Fp8Kind(group, activations):
+            values = empty(rows, inputs, dtype=torch.float8_e4m3fn)
+            static = activations == "static"
+            scale = torch.zeros(1, dtype=torch.float32, device=spec.device) if static else None
+            return Fp8Weight(values, scales(group), group, activations, scale)
+        case _:
+            assert_never(kind)
+
 
 REFERENCE = Ops(
     matrix=matrix,

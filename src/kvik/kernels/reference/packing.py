@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.packing import Packing, Parts, check_order
-from kvik.kernels.reference.linear import matrix, stored_weight
+from kvik.kernels.reference.ops import matrix, stored_weight
 from kvik.kernels.weights import (
     FloatWeight,
     Fp8Weight,

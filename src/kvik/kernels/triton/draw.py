@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.draws import Draws, Truncation
+from kvik.kernels.ops import Draws, Truncation
 from kvik.kernels.triton.draw_search import (
     CHUNK,
     FIRST_STEP,

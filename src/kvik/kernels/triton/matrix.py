@@ -10,31 +10,28 @@ what cuBLAS multiplies, on what cuBLAS chooses for the shape, tokens included.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.triton import linear_bytes
-from kvik.kernels.triton.launch import ceil_div
-from kvik.kernels.triton.linear_end import finish
-from kvik.kernels.triton.linear_launch import bytes_linear, float_linear, format_of, words_linear
-from kvik.kernels.triton.matrix_rows import (
-    BYTES_AT_ONCE,
-    TILES_AT_ONCE,
-    byte_rows_kernel,
-    word_rows_kernel,
-)
-from kvik.kernels.triton.matrix_shapes import FEW
+from kvik.kernels.triton import linear_bytes, linear_words, words
+from kvik.kernels.triton.launch import TYPES, Resources, ceil_div
+from kvik.kernels.triton.linear_end import ACTIVATIONS, finish
+from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, tile_for
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
+    STEP,
     Packed,
     fill,
     group_of,
     in_words,
+    interleaved,
     plain_kind,
     span_of,
     unfilled,
@@ -48,14 +45,311 @@ from kvik.kernels.triton.scaled_mm import (
     product_of_wholes,
 )
 from kvik.kernels.triton.token_rounding import round_tokens
+from kvik.kernels.triton.words import (
+    E4M3,
+    INT4,
+    MINIMUM,
+    NOTHING,
+    ZERO,
+    fp16_pair,
+    plane_of,
+    scale_and_zero,
+)
 from kvik.kernels.weights import (
     FloatWeight,
     Fp8Kind,
+    Int4Kind,
+    Int4MinKind,
     Int8Kind,
     Matrix,
     MatrixSpec,
+    PlainKind,
     Weight,
 )
+
+# Rows of a quantised weight as floats: embeddings of tokens. Floor: the bytes of the rows.
+
+
+@triton.jit
+def _scaled(
+    q,
+    scales,
+    factors,
+    row,
+    k,
+    scale_stride,
+    BESIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """q of inputs k of a row -> weights, fp32; of INT4 q has 16 too much."""
+    if GROUP == 0:
+        w = q * tl.load(scales + row)
+    else:
+        at = scales + k // GROUP * scale_stride + row
+        if BESIDE == NOTHING:
+            w = q * tl.load(at)
+        elif BESIDE == MINIMUM:
+            scale, minimum = fp16_pair(tl.load(at))
+            scale *= tl.load(factors + row)
+            w = (q - 16.0) * scale - minimum * tl.load(factors + scale_stride + row)
+        else:
+            scale, zero = scale_and_zero(tl.load(at))
+            w = (q - 16.0 - zero.to(tl.float32)) * scale
+    return w
+
+
+@triton.jit
+def word_rows_kernel(
+    words,
+    scales,
+    factors,
+    order,
+    ids,
+    out,
+    inputs,
+    tiles,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    BESIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """grid [n, tiles / TILES]; out [n, inputs]. HALVES: lower halves of words are neighbours."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + n)
+    PLANES: tl.constexpr = 4 if FORMAT == INT4 else 2
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)[:, None]
+    c = tl.arange(0, 16)[None, :]
+    at = words + ((row // 64 * tiles + tile) * 64 + row % 64) * 16 + c
+    w = tl.load(at, mask=tile < tiles, other=0)
+    for plane in tl.static_range(PLANES):
+        start = tile * (32 * PLANES) + 32 * plane
+        low, high = plane_of(w, plane, FORMAT, tl.float32)
+        for half in tl.static_range(2):
+            q = low if half == 0 else high
+            k = start + (16 * half + c if HALVES else 2 * c + half)
+            inside = k < inputs
+            known = tl.minimum(k, inputs - 1)
+            y = _scaled(q, scales, factors, row, known, scale_stride, BESIDE, GROUP)
+            to = tl.load(order + known) if order is not None else known
+            tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def byte_rows_kernel(
+    values,
+    scales,
+    order,
+    ids,
+    out,
+    inputs,
+    filled,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [n, pieces]; values [rows, filled] int8, or bits of E4M3 as such; out [n, inputs]"""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + n)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < inputs
+    code = tl.load(values + row * filled + k, mask=inside, other=0).to(tl.int32)
+    if FORMAT == E4M3:
+        bits = ((code & 0x7F) << 20) | (code & -0x80000000)
+        q = bits.to(tl.float32, bitcast=True) * (2.0**120)
+    else:
+        q = code.to(tl.float32)
+    known = tl.minimum(k, inputs - 1)
+    y = _scaled(q, scales, None, row, known, scale_stride, NOTHING, GROUP)
+    to = tl.load(order + known) if order is not None else known
+    tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
+
+
+TILES_AT_ONCE = 4  # of 16 words: 512 weights of four bits
+BYTES_AT_ONCE = 1024
+
+_BF16, _FP32, _INT32, _INT64, _INT8 = (
+    f"*{TYPES[t]}" for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.int8)
+)
+_SIZES = dict.fromkeys(("inputs", "tiles", "filled", "scale_stride"), "i32")
+
+RESOURCES = (
+    Resources(
+        word_rows_kernel,
+        "int4 in groups of 128, bf16",
+        {"words": _INT32, "scales": _INT32, "ids": _INT64, "out": _BF16, **_SIZES},
+        {
+            "factors": None,
+            "order": None,
+            "FORMAT": INT4.value,
+            "BESIDE": ZERO.value,
+            "GROUP": 128,
+            "HALVES": False,
+            "TILES": TILES_AT_ONCE,
+        },
+        aligned=frozenset({"inputs", "scale_stride"}),
+        max_registers=64,
+    ),
+    Resources(
+        byte_rows_kernel,
+        "E4M3, bf16",
+        {"values": _INT8, "scales": _FP32, "ids": _INT64, "out": _BF16, **_SIZES},
+        {"order": None, "FORMAT": E4M3.value, "GROUP": 0, "BLOCK": BYTES_AT_ONCE},
+        aligned=frozenset({"inputs", "filled", "scale_stride"}),
+        max_registers=64,
+    ),
+)
+
+
+# Products of matrices as they are launched: tiles, splits, and memory for parts of sums.
+
+
+def format_of(kind: PlainKind) -> tuple[int, int]:
+    """The format of codes, and what is known of a group beside its scale (`words.py`)."""
+    match kind:
+        case Int4Kind():
+            return words.INT4.value, words.ZERO.value
+        case Int4MinKind():
+            return words.INT4.value, words.MINIMUM.value
+        case Fp8Kind():
+            return words.E4M3.value, words.NOTHING.value
+        case _:
+            return words.INT8.value, words.NOTHING.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    tile: Tile
+    grid: tuple[int, int]
+    steps: int
+    split_steps: int
+    partials: Tensor | None  # sums of splits
+
+
+def _plan(
+    x: Tensor, matrix: Matrix, sums: torch.dtype, *, narrow: bool, int4: bool = False
+) -> _Plan:
+    spec, tokens = matrix.spec, len(x)
+    tile = tile_for(tokens, narrow=narrow, fp32=x.dtype == torch.float32, int4=int4)
+    steps = ceil_div(spec.inputs, STEP)
+    splits = splits_for(tile, spec.rows, steps)
+    tiles = ceil_div(spec.rows, tile.outputs) * ceil_div(tokens, tile.tokens)
+    size = tiles * splits * tile.outputs * tile.tokens
+    partials = torch.empty(size, dtype=sums, device=x.device) if splits > 1 else None
+    return _Plan(tile, (tiles, splits), steps, ceil_div(steps, splits), partials)
+
+
+def words_linear(x: Tensor, packed: Packed, matrix: Matrix, residual: Tensor | None) -> Tensor:
+    """x [tokens, inputs] as it is, times a weight in words."""
+    spec, kind = matrix.spec, plain_kind(matrix.spec)
+    y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
+    narrow, int4 = isinstance(kind, Int4MinKind), isinstance(kind, Int4Kind)
+    plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
+    group, tile = group_of(kind), plan.tile
+    kernel: Any = linear_words.words_kernel[plan.grid]
+    kernel(
+        x,
+        packed.values,
+        packed.scales,
+        packed.factors,
+        matrix.bias,
+        residual,
+        y,
+        plan.partials,
+        packed.arrivals,
+        len(x),
+        spec.rows,
+        spec.inputs,
+        plan.steps,
+        plan.split_steps,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        packed.scales.shape[-1],
+        *format_of(kind),
+        group,
+        span_of(group),
+        spec.inputs % STEP == 0,
+        tile not in (*FEW, FEW_INT4),
+        ACTIVATIONS[spec.activation],
+        plan.grid[1],
+        tile.outputs,
+        tile.tokens,
+        tile.stages,
+        num_warps=tile.num_warps,
+    )
+    return y
+
+
+def bytes_linear(
+    codes: Tensor,
+    x_scales: Tensor,
+    x_group: int,
+    how: int,
+    packed: Packed,
+    matrix: Matrix,
+    residual: Tensor | None,
+) -> Tensor:
+    """x rounded to eight bits, [tokens, filled inputs], times a weight in bytes. Activations apply
+    where rows of gate and up take turns."""
+    spec, kind = matrix.spec, plain_kind(matrix.spec)
+    assert spec.activation != "silu_and_mul" or interleaved(spec)
+    y = torch.empty(len(codes), spec.outputs, dtype=spec.out_dtype, device=codes.device)
+    group = group_of(kind)
+    in_all = how == linear_bytes.INT8.value and not group
+    narrow = how == linear_bytes.E4M3_IN_FP16.value
+    plan = _plan(codes, matrix, torch.int32 if in_all else torch.float32, narrow=narrow)
+    tile, values = plan.tile, packed.values
+    if narrow:
+        codes, values = codes.view(torch.int8), values.view(torch.int8)
+    kernel: Any = linear_bytes.bytes_kernel[plan.grid]
+    kernel(
+        codes,
+        x_scales,
+        values,
+        packed.scales,
+        matrix.bias,
+        residual,
+        y,
+        plan.partials,
+        packed.arrivals,
+        len(codes),
+        spec.rows,
+        plan.steps,
+        plan.split_steps,
+        0 if residual is None else residual.stride(0),
+        packed.scales.shape[-1],
+        how,
+        group,
+        x_group,
+        span_of(group),
+        ACTIVATIONS[spec.activation],
+        plan.grid[1],
+        tile.outputs,
+        tile.tokens,
+        tile.stages,
+        num_warps=tile.num_warps,
+    )
+    return y
+
+
+def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+    """x [tokens, inputs] times values [rows, inputs] of the same dtype, by cuBLAS, which sums in
+    fp32; but where it splits the inputs, torch allows it to add the parts in the dtype. Floor: few
+    tokens, the bytes of the values; many, 2 * tokens * rows * inputs FLOPs."""
+    spec, bias = matrix.spec, matrix.bias
+    if spec.activation is None:
+        if residual is not None and bias is None and spec.out_dtype == x.dtype == residual.dtype:
+            return residual.addmm_(x, values.t())  # anywhere else it would be copied first
+        if spec.out_dtype == x.dtype:
+            z = F.linear(x, values, bias)
+            return z if residual is None else z.add_(residual)
+    if spec.out_dtype == torch.float32 != x.dtype and x.is_cuda:
+        # Logits as the product had them, not rounded to x's dtype on the way.
+        z = torch.mm(x, values.t(), out_dtype=torch.float32)
+        return finish(z, bias, spec.activation, residual, spec.out_dtype)
+    return finish(F.linear(x, values, bias), None, spec.activation, residual, spec.out_dtype)
 
 
 class Matrices:

@@ -17,17 +17,19 @@ the kernel that multiplies applies it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvik.kernels.reference.linear import fill_input_scale, fill_order
-from kvik.kernels.reference.linear import matrix as plain_matrix
+from kvik.kernels.packing import Packing, Parts, check_order
+from kvik.kernels.reference.ops import fill_input_scale, fill_order
+from kvik.kernels.reference.ops import matrix as plain_matrix
+from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
-from kvik.kernels.triton.shared_scales import Squares, Whole
+from kvik.kernels.triton.scaled_mm import SQUARE
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
     FloatKind,
@@ -47,6 +49,93 @@ from kvik.kernels.weights import (
     PlainWeight,
     Weight,
 )
+
+# Which rows of an E4M3 weight have the same scales: libraries take one for a square block, or for
+# the whole, while a matrix is filled by runs of rows, in any order, each with scales of its own.
+
+
+@dataclass(slots=True)
+class Squares:
+    """Attributes:
+    scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of the first row in each block.
+    equal: of each block, whether all of its rows have these scales.
+    everywhere: whether they have in all blocks. Known on the host, as it decides what multiplies.
+    """
+
+    scales: Tensor
+    equal: list[bool]
+    everywhere: bool = False
+
+    def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:
+        """After rows first..last of the matrix were filled: row_scales [groups, filled rows]."""
+        begin, end = first // SQUARE, ceil_div(last, SQUARE)
+        of_rows = row_scales[:, begin * SQUARE : min(rows, end * SQUARE)]
+        firsts = of_rows[:, ::SQUARE]  # [groups, blocks]
+        self.scales[begin:end, : len(firsts)] = firsts.t()
+        alike = of_rows == firsts.repeat_interleave(SQUARE, 1)[:, : of_rows.shape[1]]
+        missing = (end - begin) * SQUARE - of_rows.shape[1]
+        whole = torch.nn.functional.pad(alike.all(0), (0, missing), value=True)
+        self.equal[begin:end] = whole.view(-1, SQUARE).all(1).tolist()
+        self.everywhere = all(self.equal)
+
+
+@dataclass(slots=True)
+class Whole:
+    """Attributes:
+    alike: whether all rows have one scale. Known on the host, as it decides what multiplies.
+    """
+
+    alike: bool = False
+
+    def update(self, row_scales: Tensor, rows: int) -> None:
+        """After some rows of the matrix were filled: row_scales [filled rows]; others have 0."""
+        self.alike = bool((row_scales[:rows] == row_scales[0]).all())
+
+
+# Matrices as they lie in GPU memory (`packed.py`), in a file.
+
+
+def layout(spec: MatrixSpec) -> Parts:
+    """See `Packing`."""
+    return parts(unfilled(replace(spec, device=torch.device("meta"))))
+
+
+def parts(matrix: Matrix) -> Parts:
+    """See `Packing`."""
+    packed = matrix.data
+    if not isinstance(packed, Packed):
+        return PLAIN.parts(matrix)
+    names = ("values", "scales", "factors", "order", "input_scale")
+    found = {name: getattr(packed, name) for name in names} | {"bias": matrix.bias}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def over(spec: MatrixSpec, parts: Parts) -> Matrix:
+    """See `Packing`."""
+    if not is_packed(spec):
+        return PLAIN.over(spec, parts)
+    own = {name: part.to(spec.device) for name, part in parts.items()}
+    if "order" in own:
+        check_order(own["order"])
+    packed = Packed(
+        own["values"],
+        own["scales"],
+        own.get("factors"),
+        own.get("order"),
+        own.get("input_scale"),
+        squares_of(spec),
+        whole_of(spec),
+        arrivals_of(spec),
+    )
+    if packed.squares is not None:
+        packed.squares.update(packed.scales, spec.rows, 0, spec.rows)
+    if packed.whole is not None:
+        packed.whole.update(packed.scales, spec.rows)
+    return Matrix(spec, own.get("bias"), packed)
+
+
+GPU = Packing("gpu-1", layout, parts, over)
+
 
 STEP = 128  # inputs that are always there
 ROW_STEP = 128  # outputs likewise

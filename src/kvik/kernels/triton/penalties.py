@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.penalties import Penalties
+from kvik.kernels.ops import Penalties
 from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
 
 PIECE = 1024  # tokens of a program

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from kvik.config.units import show_bytes
 from kvik.planner.advice.figures import Figures
+from kvik.planner.cost import seconds, three
 from kvik.planner.formats import weight_facts
 from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import StepTime, decode, step_time, verify
-from kvik.planner.rounded import seconds, three
 from kvik.planner.serving import Prediction, Serving, Traffic, predict
 from kvik.planner.slo import Slo
 from kvik.planner.variants import attention_variants

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.embedding import normalise
+from kvik.engine.output import normalise
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import GenerationRequest

@@ -9,14 +9,534 @@ budget, and drafts once it has. So the draft model computes nothing while it is 
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.attention.base import StepLayout
+from kvik.kernels.ops import Draws
+from kvik.kernels.upload import upload
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.draft_network import DraftNetwork
-from kvik.worker.drafters.filled_blocks import FilledBlocks
-from kvik.worker.drafters.guessing import Guessing
-from kvik.worker.sampler import Sampler
-from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Guess, Sampler
+from kvik.worker.sampling_batch import NOTHING, RandomRows, SamplingBatch, Supposed
+from kvik.worker.sampling_table import DRAFT, SAMPLE, SamplingTable
+from kvik.worker.step_inputs import StepInputs
+
+# The draft model of an engine: forwards over the tokens and blocks of its target's requests.
+
+
+class DraftNetwork:
+    """
+    Attributes:
+        graph: runs its forwards.
+        inputs: of its forwards.
+        table: the target's tokens; computed are those that the draft model computed.
+        max_tokens: of one forward.
+        max_context: positions that the model knows.
+        mappings, block_tables: names of the inputs of each KV group.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: StepInputs,
+        vocabulary: Vocabulary,
+        table: RequestTable,
+        max_tokens: int,
+        max_context: int,
+    ) -> None:
+        """
+        Args:
+            table: with the same block table for each KV group (`RequestTable.view`).
+        """
+        self.graph = graph
+        self.inputs = inputs
+        self.table = table
+        self.max_tokens = max_tokens
+        self.max_context = max_context
+        groups = range(len(table.block_tables))
+        self.mappings = [f"slot_mapping {group}" for group in groups]
+        self.block_tables = [f"block_table {group}" for group in groups]
+        self._vocabulary = vocabulary
+        self._same = vocabulary.same
+
+    def prepare(self) -> None:
+        """Before the first forward of a step; see `Graph.prepare`."""
+        self.graph.prepare()
+
+    def forwards(
+        self, slots: np.ndarray, computed: np.ndarray, chunks: np.ndarray, drafts: np.ndarray
+    ) -> Forwards:
+        """Those of a proposal. None of them has run.
+
+        Args:
+            slots: [rows] int64.
+            computed: [rows] int64, tokens of each that the model has computed.
+            chunks: [rows] int64, how many more the first forward computes; at least 1.
+            drafts: [rows] int64, descending, how many will be made of each. Every slot has places
+                for its drafts but the last, which is not computed.
+        """
+        return Forwards(self, slots, computed, chunks, drafts)
+
+    def logits(self, output: StepOutput) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """For the target's tokens, and what `Ops.largest` says of them if that is known."""
+        if self._same:
+            return output.logits, (output.top, output.top_ids)
+        return self._vocabulary.widened(output.logits), None
+
+    def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
+        """A forward over the target's tokens.
+
+        Args:
+            tokens: [tokens] int64 on the device, in place of the batch's.
+        """
+        self.inputs.send()
+        if tokens is not None:
+            batch.input_ids.copy_(tokens)
+        self._vocabulary.narrow_(batch.input_ids)
+        return self.graph.run(batch)
+
+
+class Forwards:
+    """First each slot catches up with its tokens, then it takes one draft after the other. What
+    stays, and what goes on by one from forward to forward, is laid out once for all of them.
+
+    Slots that get more drafts come first, so each forward has the first rows of the one before.
+
+    Attributes:
+        blocks: ids of all that they write to.
+    """
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        slots: np.ndarray,
+        computed: np.ndarray,
+        chunks: np.ndarray,
+        drafts: np.ndarray,
+    ) -> None:
+        """See `DraftNetwork.forwards`."""
+        self._network = network
+        self._slots = slots
+        table, count, size = network.table, len(slots), network.table.block_size
+        starts = np.zeros(count + 1, np.int64)
+        np.add.accumulate(chunks, out=starts[1:])
+        total, ends = int(starts[-1]), computed + chunks
+        self._starts, self._chunks, self._ends = starts, chunks, ends.astype(np.int32)
+
+        # How many rows get more than so many drafts, which is how many the forward before has.
+        wanted = drafts.tolist()
+        most = wanted[0]
+        alike = wanted[-1] == most  # as nearly always
+        self._rows = (
+            [count] * most if alike else np.searchsorted(-drafts, -np.arange(most)).tolist()
+        )
+        tokens = total + sum(self._rows[1:])
+        places, owners = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+        if total == count:
+            places[:total], owners[:total] = computed, slots
+        else:
+            owners[:total] = slots.repeat(chunks)
+            np.add((computed - starts[:-1]).repeat(chunks), np.arange(total), out=places[:total])
+        self._tokens = table.token_ids[owners[:total], places[:total]].astype(np.int64)
+        if alike and most:
+            np.add(ends, np.arange(most - 1)[:, None], out=places[total:].reshape(-1, count))
+            owners[total:].reshape(-1, count)[...] = slots
+        else:
+            end = total
+            for i, rows in enumerate(self._rows[1:]):
+                begin, end = end, end + rows
+                places[begin:end], owners[begin:end] = ends[:rows] + i, slots[:rows]
+        index, offsets = np.divmod(places, size)
+        block_table = table.block_tables[0]  # of every group
+        self.blocks: np.ndarray = block_table[owners, index]
+        self._places = places
+        self._mapping = self.blocks.astype(np.int64) * size + offsets
+        self._lengths = (places + 1).astype(np.int32)
+        self._reach: list[int] = (ends + np.maximum(drafts - 1, 0)).tolist()  # most keys of each
+        known = block_table[slots, : -(-max(self._reach) // size)]
+        put = network.inputs.put
+        self._tables = [put(name, known) for name in network.block_tables]
+        self._used = 0  # of the places
+        self._forwards = 0  # that have run
+
+    def first(self) -> StepOutput:
+        """Catch up.
+
+        Returns:
+            Valid until the next forward, with a row of logits for each row that gets drafts.
+        """
+        self._share_out(self._chunks, self._starts, self._rows[0] if self._rows else 0)
+        output = self._run(self._tokens, self._ends)
+        self._network.table.num_computed[self._slots] = self._ends
+        return output
+
+    def follow(self, tokens: Tokens) -> StepOutput:
+        """The next one.
+
+        Args:
+            tokens: [rows], the drafts made last.
+
+        Returns:
+            As `first`, with a row for each row that gets another draft.
+        """
+        rows = self._rows[self._forwards]
+        if self._sizes != (rows, rows):
+            self._share_out(np.ones(rows, np.int64), np.arange(rows + 1), rows)
+        return self._run(tokens[:rows], self._lengths[self._used : self._used + rows])
+
+    def _share_out(self, chunks: np.ndarray, starts: np.ndarray, sampling: int) -> None:
+        """Whose the tokens of the next forwards are.
+
+        Args:
+            chunks: [rows], tokens of each. starts: [rows + 1]. sampling: so many, the first.
+        """
+        put, rows = self._network.inputs.put, len(chunks)
+        self._sizes = int(starts[-1]), rows  # tokens and rows
+        self._starts, self._sampling_rows = starts, np.arange(sampling)
+        self._scheduled = tuple(chunks.tolist())
+        self._put_starts = put("query_start_loc", starts.astype(np.int32))
+        self._indices = put("logits_indices", starts[1 : sampling + 1] - 1)
+        self._batch: InputBatch | None = None
+        if rows < len(self._slots):
+            self._slots = self._slots[:rows]
+            self._tables = [table[:rows] for table in self._tables]
+
+    def _run(self, tokens: Tokens, lengths: np.ndarray) -> StepOutput:
+        """
+        Args:
+            tokens: [tokens]. lengths: [rows] int32, keys of each row.
+        """
+        network, put = self._network, self._network.inputs.put
+        begin, self._used = self._used, self._used + len(tokens)
+        self._forwards += 1
+        there: Tensor | None = None
+        if not isinstance(tokens, np.ndarray):
+            there, tokens = tokens, np.zeros(len(tokens), np.int64)
+        ids = put("input_ids", tokens)
+        positions = put("positions", self._places[begin : self._used])
+        put_lengths, mapping = put("seq_lens", lengths), self._mapping[begin : self._used]
+        mappings = [put(name, mapping) for name in network.mappings]
+        if self._batch is None or not network.inputs.fixed:
+            # Tensors that show what is put later serve the forwards to come, if there is room.
+            contexts = self._reach[: len(lengths)] if network.inputs.fixed else lengths.tolist()
+            layouts = [
+                StepLayout(
+                    query_start_loc=self._put_starts,
+                    seq_lens=put_lengths,
+                    block_table=block_table,
+                    slot_mapping=slot_mapping,
+                    num_scheduled=self._scheduled,
+                    contexts=tuple(contexts),
+                    block_size=network.table.block_size,
+                )
+                for slot_mapping, block_table in zip(mappings, self._tables, strict=True)
+            ]
+            self._batch = InputBatch(
+                input_ids=ids,
+                positions=positions,
+                layouts=tuple(layouts),
+                slots=self._slots,
+                starts=self._starts,
+                sampling_rows=self._sampling_rows,
+                logits_indices=self._indices,
+            )
+        return network.run(self._batch, there)
+
+
+# Which blocks hold a draft model's K and V, and of which tokens.
+
+UNKNOWN = 0  # tag of a block that holds nothing, or not all of a run of tokens
+_MODULUS = 1 << 64  # numpy's unsigned integers wrap around there
+_BASE = 0x9E3779B97F4A7C15  # this over the golden ratio
+
+
+class FilledBlocks:
+    """A block has a tag: a hash of all tokens up to its end. A request that finds the tag of its
+    own tokens at one of its blocks need not compute them, whoever did it before. So nobody need say
+    when a block changes hands: it loses its tag when it is written to.
+
+    A tag that is met by chance costs drafts, not answers. So a hash is enough that numpy computes
+    of many blocks at once: the tag of the block before times a constant, plus the tokens times
+    random numbers, modulo 2^64.
+    """
+
+    def __init__(self, table: RequestTable, num_blocks: int) -> None:
+        """
+        Args:
+            table: of the draft model.
+            num_blocks: of the pool.
+        """
+        slots, size = len(table.num_tokens), table.block_size
+        self._table = table
+        self._blocks = table.block_tables[0]  # of every group
+        self._tags = np.full(num_blocks, UNKNOWN, np.uint64)
+        self._whole = np.zeros(slots, np.int64)  # blocks of each slot whose tag is known
+        self._last = np.full(slots, UNKNOWN, np.uint64)  # tag of the last of them
+        factors = np.random.default_rng(0).integers(_MODULUS, size=size, dtype=np.uint64)
+        self._factors = factors | np.uint64(1)  # odd: no change of one token is lost
+
+    def enter(self, slot: int) -> None:
+        """A request of which nothing is known."""
+        self._whole[slot], self._last[slot] = 0, UNKNOWN
+
+    def find(self, slots: np.ndarray) -> None:
+        """Count as computed what the next blocks of some slots hold. The newest token is never
+        counted: its logits are wanted."""
+        table, size = self._table, self._table.block_size
+        self.note(np.arange(len(self._whole)))  # whoever may hold them
+        for slot in slots.tolist():
+            whole = int(self._whole[slot])
+            if whole * size != table.num_computed[slot]:
+                continue  # within a block
+            end = max(whole, (int(table.num_tokens[slot]) - 1) // size)
+            tags = self._run(slot, end)
+            missing = np.flatnonzero(self._tags[self._blocks[slot, whole:end]] != tags)
+            count = int(missing[0]) if len(missing) else end - whole
+            self._know(slot, tags[:count])
+            table.num_computed[slot] = (whole + count) * size
+
+    def note(self, slots: np.ndarray) -> None:
+        """Tag the blocks of some slots that are full. To be called before they are given away."""
+        table = self._table
+        full = table.num_computed[slots] // table.block_size
+        for row in np.flatnonzero(full > self._whole[slots]).tolist():
+            slot, end = int(slots[row]), int(full[row])
+            tags = self._run(slot, end)
+            self._tags[self._blocks[slot, self._whole[slot] : end]] = tags
+            self._know(slot, tags)
+
+    def overwrite(self, blocks: np.ndarray) -> None:
+        """Some blocks are about to be written to."""
+        self._tags[blocks] = UNKNOWN
+
+    def _know(self, slot: int, tags: np.ndarray) -> None:
+        """The tags of a slot's next blocks."""
+        if len(tags):
+            self._whole[slot] += len(tags)
+            self._last[slot] = tags[-1]
+
+    def _run(self, slot: int, end: int) -> np.ndarray:
+        """[blocks] uint64, what the tags of a slot's next blocks are, up to the `end`th, if they
+        are full."""
+        size, begin, tags = self._table.block_size, int(self._whole[slot]), []
+        tokens = self._table.token_ids[slot, begin * size : end * size].astype(np.uint64)
+        tag = int(self._last[slot])
+        for more in (tokens.reshape(-1, size) * self._factors).sum(axis=1).tolist():
+            tag = (tag * _BASE + more) % _MODULUS | 1  # never `UNKNOWN`
+            tags.append(tag)
+        return np.array(tags, np.uint64)
+
+
+# The drafts of a draft model, from its logits.
+
+_PLAIN = SamplingBatch()
+Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, which nobody waits for
+
+
+class Guessing:
+    """One draft of each row after the other, as many as it gets.
+
+    A request that brought a seed draws its drafts with the very numbers that its tokens will be
+    drawn with: where the two models agree, so do the tokens.
+
+    On a GPU a draft goes from one forward to the next without passing by the host, unless rules
+    want to know of it there.
+
+    Attributes:
+        probs: [sum of drafts, vocab], as `Drafts.probs`; None if none is read of them.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        sampling: SamplingTable,
+        rows: DraftRows,
+        chosen: np.ndarray,
+        known: np.ndarray,
+        counts: np.ndarray,
+        room: int,
+    ) -> None:
+        """
+        Args:
+            sampling: of the target.
+            chosen: indices of the rows that get drafts, those that get more first. All that is
+                said of rows below is in this order.
+            known, counts: [all rows], tokens and drafts of each.
+            room: bytes that sampling may take beside logits and probabilities.
+        """
+        self._sampler = sampler
+        self._sampling = sampling
+        self._slots = slots = rows.slots[chosen]
+        self._counts = counts[chosen]
+        self._found = np.empty((len(slots), int(self._counts[0])), np.int64)
+        self._found.fill(-1)
+        self._there: Tensor | None = None  # the same on a GPU, which has it all
+        self.probs: Tensor | None = None
+        self._plain = sampling.plain(slots)
+        if self._plain:
+            return
+        self._positions = known[chosen]
+        self._first = (counts.cumsum() - counts)[chosen]  # row of `probs`
+        certain = sampling.certain(slots)
+        self._keeps = not certain.all()
+        self._streams = np.where(certain, SAMPLE, DRAFT)
+        self._at_once = sampling.rows_at_once(slots, room, shares=True)
+        self._reads_output = sampling.reads_output(slots)
+        self._alike = _PLAIN  # what the first `_planned` rows draw with
+        self._planned = 0
+        self._uniforms: list[Tensor] = []  # numbers of the depths to go, the next one last
+
+    def draft(self, depth: int, logits: Tensor, largest: tuple[Tensor, Tensor] | None) -> Tokens:
+        """
+        Args:
+            depth: drafts that the rows have already.
+            logits: [rows, vocab], of the first rows. largest: what `Ops.largest` says of them, if
+                that is known.
+
+        Returns:
+            [rows], one more draft of each; to be read before the next forward.
+        """
+        guess, rows = self._sampler.guess, len(logits)
+        if not depth and logits.device.type != "cpu":
+            self._there = upload(self._found, logits.device)
+        if self._plain:
+            found = largest[1] if largest is not None else guess(logits, _PLAIN).token_ids
+            if self._there is not None:
+                self._there[:rows, depth] = found
+                return found
+            tokens: np.ndarray = found.numpy()
+            self._found[:rows, depth] = tokens
+            return tokens
+        if rows <= self._at_once and not self._reads_output:
+            self._take(depth, 0, guess(logits, self._same_again(depth, rows), largest))
+        else:
+            for begin in range(0, rows, self._at_once):
+                part = slice(begin, min(begin + self._at_once, rows))
+                some = None if largest is None else (largest[0][part], largest[1][part])
+                self._take(depth, begin, guess(logits[part], self._batch(depth, part), some))
+        if self._there is not None:
+            return self._there[:rows, depth]
+        return self._found[:rows, depth].copy()
+
+    def told(self) -> np.ndarray:
+        """[rows, depths] int64, the drafts; -1 where a row gets no more. A GPU is waited for."""
+        return self._found if self._there is None else self._there.cpu().numpy()
+
+    def _take(self, depth: int, begin: int, guess: Guess) -> None:
+        """Of the rows from `begin` on."""
+        part, depths = slice(begin, begin + len(guess.token_ids)), self._found.shape[1]
+        if self._there is not None:
+            self._there[part, depth] = guess.token_ids
+        else:
+            self._found[part, depth] = guess.token_ids.numpy()
+        if guess.probs is None or not self._keeps:
+            return
+        if self.probs is None:
+            self.probs = guess.probs.new_empty(int(self._counts.sum()), guess.probs.shape[1])
+        if self._counts[-1] == depths:  # all rows get as many
+            self.probs.view(-1, depths, guess.probs.shape[1])[part, depth].copy_(guess.probs)
+        else:
+            at = upload(self._first[part] + depth, self.probs.device)
+            self.probs.index_copy_(0, at, guess.probs)
+
+    def _batch(self, depth: int, part: slice) -> SamplingBatch:
+        """Of rows whose rules may look at the drafts before."""
+        slots, supposed = self._slots[part], NOTHING
+        if self._reads_output and depth:
+            before = self.told()[part, :depth]
+            supposed = Supposed(np.arange(len(slots)).repeat(depth), before.reshape(-1))
+        positions = self._positions[part] + depth
+        return self._sampling.batch(slots, positions, supposed, stream=self._streams[part])
+
+    def _same_again(self, depth: int, rows: int) -> SamplingBatch:
+        """Of rows that draw one draft as they draw the next, only with other numbers, which are
+        made for all drafts at once."""
+        if rows != self._planned:
+            self._planned, part = rows, slice(rows)
+            self._alike = self._batch(depth, part)
+            random = self._alike.random
+            if random is not None:
+                left = np.arange(depth, self._found.shape[1])[:, None]
+                positions, streams = self._positions[part] + left, self._streams[part]
+                numbers = self._sampling.uniforms(self._slots[part], positions, streams)
+                if random.rows is not None:
+                    numbers = numbers.index_select(1, random.rows)
+                self._uniforms = list(numbers.unbind(0))[::-1]
+        random = self._alike.random
+        if random is None:
+            return self._alike
+        draws = Draws(random.draws.temperature, self._uniforms.pop(), random.draws.truncation)
+        return SamplingBatch(random=RandomRows(random.rows, draws))
+
+
+# Tokens of a draft model in the vocabulary of its target.
+
+
+class Vocabulary:
+    """What a draft model's tokens are in the target's vocabulary."""
+
+    def __init__(
+        self,
+        target_size: int,
+        draft_size: int,
+        meanings: Sequence[int] | None,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            target_size, draft_size: logits of the two models, which may be more than there are
+                tokens.
+            meanings: the target's id of each of the draft model's tokens, -1 where it has none;
+                None: the same ids.
+        """
+        self._target_size = target_size
+        self._draft_ids: Tensor | None = None
+        self._target_ids: Tensor | None = None
+        self._as_draft: Tensor | None = None
+        if meanings is None and target_size == draft_size:
+            return
+        meant = torch.tensor(range(draft_size) if meanings is None else meanings[:draft_size])
+        known = ((meant >= 0) & (meant < target_size)).nonzero()[:, 0]
+        self._draft_ids, self._target_ids = known.to(device), meant[known].to(device)
+        as_draft = torch.zeros(target_size, dtype=torch.int64)  # what it does not know is token 0
+        as_draft[meant[known]] = known
+        self._as_draft = as_draft.to(device)
+
+    @property
+    def same(self) -> bool:
+        """Both models have the same tokens."""
+        return self._as_draft is None
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits for the target's tokens; what the draft model does not know it never drafts.
+
+        Args:
+            logits: [rows, draft vocab].
+
+        Returns:
+            [rows, target vocab].
+        """
+        if self._draft_ids is None or self._target_ids is None:
+            return logits
+        wide = logits.new_full((len(logits), self._target_size), -torch.inf)
+        wide[:, self._target_ids] = logits[:, self._draft_ids]
+        return wide
+
+    def narrow_(self, token_ids: Tensor) -> None:
+        """The target's tokens as the draft model's, in place.
+
+        Args:
+            token_ids: [tokens] int64.
+        """
+        if self._as_draft is not None:
+            token_ids.copy_(self._as_draft[token_ids])
+
 
 NONE = -1  # no token
 

@@ -19,11 +19,9 @@ from kvik.config.speculative import ResolvedSpeculation
 from kvik.models.registry import Model
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.draft_model import DraftModel
-from kvik.worker.drafters.draft_network import DraftNetwork
+from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import load_eagle, load_medusa, tree_of
-from kvik.worker.drafters.medusa import MedusaDrafter
+from kvik.worker.drafters.heads import MedusaDrafter, load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import Network
@@ -34,7 +32,6 @@ from kvik.worker.row_graphs import RowFunction, RowGraph
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepSizes
-from kvik.worker.vocabulary import Vocabulary
 from kvik.worker.warm_up import Resting
 
 

@@ -8,17 +8,178 @@ longer the suffix and the surer its continuation, the more is drafted.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.suffix_automaton import (
-    NO_CONTINUATION,
-    SEPARATOR,
-    Continuation,
-    SuffixAutomaton,
-)
 from kvik.worker.request_table import RequestTable
+
+# All runs of tokens of a text in one automaton that grows token by token.
+#
+# A suffix automaton (Blumer et al. 1985): each state is a set of runs that end at the same places
+# of the text, of which it names the longest; its link leads to the longest shorter suffix that
+# ends at more places. Every state counts its places, so what followed a run is known with its
+# frequency.
+
+SEPARATOR = -1  # stands between texts, and is never proposed
+_NONE = -1
+_MANY = -2  # tokens of a state whose edges are in a dict
+# A new token adds a place to all states on the way to the root. A text of one repeated token has as
+# many of them as tokens; then only the longest runs are counted.
+_COUNTED = 64
+_ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Attributes:
+    tokens: what followed most often.
+    score: how many of them will be right, if what follows is as frequent as it was.
+    """
+
+    tokens: list[int]
+    score: float
+
+
+NO_CONTINUATION = Continuation([], 0.0)
+
+
+class SuffixAutomaton:
+    """At most two states for each token, of about 60 bytes each.
+
+    Attributes:
+        num_tokens: that were appended.
+        last: the state of the whole text.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.last = _ROOT
+        self._length = array("i", [0])  # of a state's longest run
+        self._link = array("i", [_NONE])
+        self._count = array("i", [0])  # places where it ends; of the root none are counted
+        # Most states have one edge, which needs no dict.
+        self._token = array("i", [_NONE])
+        self._target = array("i", [_NONE])
+        self._edges: dict[int, dict[int, int]] = {}
+
+    def append(self, token: int) -> None:
+        self.num_tokens += 1
+        length, link, count = self._length, self._link, self._count
+        state, new = self.last, self._add(length[self.last] + 1)
+        found = _NONE
+        while state != _NONE and (found := self._follow(state, token)) == _NONE:
+            self._set(state, token, new)
+            state = link[state]
+        if state == _NONE:
+            link[new] = _ROOT
+        elif length[found] == length[state] + 1:
+            link[new] = found
+        else:
+            link[new] = link[found] = self._split(found, state, token)
+        self.last = new
+        for _ in range(_COUNTED):
+            if new == _ROOT:
+                break
+            count[new] += 1
+            new = link[new]
+
+    @property
+    def repeated(self) -> tuple[int, int]:
+        """The longest suffix of the text that stands in it before: its state and length."""
+        state = max(self._link[self.last], _ROOT)
+        return state, self._length[state]
+
+    def advance(self, state: int, length: int, tokens: Iterable[int]) -> tuple[int, int]:
+        """Read on in another text.
+
+        Args:
+            state, length: of the longest suffix read so far that stands in this text; 0, 0 if
+                nothing was read. No longer valid once this text grows.
+
+        Returns:
+            The same after the tokens.
+        """
+        lengths, links = self._length, self._link
+        for token in tokens:
+            found = self._follow(state, token)
+            while found == _NONE and state != _ROOT:
+                state = links[state]
+                length = lengths[state]
+                found = self._follow(state, token)
+            state, length = (found, length + 1) if found != _NONE else (_ROOT, 0)
+        return state, length
+
+    def continuation(self, state: int, limit: int, least: float) -> Continuation:
+        """What most often followed, token by token, as long as all of it together is at least as
+        likely as `least`. Where the text ends, what followed a shorter run goes on."""
+        tokens: list[int] = []
+        likely, score = 1.0, 0.0
+        while len(tokens) < limit and state != _ROOT:
+            token, target, share = self._most_frequent(state)
+            if token == SEPARATOR:
+                break
+            if token == _MANY:  # nothing followed
+                state = self._link[state]
+                continue
+            likely *= share
+            if likely < least:
+                break
+            score += likely
+            tokens.append(token)
+            state = target
+        return Continuation(tokens, score)
+
+    def _most_frequent(self, state: int) -> tuple[int, int, float]:
+        """Token, target and share of the edge that was taken most often; of equals the first that
+        was."""
+        edges = self._edges.get(state)
+        if edges is None:
+            target = self._target[state]
+            return (_MANY if target == _NONE else self._token[state]), target, 1.0
+        count = self._count
+        token = max(edges, key=lambda edge: count[edges[edge]])
+        target = edges[token]
+        return token, target, count[target] / max(1, sum([count[to] for to in edges.values()]))
+
+    def _add(self, length: int) -> int:
+        self._length.append(length)
+        self._link.append(_NONE)
+        self._count.append(0)
+        self._token.append(_NONE)
+        self._target.append(_NONE)
+        return len(self._length) - 1
+
+    def _split(self, found: int, state: int, token: int) -> int:
+        """A state for the runs of `found` that end at more places than its longer ones."""
+        new = self._add(self._length[state] + 1)
+        self._link[new] = self._link[found]
+        self._count[new] = self._count[found]
+        self._token[new], self._target[new] = self._token[found], self._target[found]
+        if found in self._edges:
+            self._edges[new] = self._edges[found].copy()
+        while state != _NONE and self._follow(state, token) == found:
+            self._set(state, token, new)
+            state = self._link[state]
+        return new
+
+    def _follow(self, state: int, token: int) -> int:
+        if self._token[state] == token and self._target[state] != _NONE:
+            return self._target[state]
+        edges = self._edges.get(state)
+        return _NONE if edges is None else edges.get(token, _NONE)
+
+    def _set(self, state: int, token: int, target: int) -> None:
+        if state in self._edges:
+            self._edges[state][token] = target
+        elif self._target[state] == _NONE or self._token[state] == token:
+            self._token[state], self._target[state] = token, target
+        else:
+            self._edges[state] = {self._token[state]: self._target[state], token: target}
+            self._token[state], self._target[state] = _MANY, _NONE
+
 
 PER_MATCHED = 2  # drafts for each token of the suffix that was found
 LEAST_LIKELY = 0.2  # all drafts of a row together
