@@ -10,14 +10,16 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INSTALL_KVIK := $(PIP_INSTALL) --no-build-isolation -e
 KVIK := pyproject.toml constraints.txt $(wildcard csrc/*) $(VENV)/.build-tools
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-full test-nightly check bench clean
 
 help:
-	@echo "make demo    stream a story from the bundled model"
-	@echo "make test    run all tests"
-	@echo "make check   ruff, mypy"
-	@echo "make bench   run the benchmarks"
-	@echo "make clean   remove .venv, build and caches"
+	@echo "make demo          stream a story from the bundled model"
+	@echo "make test          run the fast tests: on every edit"
+	@echo "make test-full     run all tests: before a merge"
+	@echo "make test-nightly  run all tests with ten times the examples, drawn anew"
+	@echo "make check         ruff, mypy"
+	@echo "make bench         run the benchmarks"
+	@echo "make clean         remove .venv, build and caches"
 
 demo: $(VENV)/.kvik
 	$(BIN)/kvik generate --echo --seed 7 --max-tokens 200 "Once upon a time"
@@ -25,8 +27,15 @@ demo: $(VENV)/.kvik
 # Tests start hundreds of processes: without bytecode each would compile the package again. A worker
 # takes 1.3 GiB of memory, and one of them 3 more for a while.
 WORKERS ?= 2
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.kvik-test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
+
+test-full: $(VENV)/.kvik-test
+	$(PYTEST) --tier=full
+
+test-nightly: $(VENV)/.kvik-test
+	$(PYTEST) --tier=nightly --timeout=3000 --fuzz-seconds=300
 
 check: $(VENV)/.kvik-dev
 	$(BIN)/ruff check

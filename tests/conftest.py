@@ -7,13 +7,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from helpers import tiers
+from helpers.limits import Limits
 from helpers.optional_triton import interpret_without_gpu
 from hypothesis import settings
 
-# The same examples in every run: a failure must not depend on luck. Explore with
-# `pytest --hypothesis-profile=default`.
+# By day the same examples in every run: a failure must not depend on luck. At night new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
-settings.load_profile("repeatable")
+settings.register_profile("exploring", database=None, deadline=None, print_blob=True)
 
 interpret_without_gpu()
 # Read when torch is loaded. Threads that wait for each other would spin, which on a machine with
@@ -22,13 +23,36 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=tiers.TIERS, default="fast", help="see helpers/tiers.py")
+    parser.addoption("--seed", help="of what is drawn (nightly tier: a new one by default)")
+    parser.addoption("--no-limits", action="store_true", help="without helpers/limits.py")
     parser.addoption("--fuzz-seconds", default=10, help="how long tests that draw go on")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers begin with what takes long: at the end the others would wait for it."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.begin(config.getoption("--tier"), config.getoption("--seed"))
+    explores = tiers.tier() == "nightly"
+    settings.load_profile("exploring" if explores else "repeatable")
+    if explores:
+        config.option.hypothesis_seed = str(tiers.seed())
+    if tiers.tier() != "fast" and not config.getoption("--no-limits"):
+        whole_run = config.args == config.getini("testpaths")
+        config.pluginmanager.register(Limits(whole_run=whole_run))
+
+
+def pytest_report_header() -> str:
+    return f"tier: {tiers.tier()}, seed: {tiers.seed()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what belongs to later tiers; a case named on the command line always runs."""
+    if not any("::" in argument for argument in config.args):
+        kept = tiers.selected(items, tiers.tier())
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = kept
+    if "PYTEST_XDIST_WORKER" in os.environ:  # what takes long first: the others would wait for it
+        items.sort(key=lambda item: item.get_closest_marker("full") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,7 +69,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build("build_wheel", tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_cmake
 @needs_compiler
 def test_wheel_holds_the_native_kernels(wheel: Path) -> None:
@@ -79,7 +79,7 @@ def test_wheel_holds_the_native_kernels(wheel: Path) -> None:
     assert_complete(names)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_cmake
 def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
     """Nor does a library that lies in the source tree get into it."""
@@ -93,7 +93,7 @@ def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
     assert_complete(names)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sdist_holds_what_a_build_needs(tmp_path: Path) -> None:
     with tarfile.open(build("build_sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -102,7 +102,7 @@ def test_sdist_holds_what_a_build_needs(tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_cmake
 @needs_compiler
 @needs_linux
@@ -144,6 +144,7 @@ def test_what_is_never_freed_makes_no_noise() -> None:
     assert done.stdout + done.stderr == ""
 
 
+@pytest.mark.full
 @needs_linux
 def test_torch_and_the_kernels_share_one_openmp() -> None:
     """Two would start their threads twice and take the cores from each other."""

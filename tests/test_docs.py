@@ -29,6 +29,7 @@ def test_the_readme_has_blocks_to_run() -> None:
     assert kinds == {"bash", "python"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "text"), BLOCKS)
 def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", text]

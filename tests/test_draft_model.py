@@ -67,6 +67,7 @@ def usual() -> list[RequestOutput]:
     return answers(**drafting(DRAFT))
 
 
+@pytest.mark.full
 def test_answers_are_the_same(expected, usual) -> None:
     assert texts(usual) == expected
     assert 0.1 < accepted(usual) < 0.9
@@ -215,6 +216,7 @@ RULES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_drafts_that_are_drawn_leave_the_distribution_as_it_is(tmp_path, rule) -> None:
     """The first three tokens together, against exact arithmetic (chi-square)."""

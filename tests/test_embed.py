@@ -108,7 +108,7 @@ def test_what_is_cached_serves_the_last_token_and_not_the_mean(folder, kernels):
 def test_a_prompt_that_is_preempted_half_way_begins_its_sum_anew(folder):
     """Decodes take the blocks of prompts that are still being read."""
     sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
-    writing = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    writing = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
     ids = tokens(96, seed=9)
     with LLM(folder, kernels="native", **sizes, **COMMON) as llm:
         (wanted,) = llm.embed(ids)

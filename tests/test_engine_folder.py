@@ -61,6 +61,7 @@ def answers(model: str, **options: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("quantization", SCHEMES)
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])

@@ -62,6 +62,7 @@ async def until(client: RemoteClient, state: EngineState) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 def test_it_says_what_the_engine_in_this_process_says(resolved, tmp_path):
     async def test(client, deltas):
         await until(client, EngineState.READY)
@@ -85,6 +86,7 @@ def test_it_says_what_the_engine_in_this_process_says(resolved, tmp_path):
     assert record.stat().st_size > 0
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_used_fails_with_the_reason(resolved, tmp_path):
     broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
 
@@ -96,6 +98,7 @@ def test_a_checkpoint_that_cannot_be_used_fails_with_the_reason(resolved, tmp_pa
     in_process(broken, test)
 
 
+@pytest.mark.full
 def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_path):
     async def test(client, deltas):
         await until(client, EngineState.FAILED)
@@ -104,6 +107,7 @@ def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_pat
     in_process(resolved, test, tmp_path / "no such folder" / "recording")
 
 
+@pytest.mark.full
 def test_ctrl_c_and_a_hang_up_do_not_end_it(resolved):
     async def test(client, deltas):
         pid = client._source.pid
@@ -150,6 +154,7 @@ def test_a_parent_that_says_nothing(resolved):
         assert process.wait(10) == 0
 
 
+@pytest.mark.full
 def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
     broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
     ours, theirs = socket.socketpair()
@@ -231,6 +236,7 @@ def stored_options(case: str, plain: Path, work: Path) -> dict[str, Any]:
             return {**common, **planned, "kv_cache_dtype": STORED[case]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_quantised_checkpoints_are_served(
     case: str, sockets: dict[str, socket.socket], plain: Path, tmp_path: Path

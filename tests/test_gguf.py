@@ -67,6 +67,7 @@ def run(model: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
         return output.completions[0].token_ids, torch.tensor(scores)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
 def test_the_engine_says_what_the_floats_say(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers")
 CODE = f"""
 import sys
@@ -14,6 +16,7 @@ import kvik.llm, kvik.launch, kvik.worker.worker
 """
 
 
+@pytest.mark.full
 def test_an_engine_is_imported_without_them() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

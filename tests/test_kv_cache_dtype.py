@@ -50,6 +50,7 @@ def test_perplexity_of_held_out_text(format: str, plain: tuple[str, torch.Tensor
     assert least < moved < most  # fewer bits were kept, and not too few
 
 
+@pytest.mark.full
 def test_layers_that_are_skipped_keep_everything(plain: tuple[str, torch.Tensor]) -> None:
     kernels, expected = plain
     options = {"kernels": kernels, "kv_cache_dtype": "int4"}

@@ -172,6 +172,7 @@ def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
+@pytest.mark.full
 def test_output_ends_at_the_end_of_the_context(llm):
     params = SamplingParams(seed=1, max_tokens=10_000, ignore_eos=True)
     (output,) = llm.generate("Once upon a time", params)

@@ -47,7 +47,7 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
         return [done.result(120) for done in [pool.submit(work, i) for i in range(count)]]
 
 
-@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_calls_of_many_threads_get_what_one_thread_gets(llm: LLM, calls: int) -> None:
     """Whole batches, streams, embeddings, streams that are given up, and bad calls, all at once."""
     jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]
@@ -80,6 +80,7 @@ def test_calls_of_many_threads_get_what_one_thread_gets(llm: LLM, calls: int) ->
     assert in_threads(work) == [0] * THREADS
 
 
+@pytest.mark.full
 def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
     alone = llm.stats().steps
     llm.generate("Once", KINDS[0].with_changes(max_tokens=200))
@@ -89,6 +90,7 @@ def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
     assert llm.stats().steps - before < 3 * alone
 
 
+@pytest.mark.full
 def test_ctrl_c_in_one_thread_hurts_no_other(llm: LLM, default_sigint) -> None:
     params = KINDS[0].with_changes(max_tokens=120)
     right = texts(llm.generate(PROMPTS, params))
@@ -130,6 +132,7 @@ def test_closing_fails_the_calls_of_other_threads() -> None:
         llm.generate("Once", KINDS[0])
 
 
+@pytest.mark.full
 def test_an_engine_that_is_forgotten_ends() -> None:
     before = set(threading.enumerate())
     llm = LLM(**CONFIG, threads=1)
@@ -143,6 +146,7 @@ def test_an_engine_that_is_forgotten_ends() -> None:
     assert set(threading.enumerate()) == before
 
 
+@pytest.mark.full
 def test_a_stream_that_is_forgotten_ends(llm: LLM) -> None:
     stream = llm.stream("Once", KINDS[0].with_changes(max_tokens=200))
     next(stream)

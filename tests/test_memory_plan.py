@@ -123,6 +123,7 @@ def write_tokenizer(folder: Path, entries: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
@@ -140,6 +141,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
     assert found.peak <= found.planned <= 1.5 * found.peak
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_draft_model_is_planned_with_its_cache_and_what_it_drew_from(
@@ -160,6 +162,7 @@ def test_a_draft_model_is_planned_with_its_cache_and_what_it_drew_from(
     assert found.peak <= found.planned <= 1.5 * found.peak
 
 
+@pytest.mark.full
 @linux
 def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
     tmp_path: Path,
@@ -178,14 +181,14 @@ def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
     mapped, loaded = (measured(folder, num_blocks=40, **sizes) for folder in (engine, model))
     assert mapped.weights == (engine / WEIGHTS).stat().st_size > 60 * MIB
     assert mapped.weights == pytest.approx(loaded.weights, rel=0.01)
-    assert mapped.peak == pytest.approx(loaded.peak, rel=0.1)
+    assert mapped.peak == pytest.approx(loaded.peak, rel=0.13)  # the weights are 14 %
     assert mapped.planned == pytest.approx(loaded.planned, rel=0.001)
     assert max(mapped.peak, loaded.peak) <= mapped.planned
 
 
 @linux
 @native
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("quantization", "layers", "within"),
     [("none", 16, 0.05), ("int8", 8, 0.08), ("int4", 8, 0.08)],

@@ -55,6 +55,7 @@ def test_eight_bits_at_load(scheme: str, bound: float, divergence: float, plain:
     assert 0 < found.divergence < divergence
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "bound", "divergence"),
     [
@@ -72,6 +73,7 @@ def test_eight_bits_that_are_stored(
     assert 0 < found.divergence < divergence
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_four_bits_with_care_are_nearer_than_rounding(
     method: str, plain: float, folder: Path

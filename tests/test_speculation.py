@@ -103,6 +103,7 @@ def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.completions]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ASKED)
 def test_answers_are_the_same(plain, name, monkeypatch):
     params = asked(name)
@@ -143,6 +144,7 @@ def test_unseeded_requests_draw_as_without_certain_drafts(plain, monkeypatch):
     assert sum(output.num_accepted_tokens for output in found) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chance", [0.5, 0.8])
 def test_tokens_of_a_step_are_what_the_formula_says(plain, chance, monkeypatch):
     drafts = 5
@@ -303,6 +305,7 @@ class Unruly:
         return Drafts.of([drafts[:limit] for limit in rows.limits.tolist()])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("typical", [False, True])
 def test_rules_hold_for_drafts_that_break_them(plain, temperature, typical, monkeypatch):
@@ -337,6 +340,7 @@ def test_rules_hold_for_drafts_that_break_them(plain, temperature, typical, monk
                 assert texts_of(outputs) == texts_of(plain.generate(PROMPTS, params))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [METHOD, TREE_METHOD])
 def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(
     plain, method, monkeypatch, caplog

@@ -56,6 +56,7 @@ STEPS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sequences", "taken"), STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("dim", [16, 12])
 def test_matches_the_definition(make_step, sequences, taken, dim):
@@ -82,6 +83,7 @@ def test_trees_are_no_prompts(make_step):
     assert prompts.taken == [2]
 
 
+@pytest.mark.full
 def test_keys_are_turned_and_stored_as_ever(make_step):
     """What torch's kernels read is what the cache keeps: later steps see the same keys."""
     step = make_step([(0, 11), (6, 1)])

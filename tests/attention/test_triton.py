@@ -150,6 +150,7 @@ def test_long_contexts_are_split_and_merged(make_step, window):
     )
 
 
+@pytest.mark.full
 def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch):
     """To the bit: however many programs share its splits, whether results are merged or not, and
     however many launches a batch takes."""
@@ -189,6 +190,7 @@ def test_a_node_sees_its_path(make_step, window):
     torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.full
 def test_the_largest_tree_over_a_border_of_splits(make_step):
     nodes = [1]
     for parent in range(62):

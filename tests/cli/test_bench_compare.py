@@ -71,6 +71,7 @@ def small(*more: str) -> list[str]:
     return ["bench", "compare", *sizes, *more]
 
 
+@pytest.mark.full
 def test_kvik_beside_engines_that_work_break_and_cheat(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_techniques(tmp_path: Path) -> None:
     assert values(found["rows"][0])["over the first"] == [1.0]
 
 
+@pytest.mark.full
 def test_startup(tmp_path: Path) -> None:
     flags = ("--prompt-tokens", "4", "--repeats", "1", "--warmup", "0")
     found = bench("startup", tmp_path / "out.json", *flags, *ENGINE)

@@ -22,6 +22,7 @@ def flags(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.full
 def test_files_are_written_and_tables_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_conversation_with_a_real_server(
     assert captured.err == "[cut at the limit of length]\n" * 2
 
 
+@pytest.mark.full
 def test_the_server_s_own_message_is_shown(
     site: Site, say: Callable[..., int], capsys: Any
 ) -> None:

@@ -38,6 +38,7 @@ def compare(file: Path, *words: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.full
 def test_formats_of_one_model(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_closed_stream_and_a_limit_are_no_crash(command: str, code: int, error
     assert result.stderr.startswith(error) and result.stderr.count("\n") == bool(error)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="enforces limits of the address space")
 def test_a_limit_of_the_address_space_is_planned_with() -> None:
     result = shell("ulimit -v 2200000; kvik generate --device cpu --max-tokens 1 --verbose A")
@@ -226,6 +227,7 @@ def test_a_reader_that_left_is_quiet() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.full
 def test_bytes_that_are_no_text_are_no_crash() -> None:
     command = [sys.executable, "-m", "kvik", "chat"]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "KVIK_THREADS": "1"}

@@ -24,6 +24,7 @@ FAST = ("--eval", "none", "--no-speed", *CPU)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
+@pytest.mark.full
 def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled model from one end to the other."""
     out = tmp_path / "out"

@@ -27,6 +27,7 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_flight_is_equal(flight, capsys):
     assert main(["replay", str(flight)]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -34,6 +35,7 @@ def test_a_flight_is_equal(flight, capsys):
     assert out[1] == "the recording ends there: the engine was closed"
 
 
+@pytest.mark.full
 def test_a_flight_is_equal_in_another_process(flight):
     """Where texts hash to something else, so that sets of them have another order."""
     command = [sys.executable, "-m", "kvik", "replay", str(flight)]
@@ -42,6 +44,7 @@ def test_a_flight_is_equal_in_another_process(flight):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     [
@@ -75,6 +78,7 @@ def test_a_token_that_was_changed_is_found(flight, tmp_path, capsys):
     assert out[1].startswith("step 20, request r") and "the tokens are [" in out[1]
 
 
+@pytest.mark.full
 def test_a_flight_that_was_cut_short(flight, tmp_path, capsys):
     cut = tmp_path / "cut"
     cut.write_bytes(flight.read_bytes()[:-1000])
@@ -84,6 +88,7 @@ def test_a_flight_that_was_cut_short(flight, tmp_path, capsys):
     assert out[1].startswith("the recording breaks off there")
 
 
+@pytest.mark.full
 def test_the_model_may_have_moved_but_not_changed(flight, tmp_path, capsys):
     moved = tmp_path / "stories"
     shutil.copytree(BUNDLED, moved)

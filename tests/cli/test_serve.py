@@ -197,6 +197,7 @@ def serving(*arguments: str, errors: int = subprocess.PIPE) -> Iterator[Process]
             process.kill()
 
 
+@pytest.mark.full
 def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
     small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")
     with serving(*small, "--api-key", "sesame", "--shutdown-timeout", "60") as server:
@@ -225,6 +226,7 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
         assert "Once upon" not in errors
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
 def test_requests_are_answered_while_nobody_reads_the_log() -> None:
     reading, writing = os.pipe()
@@ -245,6 +247,7 @@ def test_requests_are_answered_while_nobody_reads_the_log() -> None:
             assert "/v1/models 200" in log.read()
 
 
+@pytest.mark.full
 def test_a_quantised_model_is_served_beside_a_quantised_draft_model(tmp_path: Path) -> None:
     folders = [str(tmp_path / "model"), str(tmp_path / "draft")]
     fast = ("--method", "rtn", "--bits", "4", "--eval", "none", "--no-speed", "--device", "cpu")

@@ -46,6 +46,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.err.removeprefix("kvik: error: ").rstrip("\n")
 
 
+@pytest.mark.full
 def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     reply = ask(site.server, "POST", "/v1/generate", {"prompt": "Once"})
     assert reply.status == 200, reply.body

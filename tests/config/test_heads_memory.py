@@ -123,6 +123,7 @@ def test_deeper_and_longer_heads_take_more() -> None:
     assert replace(eagle, drafts=16).step(32) > 2 * eagle.step(32)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_peak_stays_below_the_plan(tmp_path: Path) -> None:
     model, options = folders(HEADS["medusa, own"], tmp_path)

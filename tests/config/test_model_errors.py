@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,7 +142,7 @@ KEYS = [
 ROPE_KEYS = ["type", "factor", "rope_theta", "beta_fast", "mscale", "low_freq_factor"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     name=st.sampled_from(list(ARCHITECTURES)),
     values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),

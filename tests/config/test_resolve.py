@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import PUBLIC
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +155,7 @@ machines = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(config=configs, spec=st.sampled_from(SPECS), hardware=machines)
 def test_a_plan_that_fits_or_an_error(
     config: EngineConfig, spec: ModelSpec, hardware: Hardware
@@ -169,7 +170,7 @@ def test_a_plan_that_fits_or_an_error(
     assert resolve(config, spec, hardware, "/models/x") == resolved
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     spec=st.sampled_from(SPECS),
     memory=st.integers(1 << 28, 1 << 38),

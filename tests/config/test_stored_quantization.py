@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
+from helpers.tiers import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -196,7 +197,7 @@ def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     st.recursive(st.sampled_from(ATOMS), larger, max_leaves=12),
     st.lists(st.text("ab.1{}", max_size=8), min_size=3, max_size=5),
 )
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_a_pattern_matches_what_it_does_in_python(pattern: str, texts: list[str]) -> None:
     try:
         expected = [text for text in texts if re.match(pattern, text)]

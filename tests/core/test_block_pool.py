@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+from helpers.tiers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -135,9 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(
-    derandomize=True, database=None, deadline=None, max_examples=100, stateful_step_count=30
-)
+TestPool.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
 def test_the_null_block_is_never_handed_out() -> None:

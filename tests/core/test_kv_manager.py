@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.simulation import Setup, kv_spec
+from helpers.tiers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -184,9 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(
-    derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=30
-)
+TestCache.settings = settings(max_examples=examples(150), stateful_step_count=30)
 
 
 def test_a_full_hit_leaves_the_last_token_to_compute() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helpers.simulation import Setup, Simulation
+from helpers.tiers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -96,6 +97,4 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPins = PinMachine.TestCase
-TestPins.settings = settings(
-    derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=20
-)
+TestPins.settings = settings(max_examples=examples(150), stateful_step_count=20)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helpers.simulation import Setup, Simulation
+from helpers.tiers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -164,10 +165,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=400,
-    stateful_step_count=25,
-)
+TestScheduler.settings = settings(max_examples=examples(400), stateful_step_count=25)

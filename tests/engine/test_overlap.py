@@ -73,6 +73,7 @@ def told(outputs: list[RequestOutput]) -> list[object]:
     ]
 
 
+@pytest.mark.full
 def test_tokens_are_those_of_steps_in_turn(in_turn, overlapping) -> None:
     llm, copies = overlapping
     every = rules(in_turn)
@@ -95,6 +96,7 @@ def test_words_that_are_banned_make_the_host_wait(in_turn, overlapping) -> None:
     assert copies.most_unread == 1
 
 
+@pytest.mark.full
 def test_whoever_comes_and_goes_others_are_not_disturbed(in_turn, overlapping) -> None:
     """Ends and arrivals at every moment: slots and blocks go to others while steps run."""
     llm, _ = overlapping
@@ -219,6 +221,7 @@ class Looks:
         return look
 
 
+@pytest.mark.whole  # each case makes another part of the worker read
 @pytest.mark.parametrize(
     "name", ["greedy", "random", "penalties", "bias", "min_tokens", "logprobs", "mean", "last"]
 )

@@ -207,6 +207,7 @@ def test_one_that_crashes_again_and_again_is_given_up():
     supervised(test)
 
 
+@pytest.mark.full
 def test_old_crashes_are_forgiven():
     async def test(rig: Rig) -> None:
         for i in range(2 * QUICK.crashes):
@@ -218,6 +219,7 @@ def test_old_crashes_are_forgiven():
     supervised(test, patience=Patience(exit=1.0, pause=0.01, crashes=3, window=0.05))
 
 
+@pytest.mark.full
 def test_one_that_does_not_start_is_given_up():
     async def test(rig: Rig) -> None:
         await rig.until(EngineState.FAILED)
@@ -265,6 +267,7 @@ def test_one_that_was_loaded_before_is_tried_again(tmp_path):
     supervised(test, f"once:{tmp_path / 'loaded'}", Patience(exit=1.0, pause=0.05, crashes=20))
 
 
+@pytest.mark.full
 def test_one_that_hangs_is_unhealthy_and_then_replaced():
     async def test(rig: Rig) -> None:
         await rig.until(EngineState.READY)
@@ -396,6 +399,7 @@ def test_closing_ends_one_that_hangs_in_a_step():
     assert [d.finish_reason for d in rig.deltas] == [FinishReason.ERROR] * 3
 
 
+@pytest.mark.full
 def test_closing_at_any_moment():
     for delay in (0.0, 0.02, 0.1, 0.2):
         supervised(lambda rig, delay=delay: asyncio.sleep(delay))

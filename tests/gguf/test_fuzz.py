@@ -22,6 +22,7 @@ from helpers.gguf_files import (
     raw,
     string,
 )
+from helpers.tiers import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
@@ -106,7 +107,7 @@ NUMBERS = st.sampled_from(
 ) | st.integers(0, 300)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(sorted(VALUES)),
     changes=st.lists(
@@ -146,6 +147,7 @@ def test_every_length_and_count_made_hostile(
             use(path)
 
 
+@pytest.mark.full
 def test_a_megabyte_never_takes_sixty_four(tmp_path: Path) -> None:
     """Heads of a megabyte that make the most objects: short strings, numbers, entries, tensors."""
     size = 1 << 20

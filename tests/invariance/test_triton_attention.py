@@ -43,6 +43,7 @@ def tokens(model: Path, rounds: int = 1, **options: Any) -> list[list[int]]:
         return [list(output.completions[0].token_ids) for output in outputs]
 
 
+@pytest.mark.full
 def test_chunks_and_prefix_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     alone = {"max_num_seqs": 1, "enable_prefix_caching": False}

@@ -160,6 +160,7 @@ def test_logits_of_every_position(pair: Pair, kernels: str) -> None:
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_greedy_tokens_over_the_cache(pair: Pair) -> None:
     ids = tokens(PROMPT, seed=1)
     model = PagedModel(pair.folder, block_size=8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -88,7 +89,7 @@ def test_a_lie_is_one_line(tmp_path: Path, data: bytes, message: str) -> None:
     assert "\n" not in text and len(text) < 300 and str(tmp_path) not in text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(where=st.integers(0, 200), byte=st.binary(max_size=3), cut=st.integers(0, 40))
 def test_any_damage_is_seen_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, where: int, byte: bytes, cut: int

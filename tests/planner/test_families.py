@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from helpers.public_configs import NAMES, config, facts
+from helpers.tiers import examples
 from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -445,7 +446,8 @@ def test_a_bad_field_of_a_nested_model_is_named_where_it_stands() -> None:
         shape_from_config(values, "m")
 
 
-@settings(max_examples=400)
+@pytest.mark.full
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) -> None:
     scalars = st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text()

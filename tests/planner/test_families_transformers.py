@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from kvik.planner.families import shape_from_config
 from kvik.planner.family_table import FAMILIES
 
-pytestmark = pytest.mark.slow  # transformers is imported, and a module made for each config
+pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config
 
 # Families whose code comes with their checkpoints.
 REMOTE = {"BaichuanForCausalLM", "InternLMForCausalLM", "InternLM2ForCausalLM", "QWenLMHeadModel"}

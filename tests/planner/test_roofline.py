@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.calibrations import calibration, measured_device
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -255,7 +256,7 @@ def device_named(name: str) -> Device:
     return measured_device() if name == "measured" else find_device(name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rows, contexts, formats, devices)
 def test_nothing_is_faster_than_its_floor(
     batch: int, context: int, weight_format: str, name: str
@@ -269,7 +270,7 @@ def test_nothing_is_faster_than_its_floor(
             assert time.floor == time.expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rows, rows, contexts, formats, devices)
 def test_more_sequences_take_longer_and_give_more(
     a: int, b: int, context: int, weight_format: str, name: str
@@ -286,7 +287,7 @@ def test_more_sequences_take_longer_and_give_more(
     assert few / floor(few) <= many / floor(many) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(contexts, contexts, devices)
 def test_a_longer_context_takes_longer(a: int, b: int, name: str) -> None:
     shape, device = shape_from_config(LLAMA_2_7B, "llama"), device_named(name)
@@ -297,7 +298,7 @@ def test_a_longer_context_takes_longer(a: int, b: int, name: str) -> None:
     assert short.floor <= long.floor and short.expected <= long.expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(rows, contexts, st.floats(1.0, 10.0))
 def test_a_faster_machine_is_not_slower(batch: int, context: int, times: float) -> None:
     shape = shape_from_config(SMALL, "small")

@@ -184,6 +184,7 @@ def simulate_at_random(served: Serving, traffic: Traffic, rate: float, count: in
     return found.figures(count // 5)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("traffic", "concurrency", "budget"),
     [
@@ -290,6 +291,7 @@ def test_the_wait_of_requests_at_random(
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, count), rel=0.25)
 
 
+@pytest.mark.full
 def test_places_are_waited_for() -> None:
     """Eight at a time: most of the time to the first token is waiting for a place."""
     served, traffic = replace(serving(Traffic(512, 64)), seqs=8), Traffic(512, 64)

@@ -97,6 +97,7 @@ def test_what_is_watched_is_multiplied(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
     """Blocks are large, and the collector counts objects and not bytes."""
     save_tiny(tmp_path, "Llama")

@@ -123,6 +123,7 @@ def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
     return float((block.run(x, unwatched).float() - expected).norm() / (expected - x).norm())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", [-1, 64])
 def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> None:
     """On text that calibration has not seen, in the bundled model's first block."""
@@ -216,6 +217,7 @@ def test_going_on_without_what_was_kept(tmp_path: Path) -> None:
         calibrated(tmp_path / "model", recipe, windows, tmp_path / "work", first=1)
 
 
+@pytest.mark.full
 def test_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "model", "Llama")
     made: list[weakref.ref[Tensor]] = []

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -252,7 +253,7 @@ def test_bits_per_weight() -> None:
     seed=st.integers(0, 2**32 - 1),
     power=st.integers(-6, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_codes_stay_in_range_and_values_are_their_own_nearest(
     bits: int, symmetric: bool, group: int, seed: int, power: int
 ) -> None:

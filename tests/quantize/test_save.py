@@ -114,6 +114,7 @@ def quantise(plain: Path, folder: Path, recipe: Recipe) -> Saved:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_loader_reads_what_was_meant(case: str, any_plain: Path, tmp_path: Path) -> None:
     """Every weight, exactly."""
@@ -140,6 +141,7 @@ def test_the_loader_reads_what_was_meant(case: str, any_plain: Path, tmp_path: P
     assert quantization.scheme("lm_head") is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_says_what_the_floats_say(case: str, plain: Path, tmp_path: Path) -> None:
     recipe = recipe_of(case)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 from helpers.http_server import HttpServer, ask, http_server
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -250,7 +251,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(JSON, st.booleans())
 def test_any_json_is_read_as_the_library_reads_it_or_refused(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
@@ -266,7 +267,7 @@ def test_any_json_is_read_as_the_library_reads_it_or_refused(value: Any, ascii_o
     assert read == json.loads(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=64) | st.text(alphabet='[]{}",:\\u0d8e19 ').map(str.encode))
 def test_any_bytes_are_json_or_refused(data: bytes) -> None:
     try:

@@ -165,6 +165,7 @@ def test_an_engine_in_which_nothing_works_any_more_is_given_up() -> None:
 # The clock
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jump", [3.2e8, -3.2e8])
 def test_a_clock_that_jumps_ends_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, jump: float
@@ -187,7 +188,7 @@ def test_a_clock_that_jumps_ends_nothing(
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_engine_process_that_is_killed_is_replaced() -> None:
     with server_process("--max-num-seqs", "4", "--max-model-len", "512") as server:
         text, pid = said(server), server.engine_pid
@@ -233,7 +234,7 @@ def until(server: ServerProcess, metric: str, value: float) -> None:
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_whose_engine_crashes_again_and_again_ends() -> None:
     with server_process("--max-num-seqs", "4", exit_code=1) as server:
         for _ in range(5):
@@ -263,7 +264,7 @@ def under_way(
 # The end of the server
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seconds", "signals"), [("0.5", 1), ("100", 2)], ids=["too slow", "impatient"]
 )

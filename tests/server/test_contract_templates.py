@@ -40,6 +40,7 @@ def test_its_own_words_are_passed_on_and_trimmed() -> None:
         server.at_rest()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "template",
     [

@@ -129,7 +129,7 @@ def test_who_sends_no_more_and_then_leaves(stream):
         server.at_rest()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="keepalive is set on Linux alone")
 def test_a_client_of_http_1_0_that_leaves_is_noticed_by_its_silence():
     """It cannot be sent an interim answer, which one that is gone would refuse."""

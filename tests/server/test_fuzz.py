@@ -91,7 +91,7 @@ class Fuzzer:
         assert isinstance(found["error"]["message"], str) and found["error"]["message"], seed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3600)  # it may be asked to go on for long
 def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) -> None:
     seconds = float(request.config.getoption("--fuzz-seconds"))

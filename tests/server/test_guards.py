@@ -179,7 +179,7 @@ def test_every_answer_names_the_origin_once(
     assert len(names) == len(set(names)), names
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(chromium.find() is None, reason="there is no Chromium")
 @pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux alone")
 def test_a_page_of_another_origin_in_a_browser() -> None:

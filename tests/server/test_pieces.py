@@ -73,6 +73,7 @@ def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
     )
 
 
+@pytest.mark.full
 def test_others_have_their_turn() -> None:
     """While some 25 MB are made and written."""
     rows = logprobs(4000, 100)

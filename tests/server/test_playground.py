@@ -14,7 +14,7 @@ from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetricsObserver
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(chromium.find() is None, reason="there is no Chromium"),
     pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux alone"),
 ]

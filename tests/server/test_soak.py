@@ -225,7 +225,7 @@ def at_rest(server: ServerProcess) -> dict[str, float]:
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_thousand_requests_leave_nothing_behind() -> None:
     with server_process("--max-num-seqs", "16", "--max-model-len", "512") as server:
         asyncio.run(crowd(server.port, WARM_UP, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from helpers.tiers import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
@@ -16,12 +17,7 @@ from kvik.text.tokenizer import Tokenizer
 
 BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
-seeded = settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+seeded = settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from helpers.tiers import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvik.text.stop_strings import StopStrings, StopTable
 
-seeded = settings(
-    max_examples=500,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+seeded = settings(max_examples=examples(500), suppress_health_check=[HealthCheck.too_slow])
 letters = st.text(alphabet="abé🦊", max_size=40)
 stops = st.lists(st.text(alphabet="abé🦊", min_size=1, max_size=6), max_size=5)
 

@@ -129,6 +129,7 @@ def test_drafts_do_not_cost_on_a_busy_machine(acceptance: str, judging: str) -> 
         assert min(found) >= LEAST.get(acceptance, 0.97)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("judging", ["memory-bound", "ridge"])
 @pytest.mark.parametrize("acceptance", ["good", "always", "short runs"])
 def test_gains_survive_on_a_busy_machine(acceptance: str, judging: str) -> None:

@@ -111,6 +111,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_padded_steps_say_the_same(kv, model) -> None:
     expected = tokens(model, attention_backend="reference", kv_cache_dtype=kv)
@@ -120,6 +121,7 @@ def test_padded_steps_say_the_same(kv, model) -> None:
 
 
 # Tokens of no request are computed from whatever was in memory, and nobody looks at them.
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
@@ -175,6 +177,7 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
     assert platform.graph_memory.news() == GraphCounts(2, 2, 5)
 
 
+@pytest.mark.full
 def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
     """Or the next engine of the process would find the memory of its GPU taken."""
     kept: list[weakref.ref[Any]] = []

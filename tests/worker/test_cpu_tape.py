@@ -361,6 +361,7 @@ def resident() -> int:
     return int(line.split()[1]) // 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not STATUS.exists(), reason="reads Linux' own files")
 def test_closed_engines_leave_no_memory_behind(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}

@@ -38,6 +38,7 @@ COLUMNS = [
 ]
 
 
+@pytest.mark.full
 @needs_native
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
@@ -62,6 +63,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.full
 @needs_native
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.sampling_oracle import distribution
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -93,6 +94,7 @@ RULES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RULES)
 def test_tokens_come_as_often_as_the_definition_says(name: str) -> None:
     params = SamplingParams(**RULES[name])
@@ -150,7 +152,8 @@ def any_params(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.full
+@settings(max_examples=examples(200))
 @given(st.lists(finite, min_size=8, max_size=8), any_params())
 def test_only_tokens_of_the_definition_are_drawn(logits: list[float], params: SamplingParams):
     position, draws = len(PROMPT) + len(OUTPUT), 16

@@ -129,6 +129,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", torch.ones_like)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["plain", "draft_model", "eagle"])
 def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, silent) -> None:
     options = wishes(method)
@@ -144,6 +145,7 @@ def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, sile
         assert gpu.waits["device_inputs.put"]
 
 
+@pytest.mark.full
 def test_attention_that_plans_on_the_host_knows_how_many_keys_there_are(
     model, wishes, silent, monkeypatch
 ) -> None:

@@ -148,6 +148,7 @@ def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
     return compiled()
 
 
+@pytest.mark.full
 @INTERPRETED_ONLY
 @pytest.mark.parametrize("format", ["none", "int4", "int8", "fp8"])
 def test_requests_of_an_engine_that_was_idle_wait_for_nothing(
@@ -162,6 +163,7 @@ def test_requests_of_an_engine_that_was_idle_wait_for_nothing(
         assert compiled() - known == set()
 
 
+@pytest.mark.full
 @INTERPRETED_ONLY
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "medusa", "eagle"])
 def test_nor_do_requests_with_drafts_and_rarer_rules(
@@ -190,6 +192,7 @@ def test_nor_do_requests_with_drafts_and_rarer_rules(
         assert compiled() - known == set()
 
 
+@pytest.mark.full
 @INTERPRETED_ONLY
 def test_an_engine_without_idle_time_compiles_what_it_needs(tmp_path: Path, compiled) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -64,6 +64,7 @@ def test_every_function_is_rehearsed(run: ModuleType) -> None:
     assert warmed == set(importlib.import_module("kernels_linear").FORMATS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_job(name: str, run: ModuleType, tmp_path: Path) -> None:
     if "transformers" in name:

@@ -13,6 +13,7 @@ from kvik.config.errors import KvikError
 OPTIONS = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_model_len": 32}
 
 
+@pytest.mark.full
 def test_parts_add_up_to_the_way_to_the_first_token(uncalibrated: Path) -> None:
     started = time.monotonic()
     start = start_once(OPTIONS, [20, 21])

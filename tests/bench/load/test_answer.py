@@ -197,6 +197,7 @@ STREAM = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, len(STREAM)), max_size=10))
 def test_cuts_anywhere_do_not_show(cuts: list[int]) -> None:
     places = sorted({0, len(STREAM), *cuts})

@@ -45,6 +45,7 @@ def without_native(hardware: Hardware) -> Hardware:
     return replace(hardware, native=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "hardware",
     [pytest.param(HARDWARE, marks=needs_native, id="native"), without_native(HARDWARE)],

@@ -17,6 +17,7 @@ from kvik.bench.machine.prompt_attention import PromptPace, measure_prompts, thr
 CPU = torch.device("cpu")
 
 
+@pytest.mark.full
 @INTERPRETED_ONLY
 def test_both_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's takes 3 seconds here, torch's 2."""

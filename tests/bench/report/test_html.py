@@ -49,6 +49,7 @@ def page() -> Page:
     return page
 
 
+@pytest.mark.full
 def test_tags_are_closed_in_order(page: Page) -> None:
     assert page.open == []
 

@@ -36,6 +36,7 @@ def test_one_picture_for_each_chart_with_data(tmp_path: Path) -> None:
         assert height > 200
 
 
+@pytest.mark.full
 def test_equal_results_draw_equal_files(tmp_path: Path) -> None:
     first = [p.read_bytes() for p in write_plots(sample_result(), tmp_path / "a")]
     again = [p.read_bytes() for p in write_plots(sample_result(), tmp_path / "b")]

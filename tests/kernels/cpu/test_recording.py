@@ -132,6 +132,7 @@ def test_zeros_have_the_shape_asked_for():
     assert made.data_ptr() % (2 << 20) == 0
 
 
+@pytest.mark.full
 def test_recording_does_not_load_the_compiler_of_torch():
     """It would take 46 MB and half a second, at each start."""
     script = """

@@ -13,7 +13,7 @@ from helpers.building import build_extension, compiler, has_cmake, run_tests, ru
 _native = pytest.importorskip("kvik.kernels.cpu._native")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(sys.platform != "linux", reason="preloads a library as Linux does"),
     pytest.mark.skipif(not has_cmake(), reason="needs CMake"),
@@ -41,7 +41,16 @@ def test_kernels_stay_within_their_buffers() -> None:
     # another Python finds the installed kernels there.
     once = "(not amx_emulated or test_amx or test_linear or test_pack) and not compiler_of_torch"
     # A sanitizer ends the process: what pytest had captured until then would be lost.
-    arguments = ["-v", "-x", "--capture=no", "-m", "not slow", "-k", once]
+    arguments = [
+        "-v",
+        "-x",
+        "--capture=no",
+        "--tier=full",
+        "--no-limits",
+        f"--ignore={__file__}",
+        "-k",
+        once,
+    ]
     arguments.append(str(Path(__file__).parent))
     done = run_tests(extension, arguments, variables)
     report = f"{done.stdout[-2000:]}\n{done.stderr[-10000:]}"

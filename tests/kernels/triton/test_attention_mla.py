@@ -77,6 +77,7 @@ def test_half_precision():
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.full
 def test_results_of_splits_take_no_more_memory_for_more_sequences(monkeypatch):
     """With little room, in several launches, and to the bit the same."""
     step = make([300, 7, 200, 290], [1, 1, 1, 1])

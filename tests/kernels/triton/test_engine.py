@@ -47,6 +47,7 @@ def tokens(model: Path, **options: Any) -> list[list[int]]:
         return [list(output.completions[0].token_ids) for output in outputs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_tokens_are_those_of_the_reference(
     kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def test_tokens_are_those_of_the_reference(
     assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
 
 
+@pytest.mark.full
 def test_prompts_by_torch_beside_everything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def compare(ops: Ops, case: Case, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda c: f"{c.op}-{c.name}")
 def test_matches_the_reference(ops: Ops, case: Case) -> None:
     compare(ops, case, torch.float32)
@@ -106,6 +107,7 @@ def test_rows_are_moved_whatever_lies_between_them(ops: Ops) -> None:
     assert torch.equal(caches[1].flatten(0, 1)[[3, 1, 0]], heads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["top_k and top_p", "min_p", "typical_p", "none"])
 def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equals everywhere, which are dropped from the highest id on."""

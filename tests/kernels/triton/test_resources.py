@@ -24,6 +24,7 @@ def python(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # minutes where nothing is compiled yet and others compute too
 def test_no_kernel_takes_more_than_it_may() -> None:
     status, text = python("-m", "kvik.kernels.triton.resources")
@@ -64,6 +65,7 @@ print(loop_of(sys.argv[1]))
 """
 
 
+@pytest.mark.full
 def test_what_a_kernel_takes_too_much_is_named() -> None:
     """Registers, what is spilled where it gets fewer than it needs, and shared memory; and what is
     wrong with a loop, such as one that waits for each tile of keys because nothing loads ahead. The

@@ -86,6 +86,7 @@ def with_library(stand_in: StandIn) -> Matrices:
     return Matrices(device(), library)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("group", "activations", "square", "activation", "by"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,8 +121,9 @@ def test_compressed_zeros_lie_along_the_outputs() -> None:
     assert torch.equal(unpack_compressed_zeros(packed, 4, 10), zeros)
 
 
+@pytest.mark.full
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_back_again_in_words_and_bytes(rows: int, columns: int, seed: int) -> None:
     nibbles = codes(rows, 2 * columns, 4, seed)
     assert torch.equal(unpack_nibbles(pack_nibbles(nibbles)), nibbles)

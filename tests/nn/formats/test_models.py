@@ -76,6 +76,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_are_those_of_the_twin(
     case: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

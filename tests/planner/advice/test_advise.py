@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "device", "wish"), CASES)
 def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
     model: str, device: Device, wish: Wish
@@ -301,6 +302,7 @@ def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
     assert any(flag.startswith("--quantization") for flag in found.flags)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", [H100, CPU])
 def test_a_tighter_promise_never_bears_more(device: Device) -> None:
     loads = []

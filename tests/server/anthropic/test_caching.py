@@ -120,6 +120,7 @@ def test_a_cache_is_warmed_without_an_answer(stream: bool) -> None:
         assert figures(client.messages.create(**asked, max_tokens=1).usage) == (made, 0)
 
 
+@pytest.mark.full
 def test_what_is_marked_outlives_what_is_not() -> None:
     with cache_of(64) as (_, new), new() as client, new("b") as other:
         _, made = figures(ask(client, block(words("kept"), FIVE)))

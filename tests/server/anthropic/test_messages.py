@@ -129,6 +129,7 @@ def test_a_stop_sequence_is_told_and_not_shown(client: anthropic.Anthropic) -> N
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", word)
 
 
+@pytest.mark.full
 def test_a_turn_that_ends_by_itself(client: anthropic.Anthropic, site: Site) -> None:
     """Whatever ends the text but a stop sequence is the end of the turn."""
     answer = client.messages.create(

@@ -13,7 +13,7 @@ import pytest
 from helpers.story_site import Site
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(find_spec("guidellm") is None, reason="pip install kvik[clients]"),
 ]
 

@@ -16,7 +16,7 @@ import transformers
 from helpers.story_site import Site
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(find_spec("lm_eval") is None, reason="pip install kvik[clients]"),
 ]
 

@@ -251,6 +251,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "path", "body"), [pytest.param(*row, id=row[0]) for row in REQUESTS]
 )
@@ -400,6 +401,7 @@ def test_fields_that_change_no_answer_are_taken(locked: Site) -> None:
             assert reply.headers["x-kvik-ignored-fields"] == field
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/generate"])
 def test_names_of_llama_cpp_are_honoured(locked: Site, path: str) -> None:
     asked = {name: SAMPLING[path][name] for name in SAMPLING[path] if name != "max_tokens"}

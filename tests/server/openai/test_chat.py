@@ -163,6 +163,7 @@ def test_a_stop_string_ends_it(client: openai.OpenAI) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in streamed) == cut.message.content
 
 
+@pytest.mark.full
 def test_without_a_limit_it_may_fill_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=TALK, temperature=0, extra_body={"ignore_eos": True}

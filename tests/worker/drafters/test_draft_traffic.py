@@ -51,6 +51,7 @@ def test_draws_do_not_depend_on_how_they_are_planned() -> None:
                 torch.testing.assert_close(probs, wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_traffic(seed: int) -> None:
     """Requests come, some with a prompt that others had, get drafts or none, and leave. What is

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def slow_match(text: list[int], shortest: int, longest: int) -> int:
     return 0
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(texts, st.integers(1, 4), st.integers(0, 4))
 def test_the_longest_match_is_found_and_of_those_the_latest(
     text: list[int], shortest: int, more: int

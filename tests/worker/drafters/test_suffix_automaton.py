@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def followers(text: list[int], run: list[int]) -> Counter[int]:
     return Counter(text[i + n] for i in range(len(text) - n) if text[i : i + n] == run)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(texts)
 def test_the_repeated_suffix_is_the_longest_one(text: list[int]) -> None:
     automaton = SuffixAutomaton()
@@ -38,7 +39,7 @@ def test_the_repeated_suffix_is_the_longest_one(text: list[int]) -> None:
         assert automaton.repeated[1] == max(lengths)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(texts, texts)
 def test_another_text_is_followed_by_its_longest_suffix(text: list[int], read: list[int]) -> None:
     automaton = automaton_of(*text)
@@ -51,7 +52,7 @@ def test_another_text_is_followed_by_its_longest_suffix(text: list[int], read: l
     assert automaton.advance(0, 0, read) == (state, length)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(texts, texts, st.floats(0.05, 1.0))
 def test_continuations_are_the_most_frequent_ones(
     text: list[int], read: list[int], least: float

@@ -28,6 +28,7 @@ def kvik_answer() -> Answer:
     return run("kvik", "fp32")
 
 
+@pytest.mark.full
 def test_kvik_answers(kvik_answer: Answer) -> None:
     assert not kvik_answer.failed
     assert kvik_answer.engine.startswith("kvik ")
@@ -36,7 +37,7 @@ def test_kvik_answers(kvik_answer: Answer) -> None:
     assert 0.1 < kvik_answer.start < LIMIT
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", ["transformers", "transformers-batching"])
 def test_other_engines_give_the_same_tokens_in_fp32(adapter: str, kvik_answer: Answer) -> None:
     answer = run(adapter, "fp32")

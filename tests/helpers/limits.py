@@ -1,0 +1,90 @@
+"""What a full run enforces beside the assertions: CPU budgets, and a reason for each skipped test.
+
+Registered by `conftest.py` in the full and nightly tiers. Workers of xdist measure; the process
+that collects their reports compares and fails the session.
+
+- A case without the mark `full` takes at most `CASE_SECONDS` of CPU time (its own and that of the
+  processes it starts), so that the fast tier stays fast.
+- A folder's cases take at most the CPU seconds that `tests/limits.toml` states for it.
+- A test is skipped only for a reason that `tests/limits.toml` lists.
+"""
+
+from __future__ import annotations
+
+import resource
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+CASE_SECONDS = 3.0
+TABLE = Path(__file__).parents[1] / "limits.toml"
+_CPU = "cpu_seconds"
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+class Limits:
+    """The plugin: measures in workers, sums and judges in the process that reports."""
+
+    def __init__(self, *, whole_run: bool) -> None:
+        """`whole_run`: folder budgets hold for a run of all tests only."""
+        table = tomllib.loads(TABLE.read_text())
+        self._folder_budget: dict[str, float] = table["folders"] if whole_run else {}
+        self._skip_reasons: list[str] = table["skips"]
+        self._began = 0.0
+        self._folder_seconds: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._began = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):  # type: ignore[no-untyped-def]
+        report = yield
+        if report.when == "teardown":
+            report.user_properties.append((_CPU, cpu_seconds() - self._began))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index]
+            if not any(allowed in reason for allowed in self._skip_reasons):
+                self.faults.append(f"{report.nodeid}: skipped for a reason not listed: {reason}")
+        seconds = dict(report.user_properties).get(_CPU)
+        if report.when != "teardown" or seconds is None:
+            return
+        self._folder_seconds[folder(report.nodeid)] += seconds
+        if seconds > CASE_SECONDS and not {"full", "nightly"} & set(report.keywords):
+            self.faults.append(
+                f"{report.nodeid}: {seconds:.1f} s of CPU; mark it `full` above {CASE_SECONDS:g} s"
+            )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._folder_seconds:
+            spent = ", ".join(f"{at} {s:.0f}" for at, s in self._folder_seconds.most_common())
+            terminalreporter.write_line(f"CPU seconds by folder: {spent}")
+        for fault in self.faults:
+            terminalreporter.write_line(f"LIMIT {fault}", red=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        for at, seconds in self._folder_seconds.items():
+            budget = self._folder_budget.get(at)
+            if budget is not None and seconds > budget:
+                self.faults.append(f"{at}: {seconds:.0f} s of CPU, the budget is {budget:.0f}")
+        if self.faults and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def folder(nodeid: str) -> str:
+    """Return the folder below `tests` of a case, or "tests" for the files right in it."""
+    parts = nodeid.partition("::")[0].split("/")
+    return parts[1] if len(parts) > 2 else "tests"
