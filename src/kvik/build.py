@@ -17,8 +17,7 @@ from kvik.config.engine_manifest import (
     file_facts,
     is_engine_folder,
 )
-from kvik.config.errors import ConfigError
-from kvik.config.fields import shown
+from kvik.config.errors import ConfigError, shown
 from kvik.config.files import writing_whole_folder
 from kvik.config.hardware import detect
 from kvik.config.model_source import DESCRIPTION

@@ -10,8 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from kvik.config.check import check_config
-from kvik.config.config import CacheConfig, EngineConfig, ResolvedConfig, SchedulerConfig
+from kvik.config.config import (
+    CacheConfig,
+    EngineConfig,
+    ResolvedConfig,
+    SchedulerConfig,
+    check_config,
+    wish_of,
+)
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.errors import ConfigError, ModelError
@@ -20,7 +26,6 @@ from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec
 from kvik.config.notes import ASKED, Notes
 from kvik.config.resolve import choose_device, resolve
-from kvik.config.sizes import wish_of
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore

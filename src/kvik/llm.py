@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.errors import ConfigError, ParamError
+from kvik.config.options import options_of, unknown
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, normalise
@@ -89,10 +89,10 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **config: Any) -> None:
-        known = {f.name for f in fields(EngineConfig)} - {"model"}
+        known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
         for name in config:
             if name not in known:
-                raise ConfigError(name, f"is no engine option (known: {', '.join(sorted(known))})")
+                raise ConfigError(name, unknown(name, "engine option", known))
         self.resolved: ResolvedConfig = resolve_config(EngineConfig(model=model, **config))
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it

@@ -7,8 +7,9 @@ from helpers.optional_triton import NO_TRITON
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.attention.select import BACKENDS, NATIVE, TRITON, TRITON_SDPA, select
-from kvik.config.check import CHOICES
+from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
+from kvik.config.options import Choice, options_of
 from kvik.kernels.reference.ops import REFERENCE
 
 CPU = torch.device("cpu")
@@ -22,7 +23,9 @@ def test_by_name(dtype: torch.dtype) -> None:
 
 def test_every_backend_can_be_asked_for() -> None:
     names = {backend.caps.name for backend in BACKENDS}
-    assert {"auto", NATIVE, TRITON, TRITON_SDPA, *names} == set(CHOICES["attention_backend"])
+    (kind,) = (one.kind for one in options_of(EngineConfig) if one.name == "attention_backend")
+    allowed = kind.allowed if isinstance(kind, Choice) else ()
+    assert {"auto", NATIVE, TRITON, TRITON_SDPA, *names} == set(allowed)
 
 
 def test_unknown_name_lists_what_is_known() -> None:

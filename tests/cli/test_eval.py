@@ -76,7 +76,7 @@ def test_text_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
         (("--data", "none.txt"), "data: none.txt cannot be read"),
         (("--quantization", "int3"), "quantization: must be one of"),
         (("--reference", "/no/model"), "model: "),
-        (("--max-num-seqs", "4"), "arguments: unrecognized arguments"),
+        (("--max-num-seqs", "4"), "arguments: --max-num-seqs is no flag of kvik "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

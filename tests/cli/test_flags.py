@@ -113,7 +113,11 @@ def test_nothing_given_is_nothing() -> None:
         (["--seed", "0.5"], "seed", "an integer or none"),
         (["--stop"], "stop", "expected one argument"),
         (["--ignore-eos=3"], "ignore_eos", "ignored explicit argument"),
-        (["--temprature", "1"], "arguments", "--temprature"),
+        (
+            ["--temprature", "1"],
+            "arguments",
+            "--temprature is no flag of kvik test (did you mean --temperature? known: ",
+        ),
         (["--temp", "1"], "arguments", "--temp"),
     ],
 )

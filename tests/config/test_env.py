@@ -46,7 +46,7 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("KVIK_BLOCK_SIZE", "1.5", "must be an integer"),
         ("KVIK_MAX_WAIT", "soon", "must be a number"),
         ("KVIK_ENABLE_PREFIX_CACHING", "maybe", "must be true or false"),
-        ("KVIK_BLOKC_SIZE", "8", "is no variable of kvik (known: KVIK_MODEL"),
+        ("KVIK_BLOKC_SIZE", "8", "is no variable of kvik (did you mean KVIK_BLOCK_SIZE? known: "),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, part: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.options import options_of
 from kvik.config.server_config import ServerConfig, check_server_config
 
 
@@ -17,10 +16,6 @@ def test_no_option_has_the_name_of_one_of_the_engine() -> None:
     """They share a file, the environment and a command line."""
     engine = {field.name for field in fields(EngineConfig)}
     assert not engine & {field.name for field in fields(ServerConfig)}
-
-
-def test_every_option_is_described() -> None:
-    assert [option.name for option in options_of(ServerConfig) if not option.help] == []
 
 
 @pytest.mark.parametrize(

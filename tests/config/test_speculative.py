@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.config.config import EngineConfig
+from kvik.config.config import EngineConfig, wish_of
 from kvik.config.errors import ConfigError
 from kvik.config.memory import StepSize
-from kvik.config.sizes import choose_speculation, wish_of, with_draft_rows
+from kvik.config.sizes import choose_speculation, with_draft_rows
 from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
 
 NO_SOURCE = DraftSource()

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from helpers.simulation import Setup, Simulation
 
+from kvik.config.config import POLICIES
 from kvik.core.fair_share import Holdings
 from kvik.core.plan import SchedulerOutput
-from kvik.core.policy import POLICIES
 from kvik.core.types import Request, RequestStatus
 
 NO_STOP: frozenset[int] = frozenset()

@@ -8,8 +8,9 @@ import pytest
 from helpers.fake_worker import expected_output
 from helpers.simulation import Setup, Simulation
 
+from kvik.config.config import POLICIES
 from kvik.config.errors import ConfigError
-from kvik.core.policy import POLICIES, make_policy
+from kvik.core.policy import make_policy
 from kvik.core.types import Request, RequestStatus
 
 NO_STOP: frozenset[int] = frozenset()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.simulation import Setup, Simulation
 
+from kvik.config.config import POLICIES
 from kvik.config.kv_spec import KVCacheSpec
 from kvik.core import kv_manager
 from kvik.core.block_pool import (
@@ -24,7 +25,6 @@ from kvik.core.block_pool import (
     root_hash,
 )
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.policy import POLICIES
 from kvik.core.scheduler import StepsInFlight
 from kvik.core.types import FinishReason, Request
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from helpers.simulation import Setup, Simulation
 
+from kvik.config.config import POLICIES
 from kvik.config.errors import CapacityError
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput
-from kvik.core.policy import POLICIES
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import (

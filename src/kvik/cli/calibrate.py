@@ -15,7 +15,7 @@ from kvik.cli.terminal import say, say_report
 from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect, prompt_attention_path
-from kvik.config.options import parse_int
+from kvik.config.options import Integer
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 
 MAX_THREADS = 1024
@@ -139,10 +139,10 @@ def _gigabytes(found: ReadRate) -> str:
 
 
 def _threads(text: str) -> int:
+    kind = Integer(1, MAX_THREADS)
     try:
-        value = parse_int(text)
+        return kind.checked(kind.parse(text))
     except ValueError:
-        value = 0
-    if not 1 <= value <= MAX_THREADS:
-        raise argparse.ArgumentTypeError(f"must be an integer in [1, {MAX_THREADS}], not {text!r}")
-    return value
+        raise argparse.ArgumentTypeError(
+            f"must be an integer in [1, {MAX_THREADS}], not {text!r}"
+        ) from None

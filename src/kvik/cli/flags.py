@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from kvik.config.config import EngineConfig
 from kvik.config.env import environment_options, server_environment
 from kvik.config.errors import ConfigError, KvikError
-from kvik.config.options import Option, options_of
+from kvik.config.options import TAKES_SEVERAL, Flag, Option, options_of, unknown
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 
@@ -18,8 +18,6 @@ from kvik.core.sampling_params import SamplingParams
 # that only starts the engine may name the engine's among its flags, kept under another name.
 NOT_ENGINE_FLAGS = ("model", "seed")
 ENGINE_SEED = "engine_seed"
-# As in vLLM, one use of these takes all that follows. Others would swallow a key or a prompt.
-TAKES_SEVERAL = ("served_model_name",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         named = re.fullmatch(pattern, message, re.DOTALL)
         if named:
             raise KvikError(named[1].replace("-", "_"), named[2])
+        stray = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        if stray:
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            text = f"{stray[1][:60]} {unknown(stray[1], f'flag of {self.prog}', known)}"
+            raise KvikError("arguments", text)
         raise KvikError("arguments", message)
 
 
@@ -121,13 +124,7 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of ServerConfig that were given: as flags, else in the environment."""
-    given = _given(ServerConfig, arguments, ())
-    lists = {name: value for name, value in given.items() if isinstance(value, list)}
-    for name in TAKES_SEVERAL:
-        if name in lists:
-            lists[name] = [entry for use in lists[name] for entry in use]
-    tuples = {name: tuple(value) for name, value in lists.items()}
-    return {**server_environment(), **given, **tuples}
+    return {**server_environment(), **_given(ServerConfig, arguments, ())}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -138,7 +135,7 @@ def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
 def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None) -> None:
     # argparse formats help with %, and shows defaults only of what is set.
     flag, note = f"--{option.name.replace('_', '-')}", option.help.replace("%", "%%")
-    if option.is_flag:
+    if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note
         )
@@ -146,10 +143,10 @@ def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None
         group.add_argument(
             flag,
             dest=name or option.name,
-            action="append" if option.repeats else "store",
-            nargs="+" if option.name in TAKES_SEVERAL else None,
+            action="append" if option.kind.repeats else "store",
+            nargs="+" if TAKES_SEVERAL in option.facts else None,
             type=_reader(option),
-            metavar=option.metavar,
+            metavar=option.kind.metavar,
             default=argparse.SUPPRESS,
             help=note,
         )
@@ -169,9 +166,12 @@ def _reader(option: Option) -> Callable[[str], object]:
 def _given(
     options: type, arguments: argparse.Namespace, left_out: tuple[str, ...]
 ) -> dict[str, object]:
-    values: Mapping[str, object] = vars(arguments)
-    return {
-        option.name: values[option.name]
-        for option in options_of(options)
-        if option.name in values and option.name not in left_out
-    }
+    values: Mapping[str, Any] = vars(arguments)
+    found = {}
+    for option in options_of(options):
+        if option.name in values and option.name not in left_out:
+            value = values[option.name]
+            if TAKES_SEVERAL in option.facts:
+                value = [entry for use in value for entry in use]
+            found[option.name] = tuple(value) if option.kind.repeats else value
+    return found

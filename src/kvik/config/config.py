@@ -3,92 +3,226 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvik.config.errors import ConfigError
 from kvik.config.graph_sizes import GraphSize
-from kvik.config.kv_spec import AUTO, KVGroup
-from kvik.config.model_spec import ModelSpec
-from kvik.config.speculative import ResolvedSpeculation
+from kvik.config.kv_spec import AUTO, KV_FORMATS, SYNONYMS, KVGroup
+from kvik.config.model_spec import MAX_LAYERS, ModelSpec
+from kvik.config.options import (
+    Choice,
+    Flag,
+    Integer,
+    Integers,
+    JsonObject,
+    Number,
+    Text,
+    normalised,
+    option,
+)
+from kvik.config.quantization import SCHEMES
+from kvik.config.speculative import (
+    MAX_DRAFT_TOKENS,
+    METHODS,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    speculative_wish,
+)
+
+POLICIES = (
+    "fcfs",
+    "priority",
+    "shortest-prefill-first",
+    "longest-prefix-match",
+    "static",
+    "dynamic",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Wishes of the user. None (or "auto") lets `resolve` decide and say why.
+    """Wishes of the user. None (or "auto") lets `resolve` decide and say why."""
 
-    Attributes:
-        model: folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        quantization: of the weights as they are loaded: "none" (as stored), "int8" (activations
-            too), "int8-weight-only", "int4" or "fp8".
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        max_model_len: longest prompt + output of a request, in tokens.
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: token budget of one step.
-        block_size: tokens per KV block.
-        num_blocks: KV blocks; None: as many as memory and use allow.
-        memory_utilization: share of the memory limit the engine may plan with, in [0.01, 1].
-        kv_cache_memory: bytes for the KV cache; None: planned.
-        graph_memory: bytes for CUDA graphs, which replay what a step computes; 0: steps are not
-            captured; None: planned, and none where no request would fit beside them.
-        kv_cache_dtype: of keys and values: "auto" (the model's dtype), "fp32", "bf16", "fp16",
-            "fp8", "int8" or "int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.
-        kv_cache_dtype_skip_layers: layers, counted from 0, that keep the model's dtype.
-        enable_prefix_caching: keep full blocks of finished requests for equal prefixes.
-        policy: who is served first: "fcfs", "priority" (smaller `priority` of a request first; the
-            other policies do not read it), "shortest-prefill-first", "longest-prefix-match",
-            "static" or "dynamic".
-        batch_size: requests per batch of the static and dynamic policies.
-        max_wait: seconds the dynamic policy waits for a batch to fill.
-        ageing: seconds of waiting that weigh as much as one level of priority ("priority"), as a
-            thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").
-        max_queued_requests, max_queued_tokens: waiting work beyond which requests are refused.
-        kernels: "auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".
-        attention_backend: "auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch's
-            for long prompts), "sdpa" or "reference".
-        threads: CPU threads; None: the cores this process may use.
-        load_format: "safetensors", or "random" for weights drawn from `seed`, or from 0 without it
-            (for benchmarks).
-        seed: what requests that bring no seed draw from; None: drawn at each start, and shown among
-            the decisions, so that a run can be repeated with it.
-        speculative_config: speculative decoding as one JSON object, such as {"method": "ngram",
-            "num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output
-            keeps its distribution, unless "typical_acceptance": true gives that up for speed.
-        spec_method: what guesses tokens ahead: "draft_model", "ngram", "suffix", "medusa", "eagle"
-            or "off".
-        spec_model: folder, GGUF file or hub id of the draft model, or folder of the heads.
-        spec_tokens: most tokens guessed for a request in one step.
+    model: str = option(
+        "",
+        Text("a folder or a hub id"),
+        'folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model.',
+    )
+    dtype: str = option(
+        "auto",
+        Choice(("auto", "float32", "bfloat16", "float16")),
+        '"auto", "float32", "bfloat16" or "float16".',
+    )
+    quantization: str = option(
+        "none",
+        Choice(tuple(SCHEMES)),
+        'of the weights as they are loaded: "none" (as stored), "int8" (activations too), '
+        '"int8-weight-only", "int4" or "fp8".',
+    )
+    device: str = option(
+        "auto",
+        Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d{1,3})?"),
+        '"auto", "cpu", "cuda" or "cuda:N".',
+    )
+    max_model_len: int | None = option(
+        None, Integer(1, 1 << 24), "longest prompt + output of a request, in tokens."
+    )
+    max_num_seqs: int | None = option(
+        None, Integer(1, 65_536), "requests that run at the same time."
+    )
+    max_num_batched_tokens: int | None = option(
+        None, Integer(1, 1 << 20), "token budget of one step."
+    )
+    block_size: int = option(16, Integer(1, 1024), "tokens per KV block.")
+    num_blocks: int | None = option(
+        None,
+        Integer(2, (1 << 31) - 1),  # block 0 is never handed out; ids are int32
+        "KV blocks; None: as many as memory and use allow.",
+    )
+    memory_utilization: float = option(
+        0.9,
+        Number(0.01, 1),
+        "share of the memory limit the engine may plan with, in [0.01, 1].",
+    )
+    kv_cache_memory: int | None = option(
+        None, Integer(1, 1 << 50), "bytes for the KV cache; None: planned."
+    )
+    graph_memory: int | None = option(
+        None,
+        Integer(0, 1 << 50),
+        "bytes for CUDA graphs, which replay what a step computes; 0: steps are not captured; "
+        "None: planned, and none where no request would fit beside them.",
+    )
+    kv_cache_dtype: str = option(
+        AUTO,
+        Choice(
+            (AUTO, *KV_FORMATS),
+            SYNONYMS,
+            {
+                "fp8_e5m2": "must be fp8 (E4M3) or int8, not fp8_e5m2: beside a scale for each "
+                "vector, its range is of no use, and it has a bit less"
+            },
+        ),
+        'of keys and values: "auto" (the model\'s dtype), "fp32", "bf16", "fp16", "fp8", "int8" or '
+        '"int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.',
+    )
+    kv_cache_dtype_skip_layers: tuple[int, ...] = option(
+        (),
+        Integers(Integer(0, MAX_LAYERS - 1), "layers"),
+        "layers, counted from 0, that keep the model's dtype.",
+    )
+    enable_prefix_caching: bool = option(
+        True, Flag(), "keep full blocks of finished requests for equal prefixes."
+    )
+    policy: str = option(
+        "fcfs",
+        Choice(POLICIES),
+        'who is served first: "fcfs", "priority" (smaller `priority` of a request first; the other '
+        'policies do not read it), "shortest-prefill-first", "longest-prefix-match", "static" or '
+        '"dynamic".',
+    )
+    batch_size: int = option(
+        8, Integer(1, 65_536), "requests per batch of the static and dynamic policies."
+    )
+    max_wait: float = option(
+        0.05, Number(0, 3600), "seconds the dynamic policy waits for a batch to fill."
+    )
+    ageing: float = option(
+        10.0,
+        Number(0.001, 1e9),
+        'seconds of waiting that weigh as much as one level of priority ("priority"), as a '
+        'thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").',
+    )
+    max_queued_requests: int = option(
+        4096, Integer(1, 1 << 31), "waiting requests beyond which requests are refused."
+    )
+    max_queued_tokens: int = option(
+        4_194_304,
+        Integer(1, 1 << 40),
+        "tokens of waiting requests beyond which requests are refused.",
+    )
+    kernels: str = option(
+        "auto",
+        Choice(("auto", "native", "triton", "torch")),
+        '"auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".',
+    )
+    attention_backend: str = option(
+        "auto",
+        Choice(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
+        '"auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch\'s for long '
+        'prompts), "sdpa" or "reference".',
+    )
+    threads: int | None = option(
+        None, Integer(1, 1024), "CPU threads; None: the cores this process may use."
+    )
+    load_format: str = option(
+        "safetensors",
+        Choice(("safetensors", "random")),
+        '"safetensors", or "random" for weights drawn from `seed`, or from 0 without it (for '
+        "benchmarks).",
+    )
+    seed: int | None = option(
+        None,
+        Integer(-(1 << 63), (1 << 63) - 1),
+        "what requests that bring no seed draw from; None: drawn at each start, and shown among "
+        "the decisions, so that a run can be repeated with it.",
+    )
+    speculative_config: Mapping[str, object] | None = option(
+        None,
+        JsonObject("{'method': 'ngram'}"),
+        'speculative decoding as one JSON object, such as {"method": "ngram", '
+        '"num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output '
+        'keeps its distribution, unless "typical_acceptance": true gives that up for speed.',
+    )
+    spec_method: str | None = option(
+        None,
+        Choice(METHODS),
+        'what guesses tokens ahead: "draft_model", "ngram", "suffix", "medusa", "eagle" or "off".',
+    )
+    spec_model: str | None = option(
+        None,
+        Text("a folder or a hub id"),
+        "folder, GGUF file or hub id of the draft model, or folder of the heads.",
+    )
+    spec_tokens: int | None = option(
+        None,
+        Integer(1, MAX_DRAFT_TOKENS),
+        "most tokens guessed for a request in one step.",
+    )
+
+
+def check_config(config: EngineConfig) -> EngineConfig:
+    """Check the wishes by themselves, whatever model and machine are.
+
+    Returns:
+        The same wishes, with one name for each format.
+
+    Raises:
+        ConfigError: one is out of range, or contradicts another.
     """
+    config = replace(config, **normalised(config, ConfigError))
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is not None and tokens is not None and seqs > tokens:
+        text = f"must be at most max_num_batched_tokens ({tokens}), not {seqs}"
+        raise ConfigError("max_num_seqs", f"{text}: a step decodes a token of each request")
+    if config.policy in ("static", "dynamic") and tokens is not None and config.batch_size > tokens:
+        text = f"must be at most max_num_batched_tokens ({tokens}), not {config.batch_size}"
+        raise ConfigError("batch_size", text)
+    wish_of(config)
+    if config.num_blocks is not None and config.kv_cache_memory is not None:
+        raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
+    return config
 
-    model: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_utilization: float = 0.9
-    kv_cache_memory: int | None = None
-    graph_memory: int | None = None
-    kv_cache_dtype: str = AUTO
-    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
-    enable_prefix_caching: bool = True
-    policy: str = "fcfs"
-    batch_size: int = 8
-    max_wait: float = 0.05
-    ageing: float = 10.0
-    max_queued_requests: int = 4096
-    max_queued_tokens: int = 4_194_304
-    kernels: str = "auto"
-    attention_backend: str = "auto"
-    threads: int | None = None
-    load_format: str = "safetensors"
-    seed: int | None = None
-    speculative_config: Mapping[str, object] | None = None
-    spec_method: str | None = None
-    spec_model: str | None = None
-    spec_tokens: int | None = None
+
+def wish_of(config: EngineConfig) -> SpeculativeConfig | None:
+    """What was asked of speculative decoding; None: nothing.
+
+    Raises:
+        ConfigError: it is impossible.
+    """
+    return speculative_wish(
+        config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
+    )
 
 
 @dataclass(frozen=True, slots=True)

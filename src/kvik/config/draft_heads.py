@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvik.config.errors import ConfigError, ModelError
-from kvik.config.fields import Fields, read_json, shown
+from kvik.config.errors import ConfigError, ModelError, shown
+from kvik.config.fields import Fields, read_json
 from kvik.config.model_source import CONFIG
 from kvik.config.model_spec import MAX_VOCAB, MAX_WIDTH
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvik.config.config import EngineConfig
 from kvik.config.errors import ConfigError
-from kvik.config.options import Option, options_of
+from kvik.config.options import Option, options_of, unknown
 from kvik.config.server_config import ServerConfig
 
 PREFIX = "KVIK_"
@@ -58,8 +58,8 @@ def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
         if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue
         if not any(variable in table for table in tables.values()):
-            known = ", ".join(name for table in tables.values() for name in table)
-            raise ConfigError(variable, f"is no variable of kvik (known: {known})")
+            known = [name for table in tables.values() for name in table]
+            raise ConfigError(variable, unknown(variable, "variable of kvik", known))
         option = tables[kind].get(variable)
         if option is None:
             continue  # of the other kind
@@ -75,7 +75,7 @@ def _variables(kind: type) -> dict[str, Option]:
 
 
 def _parse(option: Option, text: str) -> object:
-    if not option.repeats:
+    if not option.kind.repeats:
         return option.parse(text)
     entries = tuple(option.parse(part.strip()) for part in text.split(",") if part.strip())
     if not entries:  # whose key did not come where it should is not served without one

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MAX_SHOWN = 60  # characters of a bad value that an error repeats
+
+
+def shown(value: object) -> str:
+    """A value as an error message repeats it: one line, cut when long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print very long integers
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
 
 class KvikError(ValueError):
     """Base of everything a caller can fix; `field` names what to change."""

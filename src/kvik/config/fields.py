@@ -7,17 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvik.config.errors import ModelError
+from kvik.config.errors import ModelError, shown
 from kvik.config.files import regular
+from kvik.config.options import Choice, Flag, Integer, Kind, Number
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
-MAX_SHOWN = 60  # characters of a bad value that an error repeats
-
-
-def shown(value: object) -> str:
-    """A value as an error message repeats it: one line, cut when long."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -69,28 +63,18 @@ class Fields:
         return ModelError(f"{self._where} {key}", message)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.error(key, f"must be an integer in [{low}, {high}], not {shown(value)}")
+        value: int = self._checked(key, Integer(low, high), default)
         return value
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        value = self._get(key, default)
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not low <= value <= high:  # NaN is in no interval
-            raise self.error(key, f"must be a number in [{low:g}, {high:g}], not {shown(value)}")
-        return float(value)
+        return float(self._checked(key, Number(low, high), default))
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, not {shown(value)}")
+        value: bool = self._checked(key, Flag(), default)
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str) or value not in allowed:
-            raise self.error(key, f"must be one of {', '.join(allowed)}, not {shown(value)}")
+        value: str = self._checked(key, Choice(tuple(allowed)), default)
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
@@ -127,6 +111,14 @@ class Fields:
     def changed(self, values: Mapping[str, object]) -> Fields:
         """The same fields, but for some."""
         return Fields({**self._values, **values}, self._where)
+
+    def _checked(self, key: str, kind: Kind, default: object) -> Any:
+        try:
+            return kind.checked(self._get(key, default))
+        except ModelError:
+            raise
+        except ValueError as bad:
+            raise self.error(key, str(bad)) from None
 
     def _get(self, key: str, default: object) -> Any:
         value = self._values.get(key)

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ModelError, shown
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 

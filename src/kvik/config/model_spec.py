@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvik.config.architectures import ARCHITECTURES, Architecture, WindowRule
 from kvik.config.engine_manifest import Built, read_built
-from kvik.config.errors import ModelError
-from kvik.config.fields import Fields, read_json, shown
+from kvik.config.errors import ModelError, shown
+from kvik.config.fields import Fields, read_json
 from kvik.config.kv_spec import KVCacheSpec, KVKind
 from kvik.config.rope_spec import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.config.stored_quantization import (

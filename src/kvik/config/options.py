@@ -1,159 +1,313 @@
-"""The fields of an options dataclass as a table: how each is written as text, and what it means.
-
-Command-line flags and environment variables are both made from it, so an option is declared once.
+"""Options and parameters: each is declared once, as a field of a dataclass, with the values that it
+takes and what it means. The check of a value, its error message, the command-line flag, the KVIK_
+variable, the TOML key and the help text come from that field.
 """
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import json
 import re
 import tomllib
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any
 
-from kvik.config.errors import ConfigError
+from kvik.config.errors import MAX_SHOWN, ConfigError, KvikError, shown
+
+# A fact: one use of the flag takes all that follows it, as in vLLM; others would swallow a prompt.
+TAKES_SEVERAL = "takes_several"
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Kind:
+    """The values that an option takes.
+
+    Attributes:
+        expects: what its text must be, to finish the sentence "must be ...".
+        metavar: short placeholder of a value.
+        repeats: it may be given several times; each text is one entry.
+    """
+
+    expects = "text"
+    metavar = "TEXT"
+    repeats = False
+
+    def parse(self, text: str) -> object:
+        """A value as a flag or a variable gives it; raises ValueError for text of another type."""
+        return text
+
+    def checked(self, value: object) -> object:
+        """The value, normalised.
+
+        Raises:
+            ValueError: it is not allowed; the text says what is.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """An integer from `low` to `high`."""
+
+    low: int
+    high: int
+    what: str = "an integer"
+
+    expects = "an integer"
+    metavar = "N"
+
+    def parse(self, text: str) -> int:
+        """With k, m or g for 2^10, 2^20, 2^30, as sizes are long to write in bytes."""
+        match = re.fullmatch(r"\s*([+-]?\d{1,30})\s*([kKmMgG]?)\s*", text)
+        if match is None:
+            raise ValueError(text)
+        return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+    def checked(self, value: object) -> int:
+        good = isinstance(value, Integral) and not isinstance(value, bool)
+        if not good or not self.low <= value <= self.high:  # type: ignore[operator]
+            raise bad_value(f"{self.what} in [{self.low}, {self.high}]", value)
+        return int(value)  # type: ignore[call-overload, no-any-return]  # numpy's would overflow
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number from `low` to `high`, or above `low` only."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    expects = "a number"
+    metavar = "X"
+
+    def parse(self, text: str) -> float:
+        return float(text)
+
+    def checked(self, value: object) -> object:
+        good = isinstance(value, Real) and not isinstance(value, bool)
+        inside = good and self.low <= value <= self.high  # type: ignore[operator]
+        if not inside or (self.above and value == self.low):
+            bracket = "(" if self.above else "["
+            raise bad_value(f"a number in {bracket}{self.low:g}, {self.high:g}]", value)
+        return value
+
+
+class Flag(Kind):
+    """True or false."""
+
+    expects = "true or false"
+    metavar = "true|false"
+
+    def parse(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word in ("1", "true", "yes", "on"):
+            return True
+        if word in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(text)
+
+    def checked(self, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise bad_value(self.expects, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """A string that matches `pattern`, which `what` describes."""
+
+    what: str = "text"
+    pattern: str = r"[^\0]*"
+
+    def checked(self, value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(self.pattern, value, re.DOTALL):
+            raise bad_value(self.what, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of some words.
+
+    Attributes:
+        synonyms: other words -> the allowed one that each stands for.
+        refused: words -> why they are refused; others are refused without a reason.
+    """
+
+    allowed: tuple[str, ...]
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def checked(self, value: object) -> str:
+        word = value if isinstance(value, str) else ""
+        if word in self.refused:
+            raise ValueError(self.refused[word])
+        if word not in self.allowed and word not in self.synonyms:
+            raise bad_value(f"one of {', '.join((*self.allowed, *self.synonyms))}", value)
+        return self.synonyms.get(word, word)
+
+
+@dataclass(frozen=True)
+class Texts(Kind):
+    """Strings, each given by itself."""
+
+    entry: Kind = Text()
+
+    repeats = True
+
+    def checked(self, value: object) -> tuple[object, ...]:
+        if not isinstance(value, tuple):
+            raise bad_value("a tuple of strings", value)
+        return tuple(self.entry.checked(one) for one in value)
+
+
+@dataclass(frozen=True)
+class Integers(Kind):
+    """Integers, of which `what` names several."""
+
+    entry: Integer
+    what: str
+
+    expects = "integers separated by commas"
+    metavar = "N,N"
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        return tuple(self.entry.parse(part) for part in text.split(","))
+
+    def checked(self, value: object) -> tuple[int, ...]:
+        if not isinstance(value, tuple):
+            raise bad_value(f"a tuple of {self.what}", value)
+        return tuple(self.entry.checked(one) for one in value)
+
+
+@dataclass(frozen=True)
+class JsonObject(Kind):
+    """A mapping, such as `example`."""
+
+    example: str
+
+    expects = "a JSON object"
+    metavar = "JSON"
+
+    def parse(self, text: str) -> dict[str, object]:
+        try:
+            value = json.loads(text)
+        except RecursionError:
+            raise ValueError(text) from None
+        if not isinstance(value, dict):
+            raise ValueError(text)
+        return value
+
+    def checked(self, value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise bad_value(f"an object such as {self.example}", value)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field.
+    """One field that is an option.
 
     Attributes:
-        name: of the field.
-        parse: text -> value; raises ValueError.
-        expects: what the text must be, to finish the sentence "must be ...".
-        metavar: short placeholder of a value.
-        default: of the field.
-        help: its lines in the class docstring's "Attributes".
-        is_flag: a bool.
-        repeats: may be given several times; each text is one entry.
+        optional: the value may be None, which "none" is as text.
+        help: what it means.
+        facts: what else the declaration says.
     """
 
     name: str
-    parse: Callable[[str], object]
-    expects: str
-    metavar: str
-    default: object
+    kind: Kind
+    default: Any
     help: str
-    is_flag: bool = False
-    repeats: bool = False
+    optional: bool
+    facts: Mapping[str, Any]
+
+    @property
+    def expects(self) -> str:
+        return f"{self.kind.expects} or none" if self.optional else self.kind.expects
+
+    def parse(self, text: str) -> object:
+        """The value of a text; of one entry if the option repeats. Raises ValueError."""
+        if self.optional and text.strip().lower() == "none":
+            return None
+        return self.kind.parse(text)
+
+    def checked(self, value: object) -> object:
+        """The value, normalised; raises ValueError, which says what is allowed."""
+        return None if value is None and self.optional else self.kind.checked(value)
 
 
+def option(default: object, kind: Kind, help: str, facts: Mapping[str, Any] = NO_FACTS) -> Any:
+    """Declare a field of a dataclass as an option.
+
+    Args:
+        help: what it means, for `--help` and the schema.
+        facts: more to say of it, which `Option.facts` passes on.
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, "facts": facts})
+
+
+@cache
 def options_of(cls: type) -> tuple[Option, ...]:
-    """The options of a dataclass whose docstring describes its fields."""
-    hints = get_type_hints(cls)
-    notes = _attributes(inspect.getdoc(cls) or "")
-    table = []
-    for field in fields(cls):
-        kind, optional = _without_none(hints[field.name])
-        parse, expects, metavar, repeats = _READERS[kind]
-        if optional:
-            parse, expects = _or_none(parse), f"{expects} or none"
-        default = None if field.default is MISSING else field.default
-        table.append(
-            Option(
-                name=field.name,
-                parse=parse,
-                expects=expects,
-                metavar=metavar,
-                default=default,
-                help=notes.get(field.name, ""),
-                is_flag=kind is bool,
-                repeats=repeats,
-            )
+    """The options that a dataclass declares. `X | None` makes one optional."""
+    return tuple(
+        Option(
+            name=one.name,
+            kind=one.metadata["kind"],
+            default=None if one.default is MISSING else one.default,
+            help=one.metadata["help"],
+            optional=str(one.type).endswith("| None"),
+            facts=one.metadata["facts"],
         )
-    return tuple(table)
+        for one in fields(cls)
+    )
 
 
-def parse_bool(text: str) -> bool:
-    word = text.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(text)
+def normalised(config: object, error: type[KvikError]) -> dict[str, Any]:
+    """Check every option of a config alone.
+
+    Returns:
+        The values that are stored in another form than they were given, by field.
+
+    Raises:
+        error: a value is not allowed; names the field and says what is.
+    """
+    changes = {}
+    declared: type = type(config)
+    for one in options_of(declared):
+        value = getattr(config, one.name)
+        try:
+            good = one.checked(value)
+        except ValueError as bad:
+            raise error(one.name, str(bad)) from None
+        if good is not value:
+            changes[one.name] = good
+    return changes
 
 
-def parse_int(text: str) -> int:
-    """An integer, with k, m or g for 2^10, 2^20, 2^30 (sizes are long to write in bytes)."""
-    match = re.fullmatch(r"\s*([+-]?\d{1,30})\s*([kKmMgG]?)\s*", text)
-    if match is None:
-        raise ValueError(text)
-    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+def bad_value(allowed: str, value: object) -> ValueError:
+    return ValueError(f"must be {allowed}, not {shown(value)}")
 
 
-def parse_ids(text: str) -> tuple[int, ...]:
-    """ "1,2,3" -> (1, 2, 3)."""
-    return tuple(parse_int(part) for part in text.split(","))
-
-
-def parse_biases(text: str) -> dict[int, float]:
-    """ "12:-5,99:2.5" -> {12: -5.0, 99: 2.5}."""
-    pairs = (part.partition(":") for part in text.split(","))
-    return {parse_int(token): float(bias) for token, _, bias in pairs}
-
-
-def parse_object(text: str) -> dict[str, object]:
-    """A JSON object."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(text) from None
-    if not isinstance(value, dict):
-        raise ValueError(text)
-    return value
-
-
-# Type of a field (None aside) -> reader, "must be ...", placeholder, one entry per use.
-_READERS: Mapping[Any, tuple[Callable[[str], object], str, str, bool]] = {
-    str: (str, "text", "TEXT", False),
-    int: (parse_int, "an integer", "N", False),
-    float: (float, "a number", "X", False),
-    bool: (parse_bool, "true or false", "true|false", False),
-    tuple[str, ...]: (str, "text", "TEXT", True),
-    tuple[int, ...]: (parse_ids, "integers separated by commas", "N,N", False),
-    tuple[str | tuple[int, ...], ...]: (str, "text", "TEXT", True),
-    Mapping[str, object]: (parse_object, "a JSON object", "JSON", False),
-    Mapping[int, float]: (parse_biases, "ID:BIAS pairs separated by commas", "ID:BIAS,..", False),
-}
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """`X | None` -> X, True; X -> X, False."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
-    return next(kind for kind in get_args(hint) if kind is not type(None)), True
-
-
-def _or_none(parse: Callable[[str], object]) -> Callable[[str], object]:
-    return lambda text: None if text.strip().lower() == "none" else parse(text)
-
-
-def _attributes(doc: str) -> dict[str, str]:
-    """Field name -> description, from the "Attributes:" part of a docstring."""
-    notes: dict[str, str] = {}
-    names: list[str] = []
-    for line in doc.partition("Attributes:")[2].splitlines():
-        entry = re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line)
-        if entry:
-            names = entry[1].split(", ")
-            notes |= dict.fromkeys(names, entry[2].strip())
-        elif line.startswith(" " * 8):
-            notes |= {name: f"{notes[name]} {line.strip()}" for name in names}
-        elif line.strip():
-            names = []
-    return notes
-
-
-TEXT = "text"  # what an option expects that takes any
+def unknown(name: str, what: str, known: Collection[str]) -> str:
+    """The end of an error message about a name that is not `known`: what it is not, and the
+    nearest known name, or all of them."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"is no {what} ({hint}known: {', '.join(known)})"
 
 
 def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, object]]:
-    """The fields of each of the dataclasses that the file sets. The names of all are different.
+    """The options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as the
+    flag is.
+
+    Args:
+        kinds: dataclasses of options, whose names are all different.
 
     Raises:
         ConfigError: the file cannot be read, is no TOML, or has an unknown key or a wrong value.
@@ -164,55 +318,42 @@ def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, o
         raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("config", f"{path!r} is not TOML: {error}") from None
-    owners = {option.name: (kind, option) for kind in kinds for option in options_of(kind)}
+    owners = {one.name: (kind, one) for kind in kinds for one in options_of(kind)}
     found: dict[type, dict[str, object]] = {kind: {} for kind in kinds}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in owners:
-            known = ", ".join(owners)
-            raise ConfigError("config", f"{path!r} has the unknown key {key!r} (known: {known})")
-        kind, option = owners[name]
+            text = unknown(name, "option", owners)
+            raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
+        kind, owner = owners[name]
         if name in found[kind]:
             raise ConfigError("config", f"{path!r} sets {name} twice")
-        found[kind][name] = _value(path, option, value)
+        try:
+            found[kind][name] = _toml_value(owner, value)
+        except (ValueError, TypeError):
+            text = f"{name} in {path!r} must be {owner.expects}, not {str(value)[:MAX_SHOWN]!r}"
+            if name == "api_key":  # whose value may be one
+                text = f"{name} in {path!r} must be a list of texts"
+            raise ConfigError("config", text) from None
     return found
 
 
-def _value(path: str, option: Option, value: object) -> object:
-    try:
-        return _parse(option, value)
-    except (ValueError, TypeError):
-        message = f"{option.name} in {path!r} must be {option.expects}, not {str(value)[:60]!r}"
-        # What stands there may be a key.
-        secret = option.name == "api_key"
-        hidden = f"{option.name} in {path!r} must be a list of texts"
-        raise ConfigError("config", hidden if secret else message) from None
-
-
-def _parse(option: Option, value: object) -> object:
-    """As `Option.parse`, which reads text; what TOML knows the type of has to be of that type."""
-    if option.is_flag:
+def _toml_value(option: Option, value: object) -> object:
+    """As `Option.parse`, which reads text; what TOML knows the type of must be of that type."""
+    kind = option.kind
+    if isinstance(kind, Flag):
         if not isinstance(value, bool):
             raise ValueError
         return value
-    if isinstance(value, list):
-        if option.repeats:
-            return tuple(_text(option, entry) for entry in value)
-        if option.expects.startswith(TEXT):
+    if kind.repeats:
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, str) for entry in entries):
             raise ValueError
-        return option.parse(",".join(str(entry) for entry in value))
-    if option.repeats:
-        return (_text(option, value),)
-    if isinstance(value, Mapping):
-        return option.parse(json.dumps(value))
+        return tuple(option.parse(entry) for entry in entries)
     if isinstance(value, str):
         return option.parse(value)
-    if isinstance(value, bool) or option.expects.startswith(TEXT):
+    if isinstance(value, bool) or kind.expects == Kind.expects:
         raise ValueError
-    return option.parse(str(value))
-
-
-def _text(option: Option, value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError
-    return option.parse(value)
+    if isinstance(value, list):
+        return option.parse(",".join(map(str, value)))
+    return option.parse(json.dumps(value) if isinstance(value, Mapping) else str(value))

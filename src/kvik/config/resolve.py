@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvik.config.built import BUILT_IN, built_in, settled
-from kvik.config.check import check_config
 from kvik.config.config import (
     CacheConfig,
     EngineConfig,
@@ -17,6 +16,8 @@ from kvik.config.config import (
     ResolvedConfig,
     RunnerConfig,
     SchedulerConfig,
+    check_config,
+    wish_of,
 )
 from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.hardware import Gpu, Hardware
@@ -27,7 +28,7 @@ from kvik.config.kernels import (
     native_reason,
     torch_prompts,
 )
-from kvik.config.kv_spec import AUTO, KV_FORMATS, SYNONYMS
+from kvik.config.kv_spec import AUTO, KV_FORMATS
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     POOL_BYTES_PER_BLOCK,
@@ -46,7 +47,6 @@ from kvik.config.sizes import (
     choose_sizes,
     choose_speculation,
     cut_seqs,
-    wish_of,
     with_drafter,
 )
 from kvik.config.speculative import NO_SOURCE, DraftSource
@@ -73,9 +73,7 @@ def resolve(
         ConfigError: a field that is out of range, or contradicts the model or another field.
         CapacityError: what was asked for cannot fit this machine; the message says what would.
     """
-    check_config(config)
-    kv_cache_dtype = SYNONYMS.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    config = replace(config, kv_cache_dtype=kv_cache_dtype)
+    config = check_config(config)
     if config.load_format == "random":
         spec = replace(spec, quantization=None, built=None)  # made as floats, however it is stored
     notes = Notes()

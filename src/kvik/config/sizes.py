@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.built import check_draft
-from kvik.config.config import EngineConfig
+from kvik.config.config import EngineConfig, wish_of
 from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.kernels import LANES, MAX_HEAD_DIM, Note
 from kvik.config.kv_spec import AUTO, KVGroup, KVKind
@@ -20,7 +20,6 @@ from kvik.config.speculative import (
     ResolvedSpeculation,
     SpeculativeConfig,
     Typical,
-    speculative_wish,
 )
 from kvik.config.units import GIB, show_bytes
 
@@ -309,13 +308,6 @@ def _what_would_fit(
 # Drafts of a step beyond which it is bound by arithmetic, so that wrong ones cost what right ones
 # gain. Each is a row of logits.
 MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
-
-
-def wish_of(config: EngineConfig) -> SpeculativeConfig | None:
-    """None: no speculation. Raises `ConfigError` for what is impossible."""
-    return speculative_wish(
-        config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
-    )
 
 
 def draft_tokens(wish: SpeculativeConfig) -> int:

@@ -6,14 +6,15 @@ One JSON object (`speculative_config`) says everything; the flags `spec_method`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from kvik.config.draft_heads import HeadsSpec
-from kvik.config.errors import ConfigError
-from kvik.config.fields import shown
+from kvik.config.errors import ConfigError, shown
 from kvik.config.memory import StepSize
 from kvik.config.model_spec import ModelSpec
+from kvik.config.options import Choice, Flag, Integer, Number, Text, option, options_of, unknown
 from kvik.config.quantization import SCHEMES
 
 WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
@@ -22,13 +23,10 @@ OFF = "off"
 MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix")
 TREE_METHODS = ("medusa", "eagle")
 METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
-# Fields of `SpeculativeConfig` that mean something to some methods alone.
-OF_METHODS: Mapping[str, tuple[str, ...]] = {
-    "quantization": ("draft_model",),
-    "ngram_min": ("ngram",),
-    "ngram_max": ("ngram",),
-    "shared": ("suffix",),
-}
+# Facts of the options that mean something to one method alone.
+DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
+    {"methods": (method,)} for method in ("draft_model", "ngram", "suffix")
+)
 MAX_DRAFT_TOKENS = 64  # of a request in a step
 MAX_NGRAM = 32
 DEFAULT_TOKENS: Mapping[str, int] = {
@@ -42,34 +40,45 @@ DEFAULT_TOKENS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Wishes, as the fields of `speculative_config`.
+    """Wishes, as the fields of `speculative_config`."""
 
-    Attributes:
-        method: one of `METHODS`.
-        model: folder or hub id of the draft model, or of the heads; "" for those that ship with
-            the model.
-        num_speculative_tokens: most drafts of a request in one step; None: the method's default.
-        adaptive: fewer drafts for requests whose drafts fail, none while they would cost time.
-        quantization: of the draft model's weights.
-        ngram_min, ngram_max: tokens at the end of a text that are looked up in it ("ngram").
-        shared: look into earlier outputs of the same tenant, too ("suffix").
-        typical_acceptance: accept drafts that are likely enough, drawn or not. Faster, and lossy:
-            it changes the distribution of requests that sample without a seed. All others keep
-            their tokens.
-        typical_epsilon, typical_delta: see `Typical`.
-    """
-
-    method: str = OFF
-    model: str = ""
-    num_speculative_tokens: int | None = None
-    adaptive: bool = True
-    quantization: str = "none"
-    ngram_min: int = 1
-    ngram_max: int = 4
-    shared: bool = False
-    typical_acceptance: bool = False
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
+    method: str = option(OFF, Choice(METHODS), "one of `METHODS`.")
+    model: str = option(
+        "",
+        Text("a folder or a hub id"),
+        'folder or hub id of the draft model, or of the heads; "" for those that ship with the '
+        "model.",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        Integer(1, MAX_DRAFT_TOKENS),
+        "most drafts of a request in one step; None: the method's default.",
+    )
+    adaptive: bool = option(
+        True,
+        Flag(),
+        "fewer drafts for requests whose drafts fail, none while they would cost time.",
+    )
+    quantization: str = option(
+        "none", Choice(tuple(SCHEMES)), "of the draft model's weights.", DRAFT_MODEL_ALONE
+    )
+    ngram_min: int = option(
+        1, Integer(1, MAX_NGRAM), "fewest tokens at the end of a text to look up.", NGRAM_ALONE
+    )
+    ngram_max: int = option(
+        4, Integer(1, MAX_NGRAM), "most tokens at the end of a text to look up.", NGRAM_ALONE
+    )
+    shared: bool = option(
+        False, Flag(), "look into earlier outputs of the same tenant, too.", SUFFIX_ALONE
+    )
+    typical_acceptance: bool = option(
+        False,
+        Flag(),
+        "accept drafts that are likely enough, drawn or not. Faster, and lossy: it changes the "
+        "distribution of requests that sample without a seed. All others keep their tokens.",
+    )
+    typical_epsilon: float = option(0.09, Number(0, 1, above=True), "see `Typical`.")
+    typical_delta: float = option(0.3, Number(0, 1, above=True), "see `Typical`.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +153,18 @@ class ResolvedSpeculation:
 
 
 def speculative_wish(
-    config: object, method: object, model: object, tokens: object
+    config: Mapping[str, object] | None, method: str | None, model: str | None, tokens: int | None
 ) -> SpeculativeConfig | None:
-    """The options of an engine as one wish; None if speculation is off.
+    """The options of an engine, each checked by itself, as one wish; None if speculation is off.
 
     Args:
         config: `speculative_config`. method, model, tokens: `spec_method`, `spec_model` and
             `spec_tokens`; None: not given.
 
     Raises:
-        ConfigError: an option is impossible, or contradicts the method.
+        ConfigError: a field of `config` is impossible, or an option contradicts the method.
     """
-    given: dict[str, object] = {}
-    if config is not None:
-        given = _object(config)
+    given = {} if config is None else _checked(config)
     idle = {key: f"{key} of speculative_config" for key in given}  # without a method
     for name, (key, value) in {
         "spec_method": ("method", method),
@@ -165,11 +172,10 @@ def speculative_wish(
         "spec_tokens": ("num_speculative_tokens", tokens),
     }.items():
         if value is not None:
-            _CHECKS[key](name, value)
             given[key] = value
             idle.pop(key, None)
             idle[key] = name
-    wish = SpeculativeConfig(**given)  # type: ignore[arg-type]
+    wish = SpeculativeConfig(**given)
     if "method" not in given and idle:
         text = f"must be one of {', '.join(METHODS)} beside {', '.join(idle.values())}"
         raise ConfigError("spec_method", f"{text}; it is not given")
@@ -188,82 +194,30 @@ def speculative_wish(
     return wish
 
 
+def _checked(config: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of `speculative_config`, each checked by itself."""
+    options = {one.name: one for one in options_of(SpeculativeConfig)}
+    found = {}
+    for key, value in config.items():
+        if key not in options:
+            text = f"{shown(key)} {unknown(str(key), 'field of it', options)}"
+            raise ConfigError("speculative_config", text)
+        try:
+            found[key] = options[key].checked(value)
+        except ValueError as bad:
+            raise ConfigError("speculative_config", f"{key} {bad}") from None
+    return found
+
+
 def _of_its_method(wish: SpeculativeConfig, given: Mapping[str, object]) -> None:
     """Refuse what would change nothing. What stands at its default may be said."""
-    for field in fields(SpeculativeConfig):
-        methods = OF_METHODS.get(field.name, METHODS)
-        if wish.method not in methods and getattr(wish, field.name) != field.default:
+    for one in options_of(SpeculativeConfig):
+        methods = one.facts.get("methods", METHODS)
+        if wish.method not in methods and getattr(wish, one.name) != one.default:
             raise ConfigError(
                 "speculative_config",
-                f"{field.name} is for the method {', '.join(methods)}, not {wish.method}",
+                f"{one.name} is for the method {', '.join(methods)}, not {wish.method}",
             )
     for name in ("typical_epsilon", "typical_delta"):
         if name in given and "typical_acceptance" not in given:
             raise ConfigError("speculative_config", f"{name} needs typical_acceptance beside it")
-
-
-def _object(config: object) -> dict[str, object]:
-    if not isinstance(config, Mapping):
-        text = f"must be an object such as {{'method': 'ngram'}}, not {shown(config)}"
-        raise ConfigError("speculative_config", text)
-    known = ", ".join(field.name for field in fields(SpeculativeConfig))
-    for key, value in config.items():
-        if key not in _CHECKS:
-            raise ConfigError(
-                "speculative_config", f"keys must be among {known}; {shown(key)} is not"
-            )
-        _CHECKS[key](f"speculative_config {key}", value)
-    return dict(config)
-
-
-def _choice(allowed: tuple[str, ...]) -> Callable[[str, object], None]:
-    def check(name: str, value: object) -> None:
-        if value not in allowed:
-            raise _error(name, f"must be one of {', '.join(allowed)}", value)
-
-    return check
-
-
-def _integer(low: int, high: int, *, optional: bool = False) -> Callable[[str, object], None]:
-    def check(name: str, value: object) -> None:
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise _error(name, f"must be an integer in [{low}, {high}]", value)
-
-    return check
-
-
-def _share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise _error(name, "must be a number above 0 and at most 1", value)
-
-
-def _boolean(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _error(name, "must be true or false", value)
-
-
-def _name(name: str, value: object) -> None:
-    if not isinstance(value, str) or "\0" in value:
-        raise _error(name, "must be a folder or a hub id", value)
-
-
-def _error(name: str, what: str, value: object) -> ConfigError:
-    option, _, key = name.partition(" ")
-    return ConfigError(option, f"{key} {what}, not {shown(value)}".lstrip())
-
-
-_CHECKS: Mapping[object, Callable[[str, object], None]] = {
-    "method": _choice(METHODS),
-    "model": _name,
-    "num_speculative_tokens": _integer(1, MAX_DRAFT_TOKENS, optional=True),
-    "adaptive": _boolean,
-    "quantization": _choice(tuple(SCHEMES)),
-    "ngram_min": _integer(1, MAX_NGRAM),
-    "ngram_max": _integer(1, MAX_NGRAM),
-    "shared": _boolean,
-    "typical_acceptance": _boolean,
-    "typical_epsilon": _share,
-    "typical_delta": _share,
-}

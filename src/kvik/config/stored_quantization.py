@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
 
-from kvik.config.fields import Fields, shown
+from kvik.config.errors import shown
+from kvik.config.fields import Fields
 from kvik.config.patterns import Matcher, PatternError
 
 # Of GGUF: rows of blocks, each with its scales.

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvik.config.check import CHOICES
-from kvik.config.config import SchedulerConfig
+from kvik.config.config import POLICIES, SchedulerConfig
 from kvik.config.errors import ConfigError
 from kvik.core.types import Request, RequestStatus
 
@@ -212,9 +211,6 @@ def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -
             break
         found.append(request)
     return found
-
-
-POLICIES = CHOICES["policy"]
 
 
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:

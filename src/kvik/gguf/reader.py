@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ModelError, shown
 from kvik.config.files import regular
 from kvik.gguf.types import (
     ALIGNMENTS,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import Fields, read_json, shown
+from kvik.config.errors import ModelError, shown
+from kvik.config.fields import Fields, read_json
 from kvik.config.files import regular
 from kvik.nn.safetensors import TensorEntry, read_header
 

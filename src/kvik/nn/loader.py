@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ModelError, shown
 from kvik.nn.builder import Declarations, DeclaredTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
 

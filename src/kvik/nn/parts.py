@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ModelError, shown
 from kvik.config.quantization import LayerScheme
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8

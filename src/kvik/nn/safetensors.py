@@ -13,8 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ModelError, shown
 from kvik.config.files import regular
 
 DTYPE_BITS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvik.config.fields import Fields, shown
+from kvik.config.errors import shown
+from kvik.config.fields import Fields
 from kvik.config.model_spec import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.planner.family_table import Family

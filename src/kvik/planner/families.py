@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from kvik.config.architectures import ARCHITECTURES
 from kvik.config.engine_manifest import read_built
-from kvik.config.errors import ModelError
-from kvik.config.fields import Fields, read_json, shown
+from kvik.config.errors import ModelError, shown
+from kvik.config.fields import Fields, read_json
 from kvik.config.model_source import CONFIG, find_config, is_gguf
 from kvik.config.model_spec import ModelSpec
 from kvik.gguf.facts import METHOD, model_config, model_spec, usual_bits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ModelError
-from kvik.config.fields import Fields, shown
+from kvik.config.errors import ModelError, shown
+from kvik.config.fields import Fields
 from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.planner.family_table import EXPERT_KEYS, Experts, Family, QKNorm
 from kvik.planner.shape import Matrix

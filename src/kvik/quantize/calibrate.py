@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.errors import ConfigError, ModelError
-from kvik.config.fields import shown
+from kvik.config.errors import ConfigError, ModelError, shown
 from kvik.config.files import DRAFT, writing_whole
 from kvik.config.model_spec import ModelSpec
 from kvik.kernels.torch_ops import TORCH

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ConfigError
-from kvik.config.fields import Fields, shown
+from kvik.config.errors import ConfigError, shown
+from kvik.config.fields import Fields
 from kvik.config.stored_quantization import HEAD, KEY, LINEAR, read_stored_quantization
 from kvik.kernels.fp8 import SQUARE
 from kvik.nn.formats.awq import Awq

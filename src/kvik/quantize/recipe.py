@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvik.config.errors import ConfigError
-from kvik.config.fields import shown
+from kvik.config.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
