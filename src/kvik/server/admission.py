@@ -12,11 +12,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.async_client import AsyncEngineClient
 
 FREE_MULTIPLE = 8  # a tenant's part of the queue is at most this many times what is free of it
-
-
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
-
-
 HALF_LIFE = 10.0  # busy seconds after which what was measured counts half
 
 

@@ -93,14 +93,8 @@ class ResponseSender:
 
 
 _access_log = logging.getLogger("kvik.access")
-
-
 PROBES = ("/health", "/ping", "/ready", "/metrics")
-
-
 MAX_PATH = 200
-
-
 MAX_REMEMBERED = 256  # unknown fields that are told of once each
 
 
@@ -134,8 +128,6 @@ class AccessLog:
 
 
 log = logging.getLogger(__name__)
-
-
 NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 
 

@@ -44,16 +44,9 @@ def _sequence(sign: str) -> str:
 
 
 INVALID = "invalid_request_error"
-
-
 SERVER = "server_error"
-
-
 MESSAGES = "/v1/messages"  # the API of Anthropic
-
-
 MAX_MESSAGE = 1000  # characters: messages may quote what was sent
-
 
 # Status -> what Anthropic calls it; others are `invalid_request_error` below 500.
 ANTHROPIC_TYPES: Mapping[int, str] = {
@@ -228,14 +221,8 @@ def _short(message: str) -> str:
 
 
 FAILED = "engine_error"
-
-
 DEADLINE = "deadline_exceeded"
-
-
 ABORTED = "aborted"
-
-
 _STATES: Mapping[EngineState, str] = {
     EngineState.STARTING: "is being started",
     EngineState.STALLED: "has work, and has computed no step for too long",

@@ -75,11 +75,7 @@ class BodyShare:
 
 
 SCOPE_KEY = "kvik.exchange"
-
-
 CLOSE_EXTENSION = "kvik.close"  # in the scope: breaks the connection, whatever waits to be sent
-
-
 MAX_TRACE_PARENT = 128  # characters; those that are known have 55
 
 

@@ -55,14 +55,8 @@ class Bell:
 
 
 MAX_PRIORITY = 1000
-
-
 MAX_DEADLINE_MS = 86_400_000
-
-
 MAX_BAD_WORD_CHARS = 1 << 16
-
-
 _SALT = re.compile(r"[A-Za-z0-9_.:=+/-]{0,128}")
 
 
@@ -210,14 +204,8 @@ class Intake:
 
 
 _log = logging.getLogger(__name__)
-
-
 MAX_LOGGED = 500  # characters of what an engine says of an error
-
-
 MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
-
-
 _FAILED = {
     FinishReason.ABORT: "abort",
     FinishReason.DEADLINE: "deadline",

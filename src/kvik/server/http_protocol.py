@@ -49,8 +49,6 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIRST_PEER_CHECK = 0.25  # seconds after which a client that sends no more is looked at again
 LONGEST_PEER_CHECK = 15.0
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
-
-
 ErrorHeaders = Callable[[Headers], Mapping[str, str]]
 
 

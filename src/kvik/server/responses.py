@@ -20,8 +20,6 @@ from kvik.server.errors import aborted, describe, escaped_traceback
 from kvik.server.generation import Generation
 
 T = TypeVar("T")
-
-
 INLINE_ITEMS = 2000  # items at a microsecond or two: a thread would take longer to wake
 
 
@@ -102,11 +100,7 @@ def _add_slices(length: int, of: Callable[[int, int], list[object]], out: list[b
 
 
 CONTENT_TYPE = "text/event-stream"
-
-
 DONE = b"data: [DONE]\n\n"  # the end of a stream that did not fail, as OpenAI's clients know it
-
-
 HEARTBEAT = b": alive\n\n"  # a comment, which clients skip
 
 
@@ -158,11 +152,7 @@ async def large_response(num_items: int, answer: Callable[[], msgspec.Struct]) -
 
 
 DEGRADED_HEADER = "x-kvik-degraded"
-
-
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -28,11 +28,7 @@ from kvik.server.http_protocol import (
 from kvik.server.server import Server
 
 BACKLOG = 1024
-
-
 LAST_SECONDS = 1.0  # for handlers whose connection is gone
-
-
 RESERVED_FILES = 128  # that are no connections
 
 
@@ -138,20 +134,10 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 
 
 log = logging.getLogger(__name__)
-
-
 START_POLL_SECONDS = 0.05  # between two looks at the engine while it starts
-
-
 SERVE_POLL_SECONDS = 0.5  # and while it serves
-
-
 ABORT_GRACE = 2.0  # seconds for answers that were ended to reach their clients
-
-
 QUICK_GRACE = 0.2  # the same, when the signal came twice
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

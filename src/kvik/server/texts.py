@@ -95,14 +95,8 @@ class TextQuota:
 
 
 COMMAND = python_command("kvik.text.template_process")
-
-
 WORKERS = 2  # so that a rendering that takes long holds up no short one
-
-
 SECONDS = 3.0  # for one rendering
-
-
 MAX_TEXT = 64 << 20  # bytes that a rendering may answer
 
 
@@ -230,24 +224,16 @@ class _Worker:
 
 
 INLINE_CHARS = 2048  # tokenised at once: a thread would take longer to wake
-
-
 THREADS = 2
-
 
 # No text has fewer tokens than this says: the longest entries of a vocabulary are runs of spaces
 # or of one sign, of some 100 bytes at most.
 MAX_BYTES_PER_TOKEN = 128
 
-
 # Usual text has 3 to 5 bytes a token. When more than this for each token of the context is given,
 # its beginning tells whether the rest is worth reading.
 PROBE_BYTES_PER_TOKEN = 8
-
-
 MAX_WAITING_CHARS = 128 << 20  # of texts that wait for a thread or a template, all together
-
-
 MAX_TENANT_CHARS = 64 << 20  # and those of one tenant
 
 

@@ -73,11 +73,7 @@ class MessageRequest(CountRequest, kw_only=True):
 
 
 MAX_CACHE_MARKS = 4
-
-
 FIVE_MINUTES, HOUR = 300.0, 3600.0
-
-
 _SECONDS = {None: FIVE_MINUTES, "5m": FIVE_MINUTES, "1h": HOUR}
 
 

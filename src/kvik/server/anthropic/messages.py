@@ -85,8 +85,6 @@ class TokenCount(Struct):
 
 
 _ELSEWHERE = "this route does not take it"
-
-
 COUNT: Table = {
     "tools": (([],), TOOLS),
     "tool_choice": (({"type": "auto"}, {"type": "none"}), TOOLS),
@@ -96,8 +94,6 @@ COUNT: Table = {
     "output_format": ((), STRUCTURED),
     "context_management": (({},), "the context is not edited"),
 }
-
-
 MESSAGES: Table = {
     **SAMPLING,
     **missing(MessageRequest.__struct_fields__),
@@ -161,17 +157,11 @@ class UsageMeter:
 
 
 PING = json_event({"type": "ping"}, "ping")
-
-
 _HOLE = "\ue000text\ue000"
-
-
 _START = json_event(
     {"type": "content_block_start", "index": 0, "content_block": TextBlock("")},
     "content_block_start",
 )
-
-
 _TEXT = Template(
     {
         "type": "content_block_delta",
@@ -181,11 +171,7 @@ _TEXT = Template(
     [_HOLE],
     "content_block_delta",
 )
-
-
 _STOP = json_event({"type": "content_block_stop", "index": 0}, "content_block_stop")
-
-
 _END = json_event({"type": "message_stop"}, "message_stop")
 
 

@@ -93,11 +93,7 @@ class ChatRequest(Generating, kw_only=True):
 
 
 _MEDIA = "only text is supported"
-
-
 _REASONING = "reasoning is not controlled yet"
-
-
 CHAT: Table = {
     **SAMPLING,
     "chat_template": ((), "the template is the model's own"),
@@ -116,8 +112,6 @@ CHAT: Table = {
     "echo": ((False,), "is for /v1/completions"),
     "mm_processor_kwargs": (({},), _MEDIA),
 }
-
-
 MESSAGE: Table = {
     "tool_calls": (([],), TOOLS),
     "tool_call_id": ((), TOOLS),
@@ -239,11 +233,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
 
 # What a template gets anyway, or what would replace it.
 _OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
-
-
 _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
-
-
 _TOOL_ROLES = ("tool", "function")
 
 

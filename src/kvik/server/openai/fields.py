@@ -17,65 +17,32 @@ from kvik.core.sampling_params import (
 )
 
 MAX_INT32 = 2**31 - 1
-
-
 TO_THE_END = -1  # tokens of output, as llama.cpp counts them
-
-
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-
-
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
-
-
 Name = Annotated[str, Meta(max_length=512)]
-
-
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-
-
 Limit = Annotated[
     int, Meta(ge=TO_THE_END, le=MAX_INT32, description=f"{TO_THE_END}: to the end of the context")
 ]
-
-
 Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy; at least 0.001 else")]
-
-
 Share = Annotated[float, Meta(gt=0, le=1)]
-
-
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-
-
 Repetition = Annotated[float, Meta(gt=0, le=10)]
-
-
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-
-
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
-
-
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
-
 
 # JSON has no integers as keys: the ids are strings there.
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(description=f"token id -> added to its logit; at most {MAX_LIST_ENTRIES}"),
 ]
-
-
 BadWords = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)] | TokenIds],
     Meta(max_length=MAX_LIST_ENTRIES, description="words, or sequences of token ids"),
 ]
-
-
 Number = Annotated[int, Meta(ge=1, le=MAX_N)]
-
-
 Prompt = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="a text, token ids, or a list of texts or of lists of token ids"),

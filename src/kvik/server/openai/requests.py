@@ -15,14 +15,8 @@ from kvik.server.server import Server
 from kvik.server.texts import Texts
 
 PromptInput = str | list[str | int | list[int]]
-
-
 SinglePrompt = str | list[int]
-
-
 MAX_CHOICES = 128  # prompts times n, in one request
-
-
 _KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
 
 
@@ -127,11 +121,7 @@ def check_stream(body: Generating) -> None:
 
 # How long a prompt is kept that shall be; each use begins the time anew.
 RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
-
-
 _DEFAULT = "in_memory"
-
-
 MAX_LOGPROB_VALUES = 1 << 19
 
 
