@@ -104,7 +104,11 @@ async def generating(
 def wish(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
     """A request; `params` are fields of it, or of its sampling parameters."""
     own = {name: params.pop(name) for name in list(params) if name in _OWN}
-    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 8, **params}), **own)
+    return GenerationRequest(ids_of(prompt), SamplingParams(**{"max_tokens": 8, **params}), **own)
 
 
-_OWN = ("priority", "cache_salt", "deadline_ms", "pins", "pooling", "add_special_tokens")
+def ids_of(prompt: str | list[int]) -> list[int]:
+    return [LETTERS.index(letter) if isinstance(letter, str) else letter for letter in prompt]
+
+
+_OWN = ("priority", "cache_salt", "deadline_ms", "pins", "pooling")

@@ -10,6 +10,7 @@ from functools import partial
 
 import httpx2
 import pytest
+from helpers.generating import ids_of
 from helpers.raw_http import connect, post, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import served
@@ -31,7 +32,7 @@ def routes(parts, *, patience=StreamTimeouts(), events=GenerateEvents, **reply):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(
-            body.prompt,
+            ids_of(body.prompt),
             SamplingParams(max_tokens=body.max_tokens or 8),
             deadline_ms=body.deadline_ms,
         )
@@ -131,7 +132,7 @@ async def abort(server, request_id: str) -> None:
 def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
     class Broken(GenerateEvents):
         def grow(self, position, deltas):
-            if self._generation.life.num_output_tokens > 5:
+            if self._generation.record.num_output_tokens > 5:
                 raise RuntimeError("secret\n2026 INFO forged \x1b[31m")
             return super().grow(position, deltas)
 

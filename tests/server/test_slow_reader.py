@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+from helpers.generating import ids_of
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import served
@@ -33,7 +34,7 @@ class Wordy(GenerateEvents):
 def routes(parts, patience):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
-        wish = GenerationRequest(body.prompt, SamplingParams(max_tokens=body.max_tokens))
+        wish = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
         (generation,) = await parts.generations.start_all([wish], "", streaming=True)
         return StreamReply([generation], Wordy(generation), patience=patience)
 

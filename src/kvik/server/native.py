@@ -18,7 +18,8 @@ from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
-from kvik.server.openai.fields import Limit, aliased, limit_of
+from kvik.server.openai.fields import CacheSalt, DeadlineMs, Limit, Priority, aliased, limit_of
+from kvik.server.openai.requests import prompt_ids, split_prompts
 from kvik.server.responses import (
     StreamReply,
     Template,
@@ -56,9 +57,9 @@ class GenerateRequest(Struct, kw_only=True):
     speculation: (
         Annotated[bool, Meta(description="guess tokens ahead, if the engine does")] | None
     ) = None
-    priority: int = 0
-    cache_salt: str = ""
-    deadline_ms: Annotated[int, Meta(ge=1)] | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    deadline_ms: DeadlineMs | None = None
 
 
 class Generated(Struct, kw_only=True):
@@ -124,19 +125,23 @@ def routes(server: Server) -> list[Route]:
 async def generate(server: Server, request: Request) -> Response:
     """A text in one piece, or `TextPiece` events and at last a `Generated` without text."""
     body = await read_body(request, GenerateRequest, UNHONOURED)
-    wish = GenerationRequest(
-        body.prompt,
-        _params(body, server.default_params),
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        deadline_ms=body.deadline_ms,
-    )
-    generations = server.generations
-    generation = await generations.start(
-        wish,
-        caller_of(request).tenant,
+    arrived = time.monotonic()
+    params = _params(body, server.default_params)
+    tenant = caller_of(request).tenant
+    server.generations.check_room(tenant, params.n)
+    (prompt,) = split_prompts("prompt", body.prompt).values()
+    generation = await server.generations.start(
+        GenerationRequest(
+            await prompt_ids(server.texts.of(tenant), prompt),
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            deadline_ms=body.deadline_ms,
+        ),
+        tenant,
         streaming=body.stream,
         trace_parent=trace_parent_of(request),
+        arrived=arrived,
     )
     if body.stream:
         return StreamReply([generation], GenerateEvents(generation))
@@ -152,7 +157,7 @@ async def generate(server: Server, request: Request) -> Response:
 
 def generated(generation: Generation, output: RequestOutput) -> Generated:
     """What is said of a finished text beside it."""
-    seconds = time.monotonic() - generation.life.arrived
+    seconds = time.monotonic() - generation.record.arrived
     (completion,) = output.completions
     count = len(completion.token_ids)
     return Generated(

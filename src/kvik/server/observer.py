@@ -33,15 +33,15 @@ class GenerationRecord:
 class Observer(Protocol):
     """Called in the event loop, so each method must be quick."""
 
-    def arrived(self, life: GenerationRecord) -> None:
+    def arrived(self, record: GenerationRecord) -> None:
         """It was admitted and sent to the engine."""
         ...
 
-    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
-        """Tokens of one completion came; `life` still says what was before them."""
+    def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
+        """Tokens of one completion came; `record` still says what was before them."""
         ...
 
-    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         """It ended. Without output it failed, or nobody waits for it.
 
         Args:
@@ -62,17 +62,17 @@ class Observers:
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
 
-    def arrived(self, life: GenerationRecord) -> None:
+    def arrived(self, record: GenerationRecord) -> None:
         for observer in self._observers:
-            _call(observer.arrived, life)
+            _call(observer.arrived, record)
 
-    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         for observer in self._observers:
-            _call(observer.delivered, life, index, num_tokens, now)
+            _call(observer.delivered, record, index, num_tokens, now)
 
-    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         for observer in self._observers:
-            _call(observer.finished, life, output, reason)
+            _call(observer.finished, record, output, reason)
 
     def refused(self, tenant: str, reason: str) -> None:
         for observer in self._observers:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.errors import KvikError
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.errors import aborted, describe, escaped_traceback
-from kvik.server.generation import Generation
+from kvik.server.generation import Generation, wait_for_change
 
 T = TypeVar("T")
 INLINE_ITEMS = 2000  # items at a microsecond or two: a thread would take longer to wake
@@ -244,9 +244,8 @@ class StreamReply(Response):
             _abort(self._generations, "its reader is gone")
 
     async def _run(self, send: Send) -> None:
-        bell = self._generations[0].bell
         while True:
-            await bell.wait()
+            await wait_for_change(self._generations[0])
             if self._gone:
                 raise ClientDisconnect
             try:
@@ -312,7 +311,7 @@ class StreamReply(Response):
         if not watch.cancelled():
             self._gone = True
             _abort(self._generations, "its reader is gone")
-            self._generations[0].bell.ring()
+            self._generations[0].changed.set()
 
     async def _tick(self) -> None:
         """Looks now and then at a stream in which nothing happens. One timer for each stream costs
@@ -326,7 +325,7 @@ class StreamReply(Response):
                     self._limit.reschedule(loop.time())
             elif quiet > self._patience.heartbeat:
                 self._beat = True
-                self._generations[0].bell.ring()
+                self._generations[0].changed.set()
 
 
 async def wait_for_outputs(
@@ -338,9 +337,8 @@ async def wait_for_outputs(
         KvikError: one of them failed; then all are ended.
         ClientDisconnect: the caller went away, which ends them too.
     """
-    bell = generations[0].bell
     watch = asyncio.get_running_loop().create_task(_until_gone(request.receive))
-    watch.add_done_callback(lambda _: bell.ring())
+    watch.add_done_callback(lambda _: generations[0].changed.set())
     try:
         while True:
             for generation in generations:
@@ -349,7 +347,7 @@ async def wait_for_outputs(
             results = [g.result for g in generations if g.result is not None]
             if len(results) == len(generations):
                 return results
-            await bell.wait()
+            await wait_for_change(generations[0])
             if watch.done():
                 raise ClientDisconnect
     finally:

@@ -57,27 +57,27 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
 
-    def arrived(self, life: GenerationRecord) -> None:
+    def arrived(self, record: GenerationRecord) -> None:
         pass
 
-    def delivered(self, life: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
+    def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         pass
 
-    def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
+    def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         clock = _WallClock()
-        params = life.params
+        params = record.params
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.request.model": self._model_name,
-            "gen_ai.response.id": life.request_id,
+            "gen_ai.response.id": record.request_id,
             "gen_ai.response.finish_reasons": (reason,),
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.choice.count": params.n,
-            "gen_ai.usage.input_tokens": life.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": life.num_output_tokens,
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": record.num_output_tokens,
         }
         if params.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = params.max_tokens
@@ -87,9 +87,9 @@ class Tracing:
             attributes |= _speculation(output)
         span = self._tracer.start_span(
             "kvik.request",
-            context=_parent(life.trace_parent),
+            context=_parent(record.trace_parent),
             kind=SpanKind.SERVER,
-            start_time=clock.at(life.arrived),
+            start_time=clock.at(record.arrived),
             attributes=attributes,
         )
         if reason == "error":

@@ -268,7 +268,7 @@ async def messages(server: Server, request: Request) -> Response:
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     prompt = await make_prompt(server.texts.of(tenant), conversation)
     wish = GenerationRequest(
-        prompt=prompt.token_ids, params=params, pins=prompt.pins, field="messages"
+        prompt_token_ids=prompt.token_ids, params=params, pins=prompt.pins, field="messages"
     )
     with rename_fields(stop="stop_sequences"):
         generation = await server.generations.start(

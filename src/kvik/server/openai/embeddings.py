@@ -19,7 +19,7 @@ from kvik.engine.output import normalise
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import GenerationRequest
-from kvik.server.openai.fields import Name, Prompt
+from kvik.server.openai.fields import DeadlineMs, Name, Priority, Prompt
 from kvik.server.openai.requests import all_prompt_ids, split_prompts
 from kvik.server.responses import offload, wait_for_outputs
 from kvik.server.route import Route
@@ -42,8 +42,8 @@ class EmbeddingRequest(Struct, kw_only=True):
         ]
         | None
     ) = None
-    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
-    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    priority: Priority | None = None
+    deadline_ms: DeadlineMs | None = None
     add_special_tokens: bool | None = None
 
     user: str | None = None
@@ -98,7 +98,7 @@ async def answer_embeddings(server: Server, request: Request, body: EmbeddingReq
     inputs = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
     wishes = [
         GenerationRequest(
-            prompt=ids,
+            prompt_token_ids=ids,
             params=SamplingParams(),
             priority=body.priority or 0,
             deadline_ms=body.deadline_ms,

@@ -43,6 +43,10 @@ BadWords = Annotated[
     Meta(max_length=MAX_LIST_ENTRIES, description="words, or sequences of token ids"),
 ]
 Number = Annotated[int, Meta(ge=1, le=MAX_N)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000, description="smaller is more urgent")]
+# In Python "$" also matches before a line feed at the end.
+CacheSalt = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:+/=-]{0,128}$(?!\n)")]
+DeadlineMs = Annotated[int, Meta(ge=1, le=86_400_000)]
 Prompt = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="a text, token ids, or a list of texts or of lists of token ids"),
@@ -93,9 +97,9 @@ class Generating(Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     prompt_logprobs: Logprobs | None = None
     speculation: bool | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)] | None = None
-    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:+/=-]{1,128}$")] | None = None
-    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    deadline_ms: DeadlineMs | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
 

@@ -14,7 +14,7 @@ from kvik.server.openai.fields import Generating, aliased
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 
-PromptInput = str | list[str | int | list[int]]
+PromptInput = str | Sequence[str | int | list[int]]
 SinglePrompt = str | list[int]
 MAX_CHOICES = 128  # prompts times n, in one request
 _KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
@@ -62,7 +62,7 @@ async def all_prompt_ids(
 
 
 async def prompt_ids(
-    texts: Texts, prompt: SinglePrompt, add_special_tokens: bool | None
+    texts: Texts, prompt: SinglePrompt, add_special_tokens: bool | None = None
 ) -> list[int]:
     """Token ids of one prompt; to a text, special tokens are added unless that is not wanted."""
     if not isinstance(prompt, str):
@@ -130,7 +130,7 @@ def generation_request(
 ) -> GenerationRequest:
     """What the body wants with one prompt. Errors call that `field`."""
     return GenerationRequest(
-        prompt=prompt_ids,
+        prompt_token_ids=prompt_ids,
         params=params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
