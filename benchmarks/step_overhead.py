@@ -34,7 +34,6 @@ from kvik.config.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import read_model_spec
 from kvik.config.speculative import ResolvedSpeculation
@@ -44,6 +43,7 @@ from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
+from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.drafters.base import Drafter

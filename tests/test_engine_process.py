@@ -21,7 +21,6 @@ from helpers.tiny_models import save_tiny
 from kvik import LLM, SamplingParams
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.kv_spec import KV_FORMATS
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
 from kvik.engine.async_client import EngineState, SourceClient
@@ -29,6 +28,7 @@ from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import Frames, Start, Unusable
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
+from kvik.spec.kv import KV_FORMATS
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
 PROMPTS = [[1, 2, 3], [1, 400, 5, 77], [1] * 40]

@@ -17,8 +17,8 @@ from helpers.tiny_models import save_tiny, tokens
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
-from kvik.config.errors import ModelError
 from kvik.config.quantization import weight_bytes
+from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.weights import FloatWeight, Matrix, MatrixSpec

@@ -10,9 +10,9 @@ from itertools import product
 import torch  # before the extension, which then shares torch's threads
 from torch import Tensor
 
-from kvik.config.kv_spec import KV_FORMATS
 from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.native import DTYPES
+from kvik.spec.kv import KV_FORMATS
 
 KERNELS = {name: (i, [a for a, _ in args]) for i, (name, args) in enumerate(_native.kernels())}
 # What KV caches hold.

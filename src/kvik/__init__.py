@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvik.config.config import EngineConfig
-    from kvik.config.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.core.sampling_params import SamplingParams
     from kvik.engine.output import CompletionOutput, EmbeddingOutput, RequestOutput, TextDelta
+    from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
     from kvik.llm import LLM
 
 __version__ = "0.1.0"
@@ -34,14 +34,14 @@ __all__ = [
 
 _HOME: Final = {
     "LLM": "kvik.llm",
-    "CapacityError": "kvik.config.errors",
+    "CapacityError": "kvik.errors",
     "CompletionOutput": "kvik.engine.output",
-    "ConfigError": "kvik.config.errors",
+    "ConfigError": "kvik.errors",
     "EmbeddingOutput": "kvik.engine.output",
     "EngineConfig": "kvik.config.config",
-    "KvikError": "kvik.config.errors",
-    "ModelError": "kvik.config.errors",
-    "ParamError": "kvik.config.errors",
+    "KvikError": "kvik.errors",
+    "ModelError": "kvik.errors",
+    "ParamError": "kvik.errors",
     "RequestOutput": "kvik.engine.output",
     "SamplingParams": "kvik.core.sampling_params",
     "TextDelta": "kvik.engine.output",

@@ -17,10 +17,10 @@ from kvik.config.engine_manifest import (
     file_facts,
     is_engine_folder,
 )
-from kvik.config.errors import ConfigError, shown
 from kvik.config.files import writing_whole_folder
 from kvik.config.hardware import detect
 from kvik.config.model_source import DESCRIPTION
+from kvik.errors import ConfigError, shown
 from kvik.launch import build_weights, resolve_config
 from kvik.model_files import model_files
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import KvikError
 from kvik.engine.child import python_command
 from kvik.engine.host import EngineHost
 from kvik.engine.remote import RemoteClient
 from kvik.engine.supervisor import Supervisor, patience_for
 from kvik.engine.wire import HostLine, Start, Unusable, frame, to_start
+from kvik.errors import KvikError
 from kvik.launch import load_loop
 
 GRACE_SECONDS = 2.0  # between the parent's end and ours, whatever we are at

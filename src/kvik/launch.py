@@ -20,7 +20,6 @@ from kvik.config.config import (
 )
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
-from kvik.config.errors import ConfigError, ModelError
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec
@@ -30,6 +29,7 @@ from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, Specu
 from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
+from kvik.errors import ConfigError, ModelError
 from kvik.model_files import model_files
 from kvik.text.tokenizer import Tokenizer
 

@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError, ParamError
-from kvik.config.options import options_of, unknown
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.output import EmbeddingOutput, RequestOutput, TextDelta, normalise
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
+from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
+from kvik.options import options_of, unknown
 from kvik.text.bad_words import bad_word_ids
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer

@@ -10,17 +10,24 @@ from graphlib import CycleError, TopologicalSorter
 # Facts that pass between the trunks; workers may import nothing else of core.
 BRIDGE = {"core.plan", "core.types", "core.sampling_params"}
 
+# What every part above config may import: facts and vocabulary that import nothing of the rest.
+GROUND = {"errors", "options", "spec"}
+
 # A row for each part of kvik: what it may import beside itself. "config" allows all of config.
+# `GROUND` stands only in the rows of parts that may not import all of config; the others have it.
 ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "options": {"errors"},
+    "spec": {"errors"},
     # control: decides, never imports torch
-    "config": set(),
+    "config": {*GROUND},
     "core": {"config", "frozen"},
     "text": {"config", "core"},
     "engine": {"config", "core", "text"},
     "gguf": {"config"},
     # compute
     "kernels": set(),
-    "attention": {"config.errors", "frozen", "kernels"},
+    "attention": {"errors", "frozen", "kernels"},
     "nn": {"config", "gguf", "kernels", "attention"},
     "models": {"config.model_spec", "nn"},
     "worker": {"config", "frozen", "kernels", "attention", "nn", "models", *BRIDGE},
@@ -93,8 +100,23 @@ ALLOWED: dict[str, set[str]] = {
     "": {"config", "core", "engine", "llm"},
     "__main__": {"cli"},
 }
+for allowed_row in ALLOWED.values():
+    if "config" in allowed_row:
+        allowed_row |= GROUND
 
-CONTROL = ("config", "core", "text", "engine", "gguf", "planner", "model_files", "server")
+CONTROL = (
+    "errors",
+    "options",
+    "spec",
+    "config",
+    "core",
+    "text",
+    "engine",
+    "gguf",
+    "planner",
+    "model_files",
+    "server",
+)
 
 
 def inside(module: str) -> str:

@@ -8,9 +8,9 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.attention.select import BACKENDS, NATIVE, TRITON, TRITON_SDPA, select
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
-from kvik.config.options import Choice, options_of
+from kvik.errors import ConfigError
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.options import Choice, options_of
 
 CPU = torch.device("cpu")
 

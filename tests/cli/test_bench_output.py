@@ -13,7 +13,7 @@ from helpers.bench_results import sample_result
 from kvik.bench.report import table
 from kvik.bench.report.result import Result
 from kvik.cli.bench_output import add_output_flags, check_output, write_out
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 
 def flags(*words: str) -> argparse.Namespace:

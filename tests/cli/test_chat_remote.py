@@ -22,7 +22,7 @@ from kvik.cli.chat import Chat
 from kvik.cli.chat_remote import RemoteBackend, first_model
 from kvik.cli.main import main
 from kvik.cli.remote_server import RemoteServer
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.server.app import openai_routes
 from kvik.server.keys import read_keys
 

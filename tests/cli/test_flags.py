@@ -15,9 +15,9 @@ from kvik.cli.flags import (
     given_sampling_options,
 )
 from kvik.config.config import EngineConfig
-from kvik.config.errors import KvikError
-from kvik.config.options import options_of
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import KvikError
+from kvik.options import options_of
 
 SAMPLING: dict[str, tuple[list[str], object]] = {
     "n": (["3"], 3),

@@ -14,8 +14,8 @@ import pytest
 
 from kvik import __version__
 from kvik.cli import main as cli
-from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED
+from kvik.errors import ModelError
 
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvik.cli.main import main
 from kvik.cli.remote_server import RemoteServer
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 COMMANDS = (["top", "--once"], ["chat"], ["bench", "serve"])
 

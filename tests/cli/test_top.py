@@ -21,7 +21,7 @@ from kvik.cli import top
 from kvik.cli.main import main
 from kvik.cli.top import frames, read
 from kvik.config.env import server_environment
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 from kvik.server import engine_view, native
 from kvik.server.keys import read_keys
 from kvik.server.route import Route

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvik.config.config import EngineConfig, check_config
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 BAD: dict[str, list[Any]] = {
     "model": [None, 3, "a\0b"],

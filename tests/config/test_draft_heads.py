@@ -15,7 +15,7 @@ from kvik.config.draft_heads import (
     read_heads_spec,
     shipped_heads,
 )
-from kvik.config.errors import ConfigError, ModelError
+from kvik.errors import ConfigError, ModelError
 
 SPECS = [
     HeadsSpec(MEDUSA, 64, 100, depth=3, layers=2),

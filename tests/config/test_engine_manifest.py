@@ -24,7 +24,7 @@ from kvik.config.engine_manifest import (
     read_manifest,
     verify,
 )
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 
 SEAL = "5e" * 32
 

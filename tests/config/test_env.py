@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvik.config.env import cache_folder, environment_options, server_environment
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 
 def test_each_type_is_read() -> None:

@@ -10,12 +10,12 @@ from helpers.configs import PUBLIC
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
-from kvik.config.errors import CapacityError
 from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes, num_decoding_sizes
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.errors import CapacityError
 
 GIB = 1 << 30
 CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))

@@ -9,12 +9,12 @@ import pytest
 from kvik.config.built import settled
 from kvik.config.config import Decision, EngineConfig
 from kvik.config.engine_manifest import Built
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.config.kernels import choose_attention, choose_kernels, torch_prompts
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.errors import ConfigError
 
 AVX2 = frozenset(("avx2", "fma"))
 LAPTOP = Hardware("CPU", 4, 1 << 34, "RAM", isa=AVX2, native=True)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.config.rope_spec import ROPE_KINDS
+from kvik.errors import ModelError
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"architectures": ["BertModel"]}, "architectures", "LlamaForCausalLM, MistralForCausalLM"),

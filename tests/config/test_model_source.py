@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED, find_config, find_model, is_gguf
+from kvik.errors import ModelError
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.kv_spec import KVKind, group_layers
 from kvik.config.model_spec import ModelSpec
 from kvik.config.rope_spec import RopeSpec
+from kvik.spec.kv import KVKind, group_layers
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
 from kvik.config.server_config import ServerConfig, check_server_config
+from kvik.errors import ConfigError
 
 
 def test_no_option_has_the_name_of_one_of_the_engine() -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, wish_of
-from kvik.config.errors import ConfigError
 from kvik.config.memory import StepSize
 from kvik.config.sizes import choose_speculation, with_draft_rows
 from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
+from kvik.errors import ConfigError
 
 NO_SOURCE = DraftSource()
 SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvik.config.config import CacheConfig
-from kvik.config.kv_spec import group_layers
 from kvik.core.block_pool import NULL_BLOCK
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Request, RequestStatus
+from kvik.spec.kv import group_layers
 
 Content = tuple[int, str, tuple[int, ...]]  # KV group, salt, all tokens up to the block's end
 

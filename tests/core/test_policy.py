@@ -9,9 +9,9 @@ from helpers.fake_worker import expected_output
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.config import POLICIES
-from kvik.config.errors import ConfigError
 from kvik.core.policy import make_policy
 from kvik.core.types import Request, RequestStatus
+from kvik.errors import ConfigError
 
 NO_STOP: frozenset[int] = frozenset()
 

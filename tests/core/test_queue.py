@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.errors import CapacityError
 from kvik.core.queue import WaitingQueue
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Request
+from kvik.errors import CapacityError
 
 
 def request(order: float, num_tokens: int = 3) -> Request:

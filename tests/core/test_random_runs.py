@@ -15,7 +15,6 @@ import pytest
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.config import POLICIES
-from kvik.config.kv_spec import KVCacheSpec
 from kvik.core import kv_manager
 from kvik.core.block_pool import (
     BlockPool,
@@ -27,6 +26,7 @@ from kvik.core.block_pool import (
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import StepsInFlight
 from kvik.core.types import FinishReason, Request
+from kvik.spec.kv import KVCacheSpec
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (5,), (None, 6), (16, None, 3)]
 

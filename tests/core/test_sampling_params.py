@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ParamError
 
 HUGE = 2**70
 

@@ -8,7 +8,6 @@ import pytest
 from helpers.simulation import Setup, Simulation
 
 from kvik.config.config import POLICIES
-from kvik.config.errors import CapacityError
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from kvik.core.types import (
     RequestStatus,
     TokenLogprobs,
 )
+from kvik.errors import CapacityError
 
 NO_STOP: frozenset[int] = frozenset()
 

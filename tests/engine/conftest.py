@@ -17,13 +17,13 @@ from kvik.config.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from kvik.config.kv_spec import group_layers
 from kvik.config.model_spec import ModelSpec
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.engine.wire import Ready
+from kvik.spec.kv import group_layers
 
 EOS = 63
 

@@ -8,11 +8,11 @@ import pytest
 from helpers.served_engine import tiny_config
 
 from kvik.config.config import CacheConfig
-from kvik.config.errors import CapacityError, KvikError, ParamError
-from kvik.config.kv_spec import KVKind
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length
+from kvik.errors import CapacityError, KvikError, ParamError
+from kvik.spec.kv import KVKind
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.errors import CapacityError, ParamError
 from kvik.core import invariants, scheduler
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.client import InprocClient
+from kvik.errors import CapacityError, ParamError
 
 
 def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvik.config.errors import ModelError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.defaults import read_default_params
+from kvik.errors import ModelError
 
 
 def read(tmp_path, **stored) -> SamplingParams:

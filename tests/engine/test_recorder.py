@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from helpers.recorded import written
 
-from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, TokenLogprobs
@@ -36,6 +35,7 @@ from kvik.engine.recorder import (
     open_recording,
 )
 from kvik.engine.replay import RecordedClock, Replay, Replayed
+from kvik.errors import ConfigError
 
 from .conftest import FakeExecutor, make_config
 

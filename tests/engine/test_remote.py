@@ -11,7 +11,6 @@ import uvloop
 from helpers.scripted_engine import end, request, token
 from helpers.served_engine import engine_in_thread
 
-from kvik.config.errors import ParamError, UnavailableError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import remote as module
@@ -19,6 +18,7 @@ from kvik.engine import wire
 from kvik.engine.async_client import EngineState
 from kvik.engine.live import LiveView
 from kvik.engine.wire import Add, Answer, Ask, End, Ready, Start, Unusable
+from kvik.errors import ParamError, UnavailableError
 
 
 def test_requests_and_deltas_go_through(with_rig):

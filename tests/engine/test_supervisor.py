@@ -19,13 +19,13 @@ from helpers.engine_child import CRASH, HANG, PAUSE
 from helpers.served_engine import tiny_config
 from helpers.virtual_time import run_virtually
 
-from kvik.config.errors import UnavailableError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.async_client import EngineState
 from kvik.engine.remote import RemoteClient
 from kvik.engine.supervisor import Patience, Supervisor, patience_for
 from kvik.engine.wire import Start
+from kvik.errors import UnavailableError
 
 QUICK = Patience(
     stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from helpers.scripted_engine import Rig, end, request, token
 
-from kvik.config.errors import ParamError
 from kvik.core.types import FinishReason
 from kvik.engine.async_client import EngineState
 from kvik.engine.wire import Add, End, Ready
+from kvik.errors import ParamError
 
 
 async def lose(rig: Rig) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import (
     DraftCounts,
@@ -24,6 +23,7 @@ from kvik.core.types import (
 )
 from kvik.engine import wire
 from kvik.engine.wire import Add, End, Frames, Outbox, Ready, Stepped, WireError, stepped
+from kvik.errors import ParamError
 
 REPORT = RequestReport(1.0, 2.0, None, 3.0, 4, 5)
 GUESSED = RequestSpeculation(DraftCounts(2, 5, 3, [2, 2, 1], [2, 1, 0]), 0.5, 0.75)

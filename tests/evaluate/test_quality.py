@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import kvik
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError, ModelError
+from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.quality import Quality, measure_quality
 from kvik.evaluate.windows import held_out_texts
 from kvik.text.tokenizer import Tokenizer

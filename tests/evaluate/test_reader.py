@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvik import launch
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import PROMPT_ROWS
 from kvik.core.plan import SchedulerOutput
+from kvik.errors import ConfigError
 from kvik.evaluate.reader import Reader, check_room, read_together, resolve_reader
 from kvik.evaluate.windows import Window
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.evaluate.windows import held_out_texts, read_texts
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.evaluate.windows import Window, choose_window, count_scored, cut, prompt_prefix
 from kvik.text.tokenizer import Tokenizer
 

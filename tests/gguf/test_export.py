@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import ModelSpec
 from kvik.config.rope_spec import RopeSpec
+from kvik.errors import ModelError
 from kvik.gguf.export import model_metadata, rope_divisors, token_id_metadata
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from helpers.gguf_files import llama_file, raw, write_with_package
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import ModelSpec
 from kvik.config.rope_spec import RopeSpec
+from kvik.errors import ModelError
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 

@@ -27,8 +27,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import ModelSpec
+from kvik.errors import ModelError
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import read_tokenizer

@@ -26,7 +26,7 @@ from helpers.gguf_files import (
     write_with_package,
 )
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.gguf import reader
 from kvik.gguf.reader import read_gguf
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.gguf.rope import llama3_divisors, llama3_scaling
 
 CASES = [

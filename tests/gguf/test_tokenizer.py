@@ -13,8 +13,8 @@ from helpers.gguf_tokenizers import BYTE_LEVEL, BYTES, byte_level, sentencepiece
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 
-from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED
+from kvik.errors import ModelError
 from kvik.gguf import tokenizer as module
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import GgufTokenizer, merges_by_score, read_tokenizer

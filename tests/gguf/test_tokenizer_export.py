@@ -9,8 +9,8 @@ import pytest
 from helpers.gguf_tokenizers import BYTE_LEVEL, byte_level, sentencepiece, texts
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED
+from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from kvik.gguf.tokenizer_export import tokenizer_metadata

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, write_gguf

@@ -11,7 +11,7 @@ from helpers.http_server import HttpServer, http_server
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvik.config.errors import CapacityError, Overflow, OverloadError, ParamError
+from kvik.errors import CapacityError, Overflow, OverloadError, ParamError
 from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of

@@ -26,7 +26,6 @@ from kvik.config.config import (
     RunnerConfig,
     SchedulerConfig,
 )
-from kvik.config.kv_spec import group_layers
 from kvik.config.model_spec import ModelSpec
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState, SourceClient
@@ -36,6 +35,7 @@ from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import HostLine
+from kvik.spec.kv import group_layers
 
 EOS = 63
 

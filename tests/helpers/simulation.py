@@ -14,12 +14,12 @@ from helpers.fake_worker import (
 )
 
 from kvik.config.config import CacheConfig, SchedulerConfig
-from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
 from kvik.core import invariants
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Pin, Request, RequestDelta
+from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
 
 
 def kv_spec(window: int | None = None) -> KVCacheSpec:

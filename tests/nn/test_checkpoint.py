@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.nn import checkpoint
 from kvik.nn.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, open_checkpoint
 from kvik.nn.safetensors import DTYPE_BITS

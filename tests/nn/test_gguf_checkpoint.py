@@ -13,8 +13,8 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import read_model_spec
+from kvik.errors import ModelError
 from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.writer import write_gguf
 from kvik.nn import gguf_checkpoint as module

@@ -12,8 +12,8 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import read_model_spec
+from kvik.errors import ModelError
 from kvik.gguf.facts import gguf_name
 from kvik.gguf.writer import write_gguf
 from kvik.nn import checkpoint as reading

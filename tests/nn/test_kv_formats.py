@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.config.kv_spec import (
+from kvik.nn.kv_formats import allocate_apart, allocate_kv
+from kvik.spec.kv import (
     KV_FORMATS,
     KVCacheSpec,
     KVGroup,
@@ -15,7 +16,6 @@ from kvik.config.kv_spec import (
     group_layers,
     stored_as,
 )
-from kvik.nn.kv_formats import allocate_apart, allocate_kv
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

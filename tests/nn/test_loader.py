@@ -15,7 +15,7 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.nn import loader
 from kvik.nn.checkpoint import SINGLE
 

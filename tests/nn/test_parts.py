@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError
 from kvik.config.quantization import LayerScheme, layer_scheme
+from kvik.errors import ModelError
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.weights import (
     FloatWeight,

@@ -11,8 +11,8 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
-from kvik.config.errors import ModelError
 from kvik.config.quantization import weight_bytes
+from kvik.errors import ModelError
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.nn import safetensors
 from kvik.nn.safetensors import TensorEntry, read_header
 

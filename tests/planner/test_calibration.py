@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Hardware
+from kvik.errors import ConfigError
 from kvik.planner.calibration import interpolate, load, save, stale, this_machine
 
 HARDWARE = Hardware(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.cost import Load, cost, parse_load
 
 

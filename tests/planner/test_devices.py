@@ -9,8 +9,8 @@ import pytest
 from helpers.calibrations import calibration, measured_device
 from msgspec.structs import replace
 
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
+from kvik.errors import ConfigError
 from kvik.planner.calibration import save
 from kvik.planner.devices import ARITHMETICS, DEVICES, find_device, read_device, this_device
 

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.errors import ModelError
 from kvik.config.model_source import BUNDLED
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.config.quantization import SCHEMES, weight_bytes
+from kvik.errors import ModelError
 from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, ModelShape

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.errors import ConfigError
-from kvik.config.kv_spec import KV_FORMATS
 from kvik.config.model_spec import DTYPE_BYTES
 from kvik.config.quantization import SCHEMES
+from kvik.errors import ConfigError
 from kvik.planner.formats import (
     WEIGHT_FORMATS,
     arithmetic,
@@ -15,6 +14,7 @@ from kvik.planner.formats import (
     weight_facts,
     weight_format,
 )
+from kvik.spec.kv import KV_FORMATS
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.public_configs import config
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.families import shape_from_config
 from kvik.planner.parallel import can_share, check_parallel, share
 from kvik.planner.shape import ModelShape

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.families import read_shape
 from kvik.planner.question import Question, check_question, context_of, load_of, request_of
 

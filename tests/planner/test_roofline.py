@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.devices import DEVICES, Device, find_device
 from kvik.planner.families import shape_from_config
 from kvik.planner.roofline import (

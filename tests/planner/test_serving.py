@@ -11,12 +11,11 @@ import pytest
 from helpers.configs import PUBLIC
 
 from kvik.config.config import CacheConfig, SchedulerConfig
-from kvik.config.errors import ConfigError
-from kvik.config.kv_spec import KVCacheSpec, KVKind, group_layers
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
+from kvik.errors import ConfigError
 from kvik.planner.devices import Device
 from kvik.planner.families import shape_from_config
 from kvik.planner.roofline import Step, decode, prefill, step_time
@@ -34,6 +33,7 @@ from kvik.planner.serving import (
 from kvik.planner.setting import Setting
 from kvik.planner.slo import Slo
 from kvik.planner.waiting import predict_rate
+from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 400e12, "int8": 800e12}, link=300e9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.planner.slo import Slo, parse_seconds, parse_slo
 
 

@@ -14,8 +14,8 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import read_model_spec
+from kvik.errors import ModelError
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import unwatched
 from kvik.quantize.calibrate import ModelBlocks

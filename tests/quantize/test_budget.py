@@ -10,8 +10,8 @@ from helpers.calibrated import calibrated, quiet, random_windows
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
-from kvik.config.errors import ConfigError
 from kvik.config.model_spec import read_model_spec
+from kvik.errors import ConfigError
 from kvik.quantize.budget import CHOICE, choose_bits
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe

@@ -14,11 +14,11 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
 
-from kvik.config.errors import ConfigError, ModelError
 from kvik.config.fields import Fields
 from kvik.config.model_source import BUNDLED
 from kvik.config.model_spec import read_model_spec
 from kvik.config.stored_quantization import read_stored_quantization
+from kvik.errors import ConfigError, ModelError
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
 from kvik.nn.checkpoint import open_checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.held_out import TEXT
 
-from kvik.config.errors import ConfigError
 from kvik.config.model_source import BUNDLED
+from kvik.errors import ConfigError
 from kvik.quantize import calibrate as module
 from kvik.quantize.calibrate import calibration_windows
 from kvik.text.tokenizer import Tokenizer

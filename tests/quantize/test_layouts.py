@@ -9,7 +9,7 @@ import torch
 from helpers.stored_layers import golden
 from torch import Tensor
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bits import lessen
 from kvik.nn.formats.gptq import natural_index

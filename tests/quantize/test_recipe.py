@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.quantize.recipe import Recipe, check_groups, dividing
 
 MODEL = torch.bfloat16

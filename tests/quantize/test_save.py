@@ -17,8 +17,8 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.errors import ConfigError, KvikError, ModelError
 from kvik.config.model_spec import read_model_spec
+from kvik.errors import ConfigError, KvikError, ModelError
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Fp8Kind, Int8Kind
 from kvik.nn.checkpoint import INDEX, SINGLE, open_checkpoint

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvik.config.errors import CapacityError, OverloadError
+from kvik.errors import CapacityError, OverloadError
 from kvik.server.admission import FREE_MULTIPLE, Admission, Reservation, StartRate
 
 

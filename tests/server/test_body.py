@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvik.config.errors import OverloadError
+from kvik.errors import OverloadError
 from kvik.server import body
 from kvik.server.app import App, AppConfig
 from kvik.server.body import parse_json, read_body

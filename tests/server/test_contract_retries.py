@@ -17,7 +17,7 @@ from helpers.serving import Served, served
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.config.errors import (
+from kvik.errors import (
     CapacityError,
     KvikError,
     Overflow,

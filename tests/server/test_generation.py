@@ -9,8 +9,8 @@ import pytest
 from helpers.generating import LETTERS, generating, wish
 from helpers.served_engine import EOS, FakeExecutor
 
-from kvik.config.errors import CapacityError, OverloadError, ParamError, UnavailableError
 from kvik.engine import host
+from kvik.errors import CapacityError, OverloadError, ParamError, UnavailableError
 from kvik.server import generation as module
 from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError

@@ -9,8 +9,8 @@ import pytest
 from helpers.generating import generating, wish
 from helpers.served_engine import FakeExecutor
 
-from kvik.config.errors import OverloadError
 from kvik.core.types import FinishReason, RequestDelta
+from kvik.errors import OverloadError
 from kvik.server import generation as module
 from kvik.server.generation import RequestLimits
 

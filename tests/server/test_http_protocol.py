@@ -398,7 +398,7 @@ def test_who_does_not_read_is_left(server: HttpServer, state: State) -> None:
 
 
 def test_a_port_that_is_taken_is_named(server: HttpServer) -> None:
-    from kvik.config.errors import ConfigError
+    from kvik.errors import ConfigError
 
     with pytest.raises(ConfigError, match="port") as caught:
         bind("127.0.0.1", server.port)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.server.keys import Keys, read_keys
 
 

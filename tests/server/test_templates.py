@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 import uvloop
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.server.texts import Templates
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.template_process import TemplateSource

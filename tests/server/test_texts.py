@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import OverloadError, ParamError
+from kvik.errors import OverloadError, ParamError
 from kvik.launch import resolve_config
 from kvik.model_files import model_files
 from kvik.server import texts as module

@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvik.config.errors import ConfigError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
+from kvik.errors import ConfigError
 from kvik.server.app import all_routes
 from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.observer import GenerationRecord, Observer

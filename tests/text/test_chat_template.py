@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.errors import KvikError, ModelError, ParamError
+from kvik.errors import KvikError, ModelError, ParamError
 from kvik.text import sandbox
 from kvik.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 

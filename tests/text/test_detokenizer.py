@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.text.detokenizer import MAX_LEADING, REPLACEMENT, Pieces
 from kvik.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.launch import shared_vocabulary
 from kvik.text.tokenizer import Tokenizer
 

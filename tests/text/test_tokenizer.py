@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
-from kvik.config.errors import ModelError, ParamError
+from kvik.errors import ModelError, ParamError
 from kvik.text import tokenizer as module
 from kvik.text.tokenizer import Tokenizer
 

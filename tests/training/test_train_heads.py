@@ -12,7 +12,7 @@ from torch import Tensor
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, read_heads_spec
-from kvik.config.errors import ConfigError, ModelError
+from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import Window
 from kvik.launch import resolve_config
 from kvik.nn.context import ForwardContext

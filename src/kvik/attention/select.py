@@ -11,7 +11,7 @@ from kvik.attention.base import AttentionBackend, BackendCaps
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.kernels.ops import Ops
 
 if TYPE_CHECKING:

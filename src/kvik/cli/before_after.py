@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError, KvikError
+from kvik.errors import ConfigError, KvikError
 
 if TYPE_CHECKING:
     from kvik.cli.quantize_report import Report, Speed

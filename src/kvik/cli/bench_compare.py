@@ -10,7 +10,7 @@ from pathlib import Path
 from kvik.cli.bench_output import add_model, add_output_flags, check_output, write_out
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.cli.terminal import say
-from kvik.config.errors import ConfigError
 from kvik.config.files import can_write, write_whole
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.bench.report.result import Result

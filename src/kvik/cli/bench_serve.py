@@ -25,7 +25,7 @@ from kvik.cli.bench_serve_flags import (
 )
 from kvik.cli.flags import Parser
 from kvik.cli.remote_server import RemoteServer
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 
 if TYPE_CHECKING:

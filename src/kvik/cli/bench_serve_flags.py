@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvik.cli.bench_output import integers
 from kvik.cli.remote_server import add_key_flag
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = (8,)

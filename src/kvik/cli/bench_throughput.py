@@ -14,7 +14,7 @@ from kvik.cli.bench_output import (
     write_out,
 )
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.bench.inprocess.jobs import Requests

@@ -12,10 +12,10 @@ from kvik.cli.calibrate_gpu import calibrate_gpu, usable_gpus
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
-from kvik.config.errors import ConfigError
 from kvik.config.files import can_write
 from kvik.config.hardware import detect, prompt_attention_path
-from kvik.config.options import Integer
+from kvik.errors import ConfigError
+from kvik.options import Integer
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 
 MAX_THREADS = 1024

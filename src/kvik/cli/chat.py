@@ -20,8 +20,8 @@ from kvik.cli.flags import (
 )
 from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.cli.terminal import say
-from kvik.config.errors import ConfigError, KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ConfigError, KvikError, ParamError
 
 HELP = """\
 /help           this list

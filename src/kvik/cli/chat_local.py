@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvik.cli.chat_backend import Facts, Messages
 from kvik.cli.report import stats_line
-from kvik.config.errors import KvikError, ParamError
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import KvikError, ParamError
 
 if TYPE_CHECKING:
     from kvik.llm import LLM, Stream

@@ -15,7 +15,7 @@ from kvik.bench.load.answer import Chunk, Usage
 from kvik.bench.load.sse import Event, EventTooLarge, SseParser
 from kvik.cli.chat_backend import Facts, Messages
 from kvik.cli.remote_server import RemoteServer
-from kvik.config.errors import ConfigError, KvikError
+from kvik.errors import ConfigError, KvikError
 
 CONNECT_SECONDS = 30.0
 SILENCE_SECONDS = 600.0  # until the next bytes: a long prompt on a slow machine takes minutes

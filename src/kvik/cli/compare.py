@@ -12,7 +12,7 @@ from kvik.cli.bench_output import add_output_flags, check_output, write_out
 from kvik.cli.eval import READING, ROUNDING, add_text_flags, text_name, texts_of
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.bench.inprocess.models import Contender

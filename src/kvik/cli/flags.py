@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
 from kvik.config.env import environment_options, server_environment
-from kvik.config.errors import ConfigError, KvikError
-from kvik.config.options import TAKES_SEVERAL, Flag, Option, options_of, unknown
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ConfigError, KvikError
+from kvik.options import TAKES_SEVERAL, Flag, Option, options_of, unknown
 
 # The model is an argument of its own. --seed is the request's where a command has one; a command
 # that only starts the engine may name the engine's among its flags, kept under another name.

@@ -16,9 +16,9 @@ from kvik.cli.flags import (
 )
 from kvik.cli.report import as_json, stats_line
 from kvik.cli.terminal import say
-from kvik.config.errors import ParamError
 from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ParamError
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput

@@ -9,15 +9,15 @@ from dataclasses import asdict
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import CapacityError
 from kvik.config.hardware import detect, find_gpus
-from kvik.config.kv_spec import AUTO, formats_of
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.config.quantization import weight_bytes
 from kvik.config.resolve import resolve
 from kvik.config.units import show_bytes
+from kvik.errors import CapacityError
 from kvik.model_files import model_files
+from kvik.spec.kv import AUTO, formats_of
 
 
 def build_parser() -> argparse.ArgumentParser:

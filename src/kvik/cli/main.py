@@ -11,7 +11,7 @@ from io import TextIOWrapper
 
 from kvik import __version__
 from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does
 VERBS: Mapping[str, tuple[str, str]] = {

@@ -14,8 +14,8 @@ from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, nu
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
 from kvik.config.model_source import find_model
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

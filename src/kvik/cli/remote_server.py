@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvik.config.env import client_key
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 _IN_A_HEADER = re.compile(r"[!-~]*")
 _SHOWN = 60  # characters of what is wrong

@@ -10,9 +10,9 @@ from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ModelError
 from kvik.config.model_source import find_model
 from kvik.engine.recorder import RecordReader, open_recording, version
+from kvik.errors import ModelError
 
 EQUAL, DIFFERENT = 0, 1
 

@@ -18,8 +18,8 @@ from kvik.cli.bench_output import (
 from kvik.cli.eval import text_name, texts_of
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
 from kvik.config.speculative import WISHES
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.bench.inprocess.speculation import Prompts

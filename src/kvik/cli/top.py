@@ -15,7 +15,7 @@ from rich.live import Live
 from kvik.cli.flags import Parser, number
 from kvik.cli.remote_server import RemoteServer, add_key_flag
 from kvik.cli.top_picture import Frame, picture, plain
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 
 PATH = "/v1/engine"
 TIMEOUT = 5.0  # seconds that the server may be silent

@@ -12,7 +12,7 @@ from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik.training.heads import HeadsRecipe, TrainedHeads

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from kvik.config.config import EngineConfig
 from kvik.config.engine_manifest import Built
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Hardware
 from kvik.config.quantization import SCHEMES
+from kvik.errors import ConfigError
 
 BUILT_IN = "as the engine folder was built"
 # What a field is when its user left the choice to kvik.

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvik.config.errors import ConfigError
 from kvik.config.graph_sizes import GraphSize
-from kvik.config.kv_spec import AUTO, KV_FORMATS, SYNONYMS, KVGroup
 from kvik.config.model_spec import MAX_LAYERS, ModelSpec
-from kvik.config.options import (
+from kvik.config.quantization import SCHEMES
+from kvik.config.speculative import (
+    MAX_DRAFT_TOKENS,
+    METHODS,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    speculative_wish,
+)
+from kvik.errors import ConfigError
+from kvik.options import (
     Choice,
     Flag,
     Integer,
@@ -20,14 +27,7 @@ from kvik.config.options import (
     normalised,
     option,
 )
-from kvik.config.quantization import SCHEMES
-from kvik.config.speculative import (
-    MAX_DRAFT_TOKENS,
-    METHODS,
-    ResolvedSpeculation,
-    SpeculativeConfig,
-    speculative_wish,
-)
+from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS, KVGroup
 
 POLICIES = (
     "fcfs",

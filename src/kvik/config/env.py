@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
-from kvik.config.options import Option, options_of, unknown
 from kvik.config.server_config import ServerConfig
+from kvik.errors import ConfigError
+from kvik.options import Option, options_of, unknown
 
 PREFIX = "KVIK_"
 # What Kubernetes sets in every pod beside a service that is called kvik: KVIK_PORT=tcp://10.0.0.1:80

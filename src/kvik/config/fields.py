@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.files import regular
-from kvik.config.options import Choice, Flag, Integer, Kind, Number
+from kvik.errors import ModelError, shown
+from kvik.options import Choice, Flag, Integer, Kind, Number
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
 

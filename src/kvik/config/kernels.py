@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import TRITON_SDPA, ModelSizes
 from kvik.config.model_spec import SHORT_DTYPES
 from kvik.config.notes import ASKED
 from kvik.config.quantization import matrix_scheme
+from kvik.errors import ConfigError
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this

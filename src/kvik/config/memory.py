@@ -28,7 +28,10 @@ from kvik.config.graph_sizes import (
     heads_sizes,
     num_decoding_sizes,
 )
-from kvik.config.kv_spec import (
+from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
+from kvik.config.quantization import Weighed, weight_bytes
+from kvik.config.units import MIB
+from kvik.spec.kv import (
     AUTO,
     KVCacheSpec,
     KVGroup,
@@ -37,9 +40,6 @@ from kvik.config.kv_spec import (
     max_blocks,
     stored_as,
 )
-from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.quantization import Weighed, weight_bytes
-from kvik.config.units import MIB
 
 LOGIT_BYTES = 4  # of the model's, whatever its dtype
 # What sampling may take beside the logits; a batch that would take more is sampled in parts. On a

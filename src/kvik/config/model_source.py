@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 

@@ -19,7 +19,6 @@ from kvik.config.config import (
     check_config,
     wish_of,
 )
-from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.kernels import (
     Note,
@@ -28,7 +27,6 @@ from kvik.config.kernels import (
     native_reason,
     torch_prompts,
 )
-from kvik.config.kv_spec import AUTO, KV_FORMATS
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
     POOL_BYTES_PER_BLOCK,
@@ -51,6 +49,8 @@ from kvik.config.sizes import (
 )
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.config.units import show_bytes
+from kvik.errors import CapacityError, ConfigError
+from kvik.spec.kv import AUTO, KV_FORMATS
 
 CROWDED = "no request would fit into memory beside them; decoding takes longer"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ConfigError
-from kvik.config.options import (
+from kvik.errors import ConfigError
+from kvik.options import (
     TAKES_SEVERAL,
     Choice,
     Flag,

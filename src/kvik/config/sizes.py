@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.built import check_draft
 from kvik.config.config import EngineConfig, wish_of
-from kvik.config.errors import CapacityError, ConfigError
 from kvik.config.kernels import LANES, MAX_HEAD_DIM, Note
-from kvik.config.kv_spec import AUTO, KVGroup, KVKind
 from kvik.config.memory import TRITON_BACKENDS, Footprint, HeadsFootprint, StepSize
 from kvik.config.notes import ASKED, Notes
 from kvik.config.speculative import (
@@ -22,6 +20,8 @@ from kvik.config.speculative import (
     Typical,
 )
 from kvik.config.units import GIB, show_bytes
+from kvik.errors import CapacityError, ConfigError
+from kvik.spec.kv import AUTO, KVGroup, KVKind
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic

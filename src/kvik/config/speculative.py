@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvik.config.draft_heads import HeadsSpec
-from kvik.config.errors import ConfigError, shown
 from kvik.config.memory import StepSize
 from kvik.config.model_spec import ModelSpec
-from kvik.config.options import Choice, Flag, Integer, Number, Text, option, options_of, unknown
 from kvik.config.quantization import SCHEMES
+from kvik.errors import ConfigError, shown
+from kvik.options import Choice, Flag, Integer, Number, Text, option, options_of, unknown
 
 WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
 OFF = "off"

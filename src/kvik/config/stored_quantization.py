@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, get_args
 
-from kvik.config.errors import shown
 from kvik.config.fields import Fields
 from kvik.config.patterns import Matcher, PatternError
+from kvik.errors import shown
 
 # Of GGUF: rows of blocks, each with its scales.
 BlockLayout = Literal[

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from kvik.config.kv_spec import KVCacheSpec, KVKind
+from kvik.spec.kv import KVCacheSpec, KVKind
 
 # Block hashes: what makes two prefixes equal.
 #

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvik.config.config import CacheConfig
-from kvik.config.kv_spec import max_blocks
 from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes, first_visible_block
 from kvik.core.pins import PinTable
 from kvik.core.types import Request, RequestStatus
+from kvik.spec.kv import max_blocks
 
 
 @dataclass(frozen=True, slots=True)

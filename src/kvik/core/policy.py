@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvik.config.config import POLICIES, SchedulerConfig
-from kvik.config.errors import ConfigError
 from kvik.core.types import Request, RequestStatus
+from kvik.errors import ConfigError
 
 
 class Policy(Protocol):

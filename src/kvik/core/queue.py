@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from kvik.config.errors import CapacityError
 from kvik.core.types import Request
+from kvik.errors import CapacityError
 
 
 def _order(request: Request) -> tuple[float, int]:

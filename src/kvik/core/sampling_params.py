@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvik.config.errors import ParamError
-from kvik.config.options import (
+from kvik.errors import ParamError
+from kvik.options import (
     Flag,
     Integer,
     Kind,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
-from kvik.config.kv_spec import KVGroup
 from kvik.core.types import Request
+from kvik.spec.kv import KVGroup
 
 
 @dataclass(slots=True)

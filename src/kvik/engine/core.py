@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import CapacityError, Overflow, ParamError
-from kvik.config.kv_spec import max_blocks
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import (
@@ -23,6 +21,8 @@ from kvik.core.types import (
     derive_seed,
 )
 from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
+from kvik.errors import CapacityError, Overflow, ParamError
+from kvik.spec.kv import max_blocks
 
 # What a model can never serve, told from its configuration alone, on either side of the wire.
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvik.config.errors import ModelError, ParamError
 from kvik.config.fields import read_json
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ModelError, ParamError
 
 FILE = "generation_config.json"
 # Our name -> theirs.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from kvik.config.errors import CapacityError, KvikError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine.live import LiveCollector
@@ -35,6 +34,7 @@ from kvik.engine.wire import (
     stepped,
     to_engine,
 )
+from kvik.errors import CapacityError, KvikError
 
 # Tokens on their way to readers, held in the engine for a moment, so that frames are fewer and
 # larger.

@@ -20,10 +20,10 @@ from zlib import crc32
 import msgspec
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError, KvikError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.observer import LoopObserver
+from kvik.errors import ConfigError, KvikError
 
 # The file of the flight recorder: what it holds, and how it lies on disk.
 #

@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import KvikError, ParamError, UnavailableError
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine.async_client import EngineSource, EngineState, Sink
 from kvik.engine.core import check_request
@@ -37,6 +36,7 @@ from kvik.engine.wire import (
     encode,
     frame,
 )
+from kvik.errors import KvikError, ParamError, UnavailableError
 
 # Requests that an engine has not finished, and those that wait for the next engine.
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvik.config.errors import KvikError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import RequestDelta
 from kvik.engine.core import EngineCore
@@ -31,6 +30,7 @@ from kvik.engine.recorder import (
     output_digest,
     plan_digest,
 )
+from kvik.errors import KvikError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError, ModelError
+from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.distributions import compared, losses
 from kvik.evaluate.reader import (
     Reader,

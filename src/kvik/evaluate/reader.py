@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError
 from kvik.config.memory import PROMPT_ROWS
 from kvik.config.units import show_bytes
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ConfigError
 from kvik.evaluate.windows import Window
 from kvik.launch import load_worker, resolve_config
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.text.tokenizer import Tokenizer
 
 # Texts to evaluate on: a file, or a story that ships with kvik, which no model was trained on.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import ModelSpec
 from kvik.config.rope_spec import RopeSpec
+from kvik.errors import ModelError
 from kvik.gguf.facts import ARCHITECTURES, END_TOKENS
 from kvik.gguf.rope import llama3_divisors
 from kvik.gguf.writer import Scalar

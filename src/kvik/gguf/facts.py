@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from kvik.config.errors import ModelError
 from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
 from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.config.stored_quantization import Rule, StoredQuantization, StoredScheme
+from kvik.errors import ModelError
 from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
 from kvik.gguf.types import Metadata

@@ -12,8 +12,8 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 
-from kvik.config.errors import ModelError
 from kvik.config.rope_spec import MAX_POSITIONS
+from kvik.errors import ModelError
 from kvik.gguf.types import Metadata
 
 MAX_FACTORS_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.gguf.types import Metadata
 
 # How text is cut into words before bytes are merged, by the name that GGUF files have for it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.writer import Scalar
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
-from kvik.config.kv_spec import KVGroup
 from kvik.config.quantization import matrix_scheme
 from kvik.config.rope_spec import RopeSpec
 from kvik.config.stored_quantization import StoredQuantization, StoredScheme, stored_alike
@@ -29,6 +28,7 @@ from kvik.nn.norm import Embedding, LayerNorm, MatrixEmbedding, RMSNorm
 from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
+from kvik.spec.kv import KVGroup
 
 BIAS = "bias"
 # Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.fields import Fields, read_json
 from kvik.config.files import regular
+from kvik.errors import ModelError, shown
 from kvik.nn.safetensors import TensorEntry, read_header
 
 # Parts of a file, the next one being read while one is used.

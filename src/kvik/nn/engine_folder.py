@@ -28,7 +28,7 @@ from kvik.config.engine_manifest import (
     read_manifest,
     rebuild,
 )
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.kernels.packing import Packing
 from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.nn.storage import FreshStorage, kind_named, name_of_kind

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.gguf.facts import ROPE_FACTORS, architecture, has_rotary_rows, head_size, hf_name
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import ROW_MULTIPLE, RUN_BYTES, TORCH_DTYPES, Run, read_ahead, run_length

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.model_spec import ModelSpec
+from kvik.errors import ModelError, shown
 from kvik.gguf.export import gguf_architecture, rope_divisors
 from kvik.gguf.facts import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary_rows
 from kvik.gguf.types import BLOCK_TYPES

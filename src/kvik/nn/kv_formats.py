@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from kvik.attention.base import LayerKV
-from kvik.config.kv_spec import AUTO, KVCacheSpec, KVGroup, formats_of
 from kvik.kernels.kv_rounding import SCALES
+from kvik.spec.kv import AUTO, KVCacheSpec, KVGroup, formats_of
 
 FLOATS: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,

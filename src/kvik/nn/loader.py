@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvik.config.errors import ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.nn.builder import Declarations, DeclaredTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
 

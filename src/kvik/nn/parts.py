@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.quantization import LayerScheme
+from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.weights import (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 # Figures as people read them: three digits, handy units, columns.
 

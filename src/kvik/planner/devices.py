@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import Gpu, Hardware, detect, find_gpus
 from kvik.config.units import MIB
+from kvik.errors import ConfigError
 from kvik.planner.calibration import (
     Calibration,
     Machine,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvik.config.errors import ConfigError
 from kvik.core.work import Work
 from kvik.engine.stats import EngineStats, LoopTime
+from kvik.errors import ConfigError
 from kvik.planner.devices import Device
 from kvik.planner.formats import arithmetic
 from kvik.planner.shape import ModelShape

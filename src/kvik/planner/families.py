@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from kvik.config.architectures import ARCHITECTURES
 from kvik.config.engine_manifest import read_built
-from kvik.config.errors import ModelError, shown
 from kvik.config.fields import Fields, read_json
 from kvik.config.model_source import CONFIG, find_config, is_gguf
 from kvik.config.model_spec import ModelSpec
+from kvik.errors import ModelError, shown
 from kvik.gguf.facts import METHOD, model_config, model_spec, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.planner.decoder import read_decoder, stored_format

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.fields import Fields
 from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.errors import ModelError, shown
 from kvik.planner.family_table import EXPERT_KEYS, Experts, Family, QKNorm
 from kvik.planner.shape import Matrix
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from kvik.config.config import EngineConfig, MemoryPlan
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.kv_spec import KVCacheSpec, KVKind
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.config.notes import Notes
@@ -23,6 +22,7 @@ from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
+from kvik.spec.kv import KVCacheSpec, KVKind
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.shape import CacheShape, Matrix, ModelShape
 
 MAX_DEVICES = 1024

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Hardware, detect, find_gpus
-from kvik.config.kv_spec import KV_FORMATS
 from kvik.config.notes import Notes
 from kvik.config.resolve import choose_dtype
 from kvik.config.sizes import Limit
@@ -29,6 +28,7 @@ from kvik.planner.variants import (
     kv_formats,
     weight_formats,
 )
+from kvik.spec.kv import KV_FORMATS
 
 # What to change about a plan that does not fit.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.cost import Load, parse_load
 from kvik.planner.memory import MOST_REQUESTS
 from kvik.planner.parallel import check_parallel

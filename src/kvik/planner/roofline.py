@@ -11,8 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import exp, log
 
-from kvik.config.errors import ConfigError
 from kvik.config.quantization import layer_scheme
+from kvik.errors import ConfigError
 from kvik.planner.calibration import (
     AttentionPace,
     Calibration,

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from kvik import __version__
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError
 from kvik.config.hardware import detect, find_gpus
-from kvik.config.kv_spec import AUTO
 from kvik.engine.stats import EngineStats
+from kvik.errors import ConfigError
 from kvik.planner.calibration import calibration_path, load, this_machine
 from kvik.planner.devices import Device, cpu_device, this_device
 from kvik.planner.efficiency import Efficiency, efficiency
@@ -18,6 +17,7 @@ from kvik.planner.families import read_shape
 from kvik.planner.formats import weight_format
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
+from kvik.spec.kv import AUTO
 
 
 @dataclass(frozen=True, slots=True)

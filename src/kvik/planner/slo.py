@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 
 @dataclass(frozen=True, slots=True)

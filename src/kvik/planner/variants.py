@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvik.config.errors import ConfigError
-from kvik.config.kv_spec import KV_FORMATS
+from kvik.errors import ConfigError
 from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import memory_of
 from kvik.planner.roofline import decode_rate
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
+from kvik.spec.kv import KV_FORMATS
 
 GROUPED_HEADS = 8  # KV heads of the GQA row of a model that has none; most models with GQA have 8
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ConfigError
 from kvik.config.fields import read_json
 from kvik.config.files import write_whole
 from kvik.config.model_spec import ModelSpec
+from kvik.errors import ConfigError
 from kvik.quantize.block import Block, BlockLinear, unwatched
 from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
 from kvik.quantize.gptq import rtn

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.architectures import ARCHITECTURES
-from kvik.config.errors import ConfigError, ModelError, shown
 from kvik.config.files import DRAFT, writing_whole
 from kvik.config.model_spec import ModelSpec
+from kvik.errors import ConfigError, ModelError, shown
 from kvik.kernels.torch_ops import TORCH
 from kvik.models.registry import MODELS
 from kvik.nn.builder import DeclaredTensor

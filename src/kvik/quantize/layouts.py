@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ConfigError, shown
 from kvik.config.fields import Fields
 from kvik.config.stored_quantization import HEAD, KEY, LINEAR, read_stored_quantization
+from kvik.errors import ConfigError, shown
 from kvik.kernels.fp8 import SQUARE
 from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape

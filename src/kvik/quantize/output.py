@@ -17,12 +17,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvik.config.errors import ConfigError
 from kvik.config.fields import read_json
 from kvik.config.files import DRAFT, write_whole
 from kvik.config.model_source import CONFIG
 from kvik.config.stored_quantization import KEY
 from kvik.config.units import show_bytes
+from kvik.errors import ConfigError
 from kvik.nn.checkpoint import INDEX
 from kvik.nn.safetensors import read_header
 from kvik.nn.safetensors_writer import Stored, write_safetensors

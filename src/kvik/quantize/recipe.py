@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvik.config.errors import ConfigError, shown
+from kvik.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ConfigError, KvikError
 from kvik.config.model_source import CONFIG
+from kvik.errors import ConfigError, KvikError
 from kvik.nn.safetensors_writer import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.budget import choose_bits

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvik.config.architectures import ARCHITECTURES
 from kvik.config.engine_manifest import is_engine_folder
-from kvik.config.errors import ModelError, shown
 from kvik.config.model_source import is_gguf
 from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.errors import ModelError, shown
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors_writer import Stored

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvik.config.errors import CapacityError, OverloadError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.async_client import AsyncEngineClient
+from kvik.errors import CapacityError, OverloadError
 
 FREE_MULTIPLE = 8  # a tenant's part of the queue is at most this many times what is free of it
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds

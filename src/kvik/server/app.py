@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvik.config.errors import KvikError, UnavailableError
+from kvik.errors import KvikError, UnavailableError
 from kvik.server import engine_view, health, native, openapi, playground
 from kvik.server.anthropic import messages
 from kvik.server.errors import HttpError, describe, escaped, escaped_traceback, in_messages

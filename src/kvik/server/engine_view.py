@@ -16,9 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvik.config.config import Decision, MemoryPlan, SchedulerConfig
-from kvik.config.errors import OverloadError, UnavailableError
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
+from kvik.errors import OverloadError, UnavailableError
 from kvik.server.exchange import CLOSE_EXTENSION
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from kvik.config.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 from kvik.engine.async_client import EngineState
+from kvik.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 
 MAX_LINE = 500  # signs of a line of a traceback
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from kvik.config.errors import OverloadError
+from kvik.errors import OverloadError
 from kvik.server.keys import ANONYMOUS, Caller
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvik.config.errors import KvikError, OverloadError, ParamError, UnavailableError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
+from kvik.errors import KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
 from kvik.server.errors import (
     aborted,

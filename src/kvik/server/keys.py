@@ -11,7 +11,7 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 # [NAME:] KEY [admin]; a key itself may hold colons, so a name is followed by space
 LINE = re.compile(r"(?:([\w.-]{1,64}):\s+)?(\S+)(?:\s+(admin))?")

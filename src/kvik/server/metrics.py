@@ -25,10 +25,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import KvikError
 from kvik.engine.async_client import EngineState
 from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
+from kvik.errors import KvikError
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency
 from kvik.planner.running import RunningModel
 from kvik.server.observer import GenerationRecord

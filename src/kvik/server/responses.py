@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvik.config.errors import KvikError
 from kvik.engine.output import RequestOutput, TextDelta
+from kvik.errors import KvikError
 from kvik.server.errors import aborted, describe, escaped_traceback
 from kvik.server.generation import Generation, wait_for_change
 

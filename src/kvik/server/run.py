@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvik.config.errors import ConfigError
 from kvik.engine.async_client import EngineState
+from kvik.errors import ConfigError
 from kvik.server.app import App
 from kvik.server.http_protocol import (
     DEFAULT_LIMITS,

@@ -10,8 +10,8 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvik.config.errors import ConfigError
 from kvik.engine.output import RequestOutput
+from kvik.errors import ConfigError
 from kvik.server.observer import GenerationRecord
 
 if TYPE_CHECKING:

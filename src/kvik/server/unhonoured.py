@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ParamError
 
 # field -> (values that ask for nothing, beside null; why others are refused)
 Table = Mapping[str, tuple[Sequence[object], str]]

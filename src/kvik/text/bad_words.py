@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.text.tokenizer import Tokenizer
 
 

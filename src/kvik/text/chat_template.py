@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from kvik.config.errors import ModelError, ParamError
+from kvik.errors import ModelError, ParamError
 from kvik.text.sandbox import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 256 << 10  # the largest public ones have about 20,000

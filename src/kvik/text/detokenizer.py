@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 
 REPLACEMENT = "\ufffd"
 MAX_LEADING = 8  # tokens without any text after which a text counts as begun all the same

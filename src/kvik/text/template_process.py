@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 from kvik.text.chat_template import ChatTemplate
 
 LENGTH_BYTES = 4

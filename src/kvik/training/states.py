@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.evaluate.reader import Reader
 from kvik.evaluate.windows import Window
 

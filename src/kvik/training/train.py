@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.config.draft_heads import HeadsSpec
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.nn.checkpoint import FolderCheckpoint
 from kvik.nn.safetensors import read_header
 from kvik.nn.safetensors_writer import write_safetensors

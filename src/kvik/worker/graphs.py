@@ -14,11 +14,11 @@ from typing import Protocol
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
-from kvik.config.kv_spec import KVGroup
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.models.registry import Model
 from kvik.nn.context import ForwardContext
+from kvik.spec.kv import KVGroup
 from kvik.worker.input_batch import InputBatch
 
 

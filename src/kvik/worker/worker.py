@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.errors import ConfigError
 from kvik.nn.context import ForwardContext
 from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter

@@ -14,7 +14,7 @@ from kvik.bench.inprocess.jobs import Requests
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.report.result import Result
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.launch import resolve_config
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvik.bench.inprocess.inproc import Job, run_jobs
-from kvik.config.errors import KvikError
 from kvik.engine.client import Engine
+from kvik.errors import KvikError
 from kvik.launch import reschedule
 
 PROMPTS = [[20, 21, 22], [30, 31, 32, 33, 34], [40]]

@@ -8,7 +8,7 @@ import pytest
 
 from kvik.bench.inprocess.jobs import Requests, check_context, fixed, refuse_varied
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError, ParamError
+from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
 
 

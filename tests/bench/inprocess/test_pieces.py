@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvik.bench.inprocess.pieces import Pieces, RandomPieces
-from kvik.config.errors import ParamError
 from kvik.config.model_source import find_model
+from kvik.errors import ParamError
 from kvik.text.tokenizer import Tokenizer
 
 TEXTS = (tuple(range(100, 200)), (7, 8, 9), tuple(range(300, 320)))

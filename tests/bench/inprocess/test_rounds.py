@@ -6,7 +6,7 @@ import pytest
 
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.machine import disturbance
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 
 def test_subjects_take_turns() -> None:

@@ -12,7 +12,7 @@ from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.inprocess.speculation import SpeculationLoad, measure_speculation
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError, ParamError
+from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
 
 CONFIG = EngineConfig(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvik.bench.inprocess.startup import PARTS, start_once
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 
 OPTIONS = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_model_len": 32}
 

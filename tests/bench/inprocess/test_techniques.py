@@ -19,8 +19,8 @@ from kvik.bench.inprocess.techniques import (
     without_cache,
 )
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError, ParamError
 from kvik.engine.client import Engine
+from kvik.errors import ConfigError, ParamError
 from kvik.launch import reschedule, resolve_config
 
 LOAD = LadderLoad(Requests(3, fixed(4, 5), prefix_tokens=16), alone=2)

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from kvik.bench.load.arrivals import bursts, constant, poisson, read_trace
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

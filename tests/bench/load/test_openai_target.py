@@ -35,7 +35,7 @@ from kvik.bench.load.openai_target import (
 )
 from kvik.bench.load.records import RequestRecord
 from kvik.bench.load.workload import LoadRequest
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 ASK = LoadRequest((("user", "hello"),), 1, 6)
 EXACT = 0.002  # seconds

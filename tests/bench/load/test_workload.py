@@ -18,7 +18,7 @@ from kvik.bench.load.workload import (
     Workload,
     read_texts,
 )
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 TEN, FIVE = Length("fixed", 10), Length("fixed", 5)
 TOKENS, TEXT = TokenFiller(5000), WordFiller()

@@ -13,7 +13,7 @@ from kvik.bench.peers.compare_result import equal_places, first_differences, to_
 from kvik.bench.peers.engine_entries import EngineEntry, Engines
 from kvik.bench.peers.engines.protocol import Answer, Job, Workload
 from kvik.bench.report.result import Result, Row
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 WORKS = (Workload("prefill", 1, [[1] * 9], [[[2] * 9]]), Workload("b1", 4, [[1]], [[[2]], [[3]]]))
 

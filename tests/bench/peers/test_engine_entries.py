@@ -14,7 +14,7 @@ from kvik.bench.peers.engine_entries import (
     engines_of_file,
     installed_engines,
 )
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 FILE = """
 threads = 3

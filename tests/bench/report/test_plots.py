@@ -13,7 +13,7 @@ from helpers.bench_results import HOSTILE, sample_result
 from kvik.bench.report import plots
 from kvik.bench.report.plots import chart_table, drawable, write_plots
 from kvik.bench.report.result import Chart, Figure, Result, Row
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 
 def size(png: bytes) -> tuple[int, int]:

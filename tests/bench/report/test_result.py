@@ -8,7 +8,7 @@ import pytest
 from helpers.bench_results import sample_result
 
 from kvik.bench.report.result import Figure, Result
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 
 
 def test_json_and_back() -> None:

@@ -15,7 +15,7 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.nn.checkpoint import SINGLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}

@@ -11,9 +11,9 @@ from helpers.configs import PUBLIC
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
-from kvik.config.errors import CapacityError, ConfigError
-from kvik.config.options import options_of
 from kvik.config.resolve import resolve
+from kvik.errors import CapacityError, ConfigError
+from kvik.options import options_of
 from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, Report, advise_shape
 from kvik.planner.advice.figures import improvement

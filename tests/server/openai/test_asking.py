@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin
+from kvik.errors import ParamError
 from kvik.server.openai.chat import ChatCompletion, ChatRequest, chat_params
 from kvik.server.openai.completions import Completion, CompletionRequest, completion_params
 from kvik.server.openai.embeddings import EmbeddingRequest

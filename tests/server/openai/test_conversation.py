@@ -8,7 +8,7 @@ import time
 import pytest
 from helpers.generating import letters
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.server.texts import Texts, render_to_continue
 from kvik.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec
-from kvik.config.errors import KvikError, ModelError
+from kvik.errors import KvikError, ModelError
 from kvik.launch import resolve_config
 from kvik.worker.draft_tree import MAX_NODES
 from kvik.worker.drafters.base import DraftRows

@@ -27,8 +27,8 @@ from kvik.bench.load.metrics import e2es, ttfts
 from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
-from kvik.config.errors import ParamError
 from kvik.engine.client import Engine
+from kvik.errors import ParamError
 from kvik.launch import reschedule
 
 MAX_RATE = 1e6  # requests a second

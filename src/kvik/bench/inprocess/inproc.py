@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from kvik.bench.load.records import RequestRecord
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import CapacityError, KvikError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.client import Engine
 from kvik.engine.output import OutputProcessor
 from kvik.engine.stats import EngineStats
+from kvik.errors import CapacityError, KvikError
 from kvik.launch import start
 
 PATIENCE = 0.1  # seconds the engine may wait for company, deaf to Ctrl-C

@@ -11,7 +11,7 @@ from kvik.bench.inprocess.inproc import Job
 from kvik.bench.load.lengths import DrawnLengths, Length, Lengths
 from kvik.bench.load.workload import TokenFiller
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError, ParamError
+from kvik.errors import ConfigError, ParamError
 from kvik.planner.serving import Traffic
 
 MAX_REQUESTS = 1_000_000

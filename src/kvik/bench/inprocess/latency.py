@@ -26,8 +26,8 @@ from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ParamError
 from kvik.engine.client import Engine
+from kvik.errors import ParamError
 
 CHARTS = (
     Chart("curve", "Output by batch size", "output", "batch"),

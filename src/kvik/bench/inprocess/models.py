@@ -17,13 +17,13 @@ from kvik.bench.inprocess.measures import DECODE, figures, ratios
 from kvik.bench.inprocess.rounds import Rounds
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.errors import ConfigError
-from kvik.config.kv_spec import AUTO, formats_of
 from kvik.config.units import MIB
+from kvik.errors import ConfigError
 from kvik.evaluate.quality import Change, Progress, Quality, Reading, check_same, prepare, read
 from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader
 from kvik.evaluate.windows import choose_window
 from kvik.launch import resolve_config
+from kvik.spec.kv import AUTO, formats_of
 
 CHARTS = (
     Chart("bars", "Distance from the reference", "KL"),

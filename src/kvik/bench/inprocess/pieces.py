@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvik.bench.inprocess.inproc import Job
 from kvik.bench.inprocess.jobs import Requests, fixed
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.text.tokenizer import Tokenizer
 
 

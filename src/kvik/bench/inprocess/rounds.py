@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvik.bench.machine.disturbance import Watch
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 Subject = TypeVar("Subject")
 

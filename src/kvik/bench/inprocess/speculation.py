@@ -20,8 +20,8 @@ from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import ConfigError, ParamError
 from kvik.config.units import show_bytes
+from kvik.errors import ConfigError, ParamError
 
 ROUND_BY_ROUND = "with speculation / without, round by round"
 UP_TO = "of the checks with so many drafts, those in which this one and all before it were right"

@@ -16,8 +16,8 @@ from kvik.bench.report.facts import engine_facts
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import KvikError
 from kvik.engine.child import python_command
+from kvik.errors import KvikError
 from kvik.planner.efficiency import POSSIBLE
 from kvik.planner.running import running_device
 

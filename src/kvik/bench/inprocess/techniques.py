@@ -20,9 +20,9 @@ from kvik.bench.report.facts import engine_facts, peak_memory
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import show_figure
 from kvik.config.config import ResolvedConfig
-from kvik.config.errors import KvikError, ParamError
 from kvik.config.speculative import OFF
 from kvik.engine.client import Engine
+from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule
 from kvik.planner.serving import Traffic
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

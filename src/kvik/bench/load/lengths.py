@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvik.bench.load.arrivals import TraceRow
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 MAX_TOKENS = 1 << 22
 

@@ -14,7 +14,7 @@ from kvik.bench.load.answer import AnswerReader, BrokenAnswer, Chunk
 from kvik.bench.load.dialect import Dialect
 from kvik.bench.load.records import RequestRecord
 from kvik.bench.load.workload import Content, LoadRequest
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 ROUTES: Mapping[str, str] = {"completions": "/completions", "chat": "/chat/completions"}
 CONNECT_SECONDS = 30.0

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvik.bench.load.lengths import Length, Lengths
 from kvik.bench.load.words import WORDS
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 
 Content = str | list[int]  # text, or token ids
 

@@ -19,7 +19,7 @@ from statistics import median
 from kvik.bench.peers.adapter_process import Outcome
 from kvik.bench.peers.engine_entries import EngineEntry, Engines
 from kvik.bench.peers.engines.protocol import Answer, Job, Workload
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 TOP_ID = 1000  # prompts are random ids below this: the more frequent tokens
 MAX_BATCH = 4096

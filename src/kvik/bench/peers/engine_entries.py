@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "engines"
 OWN = "kvik"  # the adapter that the others are compared with

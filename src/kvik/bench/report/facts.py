@@ -17,8 +17,8 @@ from kvik import __version__
 from kvik.bench.report.result import Figure
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
-from kvik.config.kv_spec import AUTO, formats_of
 from kvik.config.units import show_bytes
+from kvik.spec.kv import AUTO, formats_of
 
 PEAK_MEMORY = "resident memory of this process at its highest, since it started"
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.bench.report.table import Grid, show_figure, unit_title
-from kvik.config.errors import ConfigError
 from kvik.config.files import write_whole
+from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

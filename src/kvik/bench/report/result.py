@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from kvik.config.errors import KvikError
+from kvik.errors import KvikError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from kvik.config.errors import ModelError, shown
 from kvik.config.stored_quantization import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
+from kvik.errors import ModelError, shown
 from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.blocks import Blocks

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import CapacityError
 from kvik.config.hardware import Hardware
-from kvik.config.kv_spec import KV_FORMATS
-from kvik.config.options import options_of
 from kvik.config.sizes import MAX_NUM_SEQS
+from kvik.errors import CapacityError
+from kvik.options import options_of
 from kvik.planner.advice import reasons
 from kvik.planner.advice.figures import WORTHWHILE, Figures, figures_of, improvement
 from kvik.planner.advice.wish import Wish, assumed, check_wish, traffic_of
@@ -29,6 +28,7 @@ from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
+from kvik.spec.kv import KV_FORMATS
 
 # What can be changed about how a model is served: each lever's positions, and the flags for them.
 #

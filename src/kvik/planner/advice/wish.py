@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.errors import ConfigError
+from kvik.errors import ConfigError
 from kvik.planner.serving import Traffic
 from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo

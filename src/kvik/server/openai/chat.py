@@ -10,10 +10,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
+from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of

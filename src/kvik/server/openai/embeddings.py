@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import normalise
+from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import GenerationRequest

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from kvik.config.errors import ParamError
 from kvik.core.sampling_params import (
     MAX_LIST_ENTRIES,
     MAX_LOGPROBS,
@@ -15,6 +14,7 @@ from kvik.core.sampling_params import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
+from kvik.errors import ParamError
 
 MAX_INT32 = 2**31 - 1
 TO_THE_END = -1  # tokens of output, as llama.cpp counts them

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvik.config.errors import Overflow, ParamError
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin, TokenLogprobs
 from kvik.engine.output import RequestOutput
+from kvik.errors import Overflow, ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.fields import Generating, aliased

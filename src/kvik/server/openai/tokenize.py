@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.config.errors import ParamError
+from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.exchange import caller_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec, heads_for
-from kvik.config.errors import ModelError
+from kvik.errors import ModelError
 from kvik.kernels.upload import upload
 from kvik.models.eagle import EagleLayer
 from kvik.models.medusa import MedusaHeads

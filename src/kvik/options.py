@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvik.config.errors import MAX_SHOWN, ConfigError, KvikError, shown
+from kvik.errors import MAX_SHOWN, ConfigError, KvikError, shown
 
 # A fact: one use of the flag takes all that follows it, as in vLLM; others would swallow a prompt.
 TAKES_SEVERAL = "takes_several"

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.config.errors import ConfigError
-from kvik.config.options import (
+from kvik.config.server_config import ServerConfig
+from kvik.config.speculative import SpeculativeConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ConfigError
+from kvik.options import (
     Choice,
     Flag,
     Integer,
@@ -26,9 +29,6 @@ from kvik.config.options import (
     read_option_file,
     unknown,
 )
-from kvik.config.server_config import ServerConfig
-from kvik.config.speculative import SpeculativeConfig
-from kvik.core.sampling_params import SamplingParams
 
 
 @dataclass

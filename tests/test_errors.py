@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvik.config.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
+from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, ParamError
 
 
 @pytest.mark.parametrize("kind", [CapacityError, ConfigError, KvikError, ModelError, ParamError])

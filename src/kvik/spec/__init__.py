@@ -1,0 +1,1 @@
+"""Facts that both trunks read: torch-free, and about nothing but themselves."""
