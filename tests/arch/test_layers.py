@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": {"config", "frozen"},
     "text": {"config", "core"},
     "engine": {"config", "core", "text"},
-    "gguf": {"config"},
+    "gguf": {"config", "core.sampling_params"},
     # compute
     "kernels": set(),
     "attention": {"errors", "frozen", "kernels"},
@@ -102,7 +102,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 for allowed_row in ALLOWED.values():
     if "config" in allowed_row:
-        allowed_row |= GROUND
+        allowed_row.update(GROUND)
 
 CONTROL = (
     "errors",

@@ -74,7 +74,8 @@ class LogitBias(Kind):
 
 
 class BadWords(Kind):
-    """Words, or sequences of token ids; None is none."""
+    """Words, or sequences of token ids; None is none. Words become token ids at the frontend
+    (`text/bad_words.py`); the engine sees ids."""
 
     repeats = True
 
@@ -125,6 +126,7 @@ def _parameter(
     kind: Kind,
     help: str,
     *,
+    alias: str = "",
     label: str = "",
     stored: str = "",
     gguf: str = "",
@@ -134,13 +136,14 @@ def _parameter(
     """Declare a sampling parameter. Its default changes nothing.
 
     Args:
+        alias: another name of it in requests; "": none.
         label: of its field in the playground's form; "": it has none.
         stored: its name in generation_config.json; "": it is not read.
         gguf: its name in the metadata of a GGUF file, below `general.sampling`; "": it has none.
         column: type of a row's value in tensors, as numpy calls it; "": the sampler reads none.
         truncates: tokens are dropped by it, in the order of the declarations.
     """
-    facts = {"label": label, "stored": stored, "gguf": gguf}
+    facts = {"alias": alias, "label": label, "stored": stored, "gguf": gguf}
     return option(default, kind, help, {**facts, "column": column, "truncates": truncates})
 
 
@@ -222,6 +225,7 @@ class SamplingParams:
         Number(0, 10, above=True),
         "divides (multiplies negative) logits of tokens of the prompt and the output (Keskar et "
         "al. 2019), in (0, 10].",
+        alias="repeat_penalty",
         label="Repetition penalty",
         stored="repetition_penalty",
         gguf="penalty_repeat",
@@ -236,8 +240,7 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = _parameter(
         (),
         BadWords(),
-        "words, or token id sequences, that must not be completed. Words become token ids at the "
-        "frontend (`text/bad_words.py`); the engine sees ids.",
+        "words, or token id sequences, that must not be completed.",
     )
     min_tokens: int = _parameter(
         0,

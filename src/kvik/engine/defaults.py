@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvik.config.fields import read_json
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
 
 FILE = "generation_config.json"
 # Our name -> theirs.
-_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_new_tokens",
-}
+_KEYS = {one.name: one.facts["stored"] for one in PARAMETERS.values() if one.facts["stored"]}
 
 
 def read_default_params(folder: Path) -> SamplingParams:

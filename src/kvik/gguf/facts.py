@@ -11,6 +11,7 @@ from math import prod
 from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
 from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.config.stored_quantization import Rule, StoredQuantization, StoredScheme
+from kvik.core.sampling_params import PARAMETERS
 from kvik.errors import ModelError
 from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
@@ -69,11 +70,9 @@ def usual_bits(file: GgufFile) -> int | None:
 AT = "general.sampling"
 # Theirs -> the key of a GGUF file.
 KEYS: Mapping[str, str] = {
-    "temperature": f"{AT}.temp",
-    "top_k": f"{AT}.top_k",
-    "top_p": f"{AT}.top_p",
-    "min_p": f"{AT}.min_p",
-    "repetition_penalty": f"{AT}.penalty_repeat",
+    one.facts["stored"]: f"{AT}.{one.facts['gguf']}"
+    for one in PARAMETERS.values()
+    if one.facts["gguf"]
 }
 LAST_N = f"{AT}.penalty_last_n"  # tokens that the penalty looks back at
 ALL = -1

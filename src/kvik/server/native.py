@@ -5,20 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.core.sampling_params import MAX_LIST_ENTRIES, MAX_STOP_STRINGS, SamplingParams
+from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
-from kvik.server.openai.fields import CacheSalt, DeadlineMs, Limit, Priority, aliased, limit_of
+from kvik.server.openai.fields import (
+    CacheSalt,
+    DeadlineMs,
+    Limit,
+    Priority,
+    aliased,
+    limit_of,
+    parameters_of,
+    parameters_struct,
+)
 from kvik.server.openai.requests import prompt_ids, split_prompts
 from kvik.server.responses import (
     StreamReply,
@@ -34,29 +43,23 @@ from kvik.server.unhonoured import SAMPLING, Table, missing
 _HOLE = "\ue000text\ue000"
 
 
-class GenerateRequest(Struct, kw_only=True):
+# Parameters that the other routes have for what this one does not give back.
+LEFT_OUT = (
+    *("n", "logprobs", "prompt_logprobs", "typical_p", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+_PARAMETERS: Any = parameters_struct(LEFT_OUT)
+
+
+class GenerateRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     """A prompt and how to go on with it. null is as good as absent: the model's own default."""
 
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     stream: bool = False
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     n_predict: Limit | None = None  # another name of it
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100, description="0 is greedy")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None  # another name of it
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LIST_ENTRIES)] | None = None
-    ignore_eos: bool | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    speculation: (
-        Annotated[bool, Meta(description="guess tokens ahead, if the engine does")] | None
-    ) = None
     priority: Priority = 0
     cache_salt: CacheSalt = ""
     deadline_ms: DeadlineMs | None = None
@@ -93,21 +96,6 @@ UNHONOURED: Table = {
     **missing(GenerateRequest.__struct_fields__),
     "max_completion_tokens": ((), "give max_tokens"),
 }
-_SAMPLING = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "speculation",
-)
 
 
 def routes(server: Server) -> list[Route]:
@@ -191,9 +179,7 @@ class GenerateEvents:
 
 
 def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
-    given = {name: getattr(body, name) for name in _SAMPLING}
-    given["repetition_penalty"] = aliased(body, "repetition_penalty", "repeat_penalty")
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = parameters_of(body)
     if (limit := aliased(body, "max_tokens", "n_predict")) is not None:
         changes["max_tokens"] = limit_of(limit)
     return defaults.with_changes(**changes)

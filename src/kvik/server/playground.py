@@ -1,13 +1,17 @@
-"""The page at `/`: a playground beside the live engine, served from files of the package."""
+"""The page at `/`: a playground beside the live engine, served from files of the package. Its form
+has a field for each number among the sampling parameters."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.core.sampling_params import PARAMETERS
+from kvik.options import Integer, Number
 from kvik.server.route import Handler, Route
 
 FOLDER = Path(__file__).with_name("ui")
@@ -30,6 +34,8 @@ HEADERS: Mapping[str, str] = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+PARAMETERS_SCRIPT = "parameters.js"
+MAX_EXACT = 2**53  # integers beyond it are not exact in a browser
 OTHERS = ("docs.html",)  # of the same folder, served elsewhere
 
 
@@ -43,13 +49,30 @@ def routes() -> list[Route]:
         if file.suffix in TYPES and file.name not in OTHERS:
             path = "/" if file.name == INDEX else f"/ui/{file.name}"
             note = "The playground." if file.name == INDEX else ""
-            found.append(Route(path, _file(file), "GET", open=True, note=note))
+            handler = _content(file.read_bytes(), TYPES[file.suffix])
+            found.append(Route(path, handler, "GET", open=True, note=note))
+    script = f"export const PARAMETERS = {json.dumps(form_fields())};\n".encode()
+    handler = _content(script, TYPES[".js"])
+    found.append(Route(f"/ui/{PARAMETERS_SCRIPT}", handler, "GET", open=True))
     return found
 
 
-def _file(file: Path) -> Handler:
-    content, media_type = file.read_bytes(), TYPES[file.suffix]
+def form_fields() -> list[dict[str, object]]:
+    """The form's fields for numbers: name, label, what an input may hold, note."""
+    made = []
+    for one in PARAMETERS.values():
+        kind = one.kind
+        if one.facts["label"] and isinstance(kind, Integer | Number):
+            limits: dict[str, object] = {"step": 1 if isinstance(kind, Integer) else "any"}
+            if abs(kind.low) < MAX_EXACT and abs(kind.high) < MAX_EXACT:
+                limits |= {"min": kind.low, "max": kind.high}
+            made.append(
+                {"name": one.name, "label": one.facts["label"], "limits": limits, "note": one.help}
+            )
+    return made
 
+
+def _content(content: bytes, media_type: str) -> Handler:
     async def serve(request: Request) -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)
 

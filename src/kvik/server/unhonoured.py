@@ -7,9 +7,8 @@ which some clients always send: those are taken.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS
 from kvik.errors import ParamError
 
 # field -> (values that ask for nothing, beside null; why others are refused)
@@ -22,7 +21,7 @@ TOOLS = "tools are not supported yet"
 BEAMS = "beam search is not supported"
 
 _OFF = (0, False)
-_TRUNCATED = "tokens are cut off with top_k, top_p, min_p and typical_p alone"
+_TRUNCATED = f"tokens are cut off with {', '.join(one.name for one in TRUNCATIONS)} alone"
 _TEMPERED = "the temperature is one number: give temperature"
 _PENALISED = (
     "repetition is penalised with repetition_penalty, presence_penalty and frequency_penalty alone"
@@ -157,7 +156,7 @@ def missing(known: Collection[str]) -> Table:
         known: fields of that request.
     """
     table: dict[str, tuple[Sequence[object], str]] = {}
-    for one in fields(SamplingParams):
+    for one in PARAMETERS.values():
         if one.name in known or one.name == "speculation":  # which changes no answer
             continue
         harmless = [] if one.default == () else one.default

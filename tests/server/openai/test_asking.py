@@ -15,6 +15,7 @@ from kvik.server.openai.completions import Completion, CompletionRequest, comple
 from kvik.server.openai.embeddings import EmbeddingRequest
 from kvik.server.openai.requests import generation_request
 from kvik.server.openai.tokenize import TokenizeRequest
+from kvik.server.playground import form_fields
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -139,5 +140,22 @@ def test_the_schema_knows_the_bounds() -> None:
     kinds = [ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest]
     _, parts = msgspec.json.schema_components([*kinds, ChatCompletion, Completion])
     fields = parts["ChatRequest"]["properties"]
-    assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
+    bounds, null = fields["n"]["anyOf"]
+    assert (bounds["type"], bounds["minimum"], bounds["maximum"]) == ("integer", 1, 128)
+    assert bounds["description"] and null == {"type": "null"}
     assert parts["ChatRequest"]["required"] == ["messages"]
+
+
+def test_the_form_has_the_bounds_of_the_schema() -> None:
+    _, parts = msgspec.json.schema_components([CompletionRequest])
+    fields = parts["CompletionRequest"]["properties"]
+    shown = {row["name"]: row["limits"] for row in form_fields()}
+    assert {"temperature", "top_p", "max_tokens", "seed"} <= set(shown)
+    for name, limits in shown.items():
+        bounds, _ = fields[name]["anyOf"]
+        assert isinstance(limits, dict)
+        if "max" in limits:
+            low = bounds.get("minimum", bounds.get("exclusiveMinimum"))
+            assert (limits["min"], limits["max"]) == (low, bounds["maximum"])
+        else:
+            assert name == "seed"

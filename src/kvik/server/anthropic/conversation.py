@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from kvik.core.sampling_params import MAX_STOP_BYTES, MAX_STOP_STRINGS
+from kvik.core.sampling_params import MAX_INT32, MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kvik.core.types import Pin
 from kvik.errors import ParamError
 from kvik.server.errors import rename_fields
-from kvik.server.openai.fields import MAX_INT32, Name
+from kvik.server.openai.fields import Name
 from kvik.server.texts import Texts, render_to_continue
 from kvik.text.chat_template import MAX_MESSAGES
 

@@ -1,48 +1,43 @@
-"""Types of request fields. Their bounds are what the decoder enforces and what the schema says."""
+"""Fields of requests. Their bounds are what the decoder enforces and what the schema says; those of
+sampling parameters come from `PARAMETERS`."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvik.core.sampling_params import (
+    BIAS,
+    COUNT,
+    MAX_INT32,
     MAX_LIST_ENTRIES,
     MAX_LOGPROBS,
-    MAX_N,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
+    PARAMETERS,
+    TOKEN_ID,
+    BadWords,
+    LogitBias,
+    StopStrings,
+    TokenIds,
 )
 from kvik.errors import ParamError
+from kvik.options import Flag, Integer, Kind, Number
 
-MAX_INT32 = 2**31 - 1
 TO_THE_END = -1  # tokens of output, as llama.cpp counts them
-TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
+
 Name = Annotated[str, Meta(max_length=512)]
-Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Count = Annotated[int, Meta(ge=COUNT.low, le=COUNT.high)]
 Limit = Annotated[
     int, Meta(ge=TO_THE_END, le=MAX_INT32, description=f"{TO_THE_END}: to the end of the context")
 ]
-Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy; at least 0.001 else")]
-Share = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(gt=0, le=10)]
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
-Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
-
-# JSON has no integers as keys: the ids are strings there.
-LogitBias = Annotated[
-    dict[int, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(description=f"token id -> added to its logit; at most {MAX_LIST_ENTRIES}"),
-]
-BadWords = Annotated[
-    list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)] | TokenIds],
-    Meta(max_length=MAX_LIST_ENTRIES, description="words, or sequences of token ids"),
-]
-Number = Annotated[int, Meta(ge=1, le=MAX_N)]
+TokenId = Annotated[int, Meta(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
+TokenIdList = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
+Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000, description="smaller is more urgent")]
 # In Python "$" also matches before a line feed at the end.
 CacheSalt = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:+/=-]{0,128}$(?!\n)")]
@@ -51,6 +46,58 @@ Prompt = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="a text, token ids, or a list of texts or of lists of token ids"),
 ]
+
+
+def json_type(kind: Kind) -> Any:
+    """What JSON has for a kind of parameter, as msgspec decodes it."""
+    match kind:
+        case Integer(low=low, high=high):
+            return Annotated[int, Meta(ge=low, le=high)]
+        case Number(low=low, high=high, above=above):
+            return Annotated[float, Meta(gt=low, le=high) if above else Meta(ge=low, le=high)]
+        case Flag():
+            return bool
+        case TokenIds():
+            return TokenIdList
+        case LogitBias():  # JSON has no integers as keys: the ids are strings there
+            return dict[int, Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]]
+        case BadWords():
+            return Annotated[list[Word | TokenIdList], Meta(max_length=MAX_LIST_ENTRIES)]
+        case StopStrings():
+            return Word | Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
+    raise TypeError(kind)
+
+
+def parameters_struct(left_out: Collection[str] = ()) -> Any:
+    """A Struct with a field for each sampling parameter and its alias, null or as `SamplingParams`
+    takes it.
+
+    Args:
+        left_out: parameters that it lacks.
+    """
+    made: list[tuple[str, Any, None]] = []
+    for one in PARAMETERS.values():
+        if one.name not in left_out:
+            names = [one.name, one.facts["alias"]] if one.facts["alias"] else [one.name]
+            kind: Any = Annotated[json_type(one.kind), Meta(description=one.help)] | None
+            made += [(name, kind, None) for name in names]
+    return msgspec.defstruct("Parameters", made, kw_only=True, module=__name__)
+
+
+def parameters_of(body: Struct) -> dict[str, Any]:
+    """The sampling parameters that a request gives; null gives none.
+
+    Raises:
+        ParamError: a parameter and its alias contradict each other.
+    """
+    found = {}
+    for one in PARAMETERS.values():
+        if one.name in body.__struct_fields__:
+            alias = one.facts["alias"]
+            value = aliased(body, one.name, alias) if alias else getattr(body, one.name)
+            if value is not None:
+                found[one.name] = value
+    return found
 
 
 def limit_of(asked: int) -> int | None:
@@ -66,37 +113,17 @@ class StreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None  # there is none, with either value
 
 
-class Generating(Struct, kw_only=True):
+_PARAMETERS: Any = parameters_struct(left_out=("logprobs",))
+
+
+class Generating(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     """What chats and completions have in common. null is as good as absent."""
 
     model: Name | None = None
-    n: Number | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    n_predict: Limit | None = None  # another name of it
-    min_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    typical_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    repeat_penalty: Repetition | None = None  # another name of it
-    logit_bias: LogitBias | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords | None = None
-    stop: Stop | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    n_predict: Limit | None = None  # another name of max_tokens
     add_special_tokens: bool | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    prompt_logprobs: Logprobs | None = None
-    speculation: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     deadline_ms: DeadlineMs | None = None

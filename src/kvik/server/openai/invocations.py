@@ -39,13 +39,12 @@ class Invocation(Struct):
 async def invocations(server: Server, request: Request) -> Response:
     """Whatever the body asks for."""
     body = await read_chosen(request, _kind)
-    match body:
-        case ChatRequest():
-            return await answer_chat(server, request, body)
-        case CompletionRequest():
-            return await answer_completions(server, request, body)
-        case EmbeddingRequest():
-            return await answer_embeddings(server, request, body)
+    if isinstance(body, ChatRequest):
+        return await answer_chat(server, request, body)
+    if isinstance(body, CompletionRequest):
+        return await answer_completions(server, request, body)
+    assert isinstance(body, EmbeddingRequest)
+    return await answer_embeddings(server, request, body)
 
 
 def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:

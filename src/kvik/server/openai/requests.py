@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Pin, TokenLogprobs
@@ -10,7 +11,7 @@ from kvik.engine.output import RequestOutput
 from kvik.errors import Overflow, ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
-from kvik.server.openai.fields import Generating, aliased
+from kvik.server.openai.fields import Generating, aliased, parameters_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 
@@ -70,32 +71,6 @@ async def prompt_ids(
     return await texts.encode(prompt, add_special_tokens is not False)
 
 
-# Fields that mean what the sampling parameter of the same name means.
-_ALIKE = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "seed",
-    "prompt_logprobs",
-    "speculation",
-)
-
-
 def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int | None]:
     """How many tokens an answer may have, with the field that says so.
 
@@ -108,10 +83,12 @@ def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int 
     return "max_tokens" if body.n_predict is None else "n_predict", asked
 
 
-def sampling_changes(body: Generating) -> dict[str, object]:
-    given = {name: getattr(body, name) for name in _ALIKE}
-    given["repetition_penalty"] = aliased(body, "repetition_penalty", "repeat_penalty")
-    return {name: value for name, value in given.items() if value is not None}
+def sampling_changes(body: Generating) -> dict[str, Any]:
+    """What the body says of sampling, but for limits and log probabilities of the output."""
+    changes = parameters_of(body)
+    changes.pop("max_tokens", None)
+    changes.pop("logprobs", None)
+    return changes
 
 
 def check_stream(body: Generating) -> None:

@@ -1,24 +1,15 @@
-// The sampling controls: one row of the table each. What is left empty is not sent.
+// The sampling controls: one row of the table each, those of numbers as the engine declares them.
+// What is left empty is not sent.
 
 import { byId, make } from "./dom.js";
+import { PARAMETERS } from "./parameters.js";
 
 const NUMBER = "number";
 const CHECK = "checkbox";
 
 // name, label, kind, limits of a number, note
 const CONTROLS = [
-  ["temperature", "Temperature", NUMBER, { min: 0, max: 100, step: "any" }, "0 always takes the most likely token"],
-  ["top_p", "Top p", NUMBER, { min: 0, max: 1, step: "any" }, "Keep the most likely tokens up to this mass"],
-  ["top_k", "Top k", NUMBER, { min: -1, step: 1 }, "Keep the k most likely tokens; 0 keeps all"],
-  ["min_p", "Min p", NUMBER, { min: 0, max: 1, step: "any" }, "Drop tokens below this share of the most likely one"],
-  ["typical_p", "Typical p", NUMBER, { min: 0, max: 1, step: "any" }, "Keep the most typical tokens up to this mass"],
-  ["presence_penalty", "Presence penalty", NUMBER, { min: -2, max: 2, step: "any" }, "Against tokens that were used"],
-  ["frequency_penalty", "Frequency penalty", NUMBER, { min: -2, max: 2, step: "any" }, "Against tokens, for each use"],
-  ["repetition_penalty", "Repetition penalty", NUMBER, { min: 0, max: 10, step: "any" }, "Divides logits of tokens that occurred; 1 is none"],
-  ["max_tokens", "Max tokens", NUMBER, { min: 1, step: 1 }, "Length of the answer at most"],
-  ["min_tokens", "Min tokens", NUMBER, { min: 0, step: 1 }, "Length of the answer at least"],
-  ["seed", "Seed", NUMBER, { step: 1 }, "The same seed gives the same text"],
-  ["n", "Answers (n)", NUMBER, { min: 1, max: 16, step: 1 }, "Side by side, of one prompt"],
+  ...PARAMETERS.map(({ name, label, limits, note }) => [name, label, NUMBER, limits, note]),
   ["stop", "Stop texts, one a line", "textarea", {}, "The answer ends before any of them"],
   ["ignore_eos", "Ignore end of text", CHECK, {}, "Go on to the length limit"],
   ["logprobs", "Colour by probability", CHECK, {}, "The darker, the less likely the token was"],
