@@ -27,16 +27,11 @@ from types import SimpleNamespace
 
 import torch
 
-from kvik.config.config import (
-    CacheConfig,
-    MemoryPlan,
-    ResolvedConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from kvik.config.config import MemoryPlan, ResolvedConfig, RunnerConfig
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import read_model_spec
 from kvik.config.speculative import ResolvedSpeculation
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest

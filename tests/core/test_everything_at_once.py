@@ -12,7 +12,7 @@ import random
 import pytest
 from helpers.simulation import Setup, Simulation
 
-from kvik.config.config import POLICIES
+from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, Pin
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (None, 5)]

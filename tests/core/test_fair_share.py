@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers.simulation import Setup, Simulation
 
-from kvik.config.config import POLICIES
+from kvik.core.config import POLICIES
 from kvik.core.fair_share import Holdings
 from kvik.core.plan import SchedulerOutput
 from kvik.core.types import Request, RequestStatus

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvik.config.config import CacheConfig
 from kvik.core.block_pool import NULL_BLOCK
+from kvik.core.config import CacheConfig
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Request, RequestStatus

@@ -8,7 +8,7 @@ import pytest
 from helpers.fake_worker import expected_output
 from helpers.simulation import Setup, Simulation
 
-from kvik.config.config import POLICIES
+from kvik.core.config import POLICIES
 from kvik.core.policy import make_policy
 from kvik.core.types import Request, RequestStatus
 from kvik.errors import ConfigError

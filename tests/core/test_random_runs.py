@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from helpers.simulation import Setup, Simulation
 
-from kvik.config.config import POLICIES
 from kvik.core import kv_manager
 from kvik.core.block_pool import (
     BlockPool,
     block_hash,
     extend_hashes,
-    first_visible_block,
     root_hash,
 )
+from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import StepsInFlight
 from kvik.core.types import FinishReason, Request
@@ -125,11 +124,12 @@ def breaks_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def breaks_windows(patch: pytest.MonkeyPatch) -> None:
+    first_visible_block = KVCacheSpec.first_visible_block
+
     def one_short(spec: KVCacheSpec, position: int, block_size: int) -> int:
         return first_visible_block(spec, position + 1, block_size)
 
-    patch.setattr(kv_manager, "first_visible_block", one_short)
-    patch.setattr("kvik.core.invariants.first_visible_block", one_short)
+    patch.setattr(KVCacheSpec, "first_visible_block", one_short)
 
 
 def publishes_promises(patch: pytest.MonkeyPatch) -> None:

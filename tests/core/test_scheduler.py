@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.simulation import Setup, Simulation
 
-from kvik.config.config import POLICIES
+from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvik.config.config import POLICIES
+from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, Pin
 
 LONGEST = 24  # tokens of a request at most

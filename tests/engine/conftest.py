@@ -10,14 +10,9 @@ import pytest
 import uvloop
 from helpers.scripted_engine import Rig as ScriptedRig
 
-from kvik.config.config import (
-    CacheConfig,
-    MemoryPlan,
-    ResolvedConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from kvik.config.config import MemoryPlan, ResolvedConfig, RunnerConfig
 from kvik.config.model_spec import ModelSpec
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState
 from kvik.engine.core import EngineCore

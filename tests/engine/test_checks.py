@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.served_engine import tiny_config
 
-from kvik.config.config import CacheConfig
+from kvik.core.config import CacheConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length

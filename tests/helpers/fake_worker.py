@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvik.config.config import CacheConfig
+from kvik.core.config import CacheConfig
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
 

@@ -18,15 +18,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from kvik.config.config import (
-    CacheConfig,
-    EngineConfig,
-    MemoryPlan,
-    ResolvedConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from kvik.config.config import EngineConfig, MemoryPlan, ResolvedConfig, RunnerConfig
 from kvik.config.model_spec import ModelSpec
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState, SourceClient
 from kvik.engine.core import EngineCore

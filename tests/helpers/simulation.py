@@ -13,8 +13,8 @@ from helpers.fake_worker import (
     expected_prompt_logprobs,
 )
 
-from kvik.config.config import CacheConfig, SchedulerConfig
 from kvik.core import invariants
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 from helpers.configs import PUBLIC
 
-from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler

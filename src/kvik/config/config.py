@@ -15,6 +15,7 @@ from kvik.config.speculative import (
     SpeculativeConfig,
     speculative_wish,
 )
+from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.options import (
     Choice,
@@ -27,16 +28,7 @@ from kvik.options import (
     normalised,
     option,
 )
-from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS, KVGroup
-
-POLICIES = (
-    "fcfs",
-    "priority",
-    "shortest-prefill-first",
-    "longest-prefix-match",
-    "static",
-    "dynamic",
-)
+from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,39 +215,6 @@ def wish_of(config: EngineConfig) -> SpeculativeConfig | None:
     return speculative_wish(
         config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
     )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out.
-
-    `pinned_share`: of the blocks, may be pinned by all tenants together; `tenant_pinned_share`: by
-    one of them.
-    """
-
-    block_size: int
-    num_blocks: int
-    groups: tuple[KVGroup, ...]
-    enable_prefix_caching: bool = True
-    pinned_share: float = 0.75
-    tenant_pinned_share: float = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """`num_lookahead_tokens`: places in the KV cache that a decoding request is given beyond its
-    step, where there are blocks to spare."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    policy: str = "fcfs"
-    batch_size: int = 8
-    max_wait: float = 0.05
-    ageing: float = 10.0
-    max_queued_requests: int = 4096
-    max_queued_tokens: int = 4_194_304
-    num_lookahead_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ from kvik.spec.kv import (
     KVGroup,
     block_bytes,
     group_layers,
-    max_blocks,
     stored_as,
 )
 
@@ -388,7 +387,7 @@ class Footprint:
 
     def blocks_per_request(self, num_tokens: int, chunk: int) -> int:
         """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
-        return sum(max_blocks(g.spec, num_tokens, chunk, self.block_size) for g in self.groups)
+        return sum(g.spec.max_blocks(num_tokens, chunk, self.block_size) for g in self.groups)
 
     @property
     def _item(self) -> int:

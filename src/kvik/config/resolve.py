@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from kvik.config.built import BUILT_IN, built_in, settled
 from kvik.config.config import (
-    CacheConfig,
     EngineConfig,
     MemoryPlan,
     ResolvedConfig,
     RunnerConfig,
-    SchedulerConfig,
     check_config,
     wish_of,
 )
@@ -49,6 +47,7 @@ from kvik.config.sizes import (
 )
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.config.units import show_bytes
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.errors import CapacityError, ConfigError
 from kvik.spec.kv import AUTO, KV_FORMATS
 

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from kvik.spec.kv import KVCacheSpec, KVKind
-
 # Block hashes: what makes two prefixes equal.
 #
 # The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean
@@ -35,19 +33,6 @@ def extend_hashes(
     for i in range(len(hashes), num_blocks):
         parent = block_hash(parent, tokens[i * block_size : (i + 1) * block_size])
         hashes.append(parent)
-
-
-# What differs between kinds of KV groups: which cached blocks a prefix needs, which can go.
-
-
-def first_visible_block(spec: KVCacheSpec, position: int, block_size: int) -> int:
-    """Index of the first block that holds a key visible to the query at `position`.
-
-    Full attention sees everything. A window of w sees keys j with position - w < j <= position.
-    """
-    if spec.kind is KVKind.FULL or spec.window is None:
-        return 0
-    return max(0, position - spec.window + 1) // block_size
 
 
 NULL_BLOCK = 0  # never handed out: stands for "no block here" in tables and absorbs padded writes

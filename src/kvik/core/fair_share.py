@@ -26,8 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from heapq import heappop, heappush
 from itertools import chain
 
-from kvik.config.config import SchedulerConfig
 from kvik.core.block_pool import NULL_BLOCK
+from kvik.core.config import SchedulerConfig
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch
 from kvik.core.policy import Policy
 from kvik.core.types import Request, RequestStatus

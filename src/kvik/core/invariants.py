@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvik.core.block_pool import NULL_BLOCK, extend_hashes, first_visible_block
+from kvik.core.block_pool import NULL_BLOCK, extend_hashes
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request, RequestStatus
@@ -132,7 +132,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
     for r in scheduler.running:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
-            seen = first_visible_block(group.spec, r.num_written_tokens, block_size)
+            seen = group.spec.first_visible_block(r.num_written_tokens, block_size)
             _require(NULL_BLOCK not in ids[seen:], f"{r.key} lacks a block that it sees")
             for block in ids[at:]:  # what is yet to be written must not be seen by anybody else
                 _require(pool.ref_counts[block] == 1, f"{r.key} writes into a shared block")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvik.config.config import CacheConfig
-from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes, first_visible_block
+from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes
+from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
 from kvik.core.types import Request, RequestStatus
-from kvik.spec.kv import max_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class KVCacheManager:
     """
 
     def __init__(self, config: CacheConfig) -> None:
+        self.config = config
         self.block_size = config.block_size
         self.groups = config.groups
         self.caching = config.enable_prefix_caching
@@ -42,7 +42,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int, chunk: int) -> int:
         """Most blocks a request of `num_tokens` holds at once; more than the pool never fits."""
-        return sum(max_blocks(g.spec, num_tokens, chunk, self.block_size) for g in self.groups)
+        return self.config.max_blocks(num_tokens, chunk)
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a waiting request. Nothing is acquired yet.
@@ -215,7 +215,7 @@ class KVCacheManager:
             length = missing
         tables = []
         for g, group in enumerate(self.groups):
-            seen = first_visible_block(group.spec, length * self.block_size, self.block_size)
+            seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
             found = (self.pool.lookup((g, key)) for key in hashes[seen:length])
             tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
         return PrefixMatch(length * self.block_size, tables)
@@ -227,7 +227,7 @@ class KVCacheManager:
         """
         for g, group in enumerate(self.groups):
             if group.spec.window is not None:
-                seen = first_visible_block(group.spec, length * self.block_size, self.block_size)
+                seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
                 for i in range(length - 1, seen - 1, -1):
                     if self.pool.lookup((g, hashes[i])) is None:
                         return i
@@ -247,7 +247,7 @@ class KVCacheManager:
         blocks = -(-length // self.block_size)
         tables = [list(ids[:blocks]) for ids in leader.block_ids]
         for group, ids in zip(self.groups, tables, strict=True):
-            seen = first_visible_block(group.spec, length, self.block_size)
+            seen = group.spec.first_visible_block(length, self.block_size)
             if NULL_BLOCK in ids[seen:]:
                 return None  # the leader's window has moved on
             ids[:seen] = [NULL_BLOCK] * min(seen, blocks)
@@ -257,7 +257,7 @@ class KVCacheManager:
         """Drop blocks that slid out of the window of the first query that may still be asked."""
         position = request.num_written_tokens
         for group, ids in zip(self.groups, request.block_ids, strict=True):
-            gone = first_visible_block(group.spec, position, self.block_size) - 1
+            gone = group.spec.first_visible_block(position, self.block_size) - 1
             unseen = []
             while gone >= 0 and ids[gone] != NULL_BLOCK:
                 unseen.append(ids[gone])

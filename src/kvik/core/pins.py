@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from kvik.config.config import CacheConfig
-from kvik.core.block_pool import BlockPool, first_visible_block
+from kvik.core.block_pool import BlockPool
+from kvik.core.config import CacheConfig
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +168,7 @@ class PinTable:
         """What the query behind the prefix sees through windows; None if some of it is gone."""
         found = []
         for g, spec in self._windowed:
-            seen = first_visible_block(spec, len(hashes) * self._block_size, self._block_size)
+            seen = spec.first_visible_block(len(hashes) * self._block_size, self._block_size)
             found += [self.pool.lookup((g, key)) for key in hashes[seen:]]
         blocks = tuple(block for block in found if block is not None)
         return blocks if len(blocks) == len(found) else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvik.config.config import POLICIES, SchedulerConfig
+from kvik.core.config import POLICIES, SchedulerConfig
 from kvik.core.types import Request, RequestStatus
 from kvik.errors import ConfigError
 

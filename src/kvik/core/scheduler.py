@@ -16,7 +16,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from kvik.config.config import CacheConfig, SchedulerConfig
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.fair_share import (
     FairShare,
     Holdings,

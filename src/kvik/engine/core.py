@@ -22,7 +22,6 @@ from kvik.core.types import (
 )
 from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
 from kvik.errors import CapacityError, Overflow, ParamError
-from kvik.spec.kv import max_blocks
 
 # What a model can never serve, told from its configuration alone, on either side of the wire.
 
@@ -92,7 +91,7 @@ def _check_pooling(request: EngineRequest) -> None:
 
 def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
     cache, chunk = config.cache, config.scheduler.max_num_batched_tokens
-    needed = sum(max_blocks(g.spec, longest, chunk, cache.block_size) for g in cache.groups)
+    needed = cache.max_blocks(longest, chunk)
     available = cache.num_blocks - 1  # but for the null block
     if needed > available:
         raise CapacityError(

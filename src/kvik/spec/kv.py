@@ -70,6 +70,23 @@ class KVCacheSpec:
     window: int | None = None
     format: str = AUTO
 
+    def first_visible_block(self, position: int, block_size: int) -> int:
+        """Index of the first block that holds a key visible to the query at `position`.
+
+        Full attention sees everything. A window of w sees keys j with position - w < j <= position.
+        """
+        if self.kind is KVKind.FULL or self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // block_size
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Most blocks a request of `num_tokens` ever holds when a step adds at most `chunk`."""
+        blocks = -(-num_tokens // block_size)
+        if self.kind is KVKind.FULL or self.window is None:
+            return blocks
+        # window - 1 keys before the chunk and the chunk itself, both cut by block borders
+        return min(blocks, -(-(self.window - 1 + chunk) // block_size) + 1)
+
 
 def stored_as(
     specs: Sequence[KVCacheSpec], format: str, skipped: Collection[int] = ()
@@ -154,12 +171,3 @@ def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
     return block_size * sum(
         max(size(group, format) for group in groups) for format in formats_of(groups)
     )
-
-
-def max_blocks(spec: KVCacheSpec, num_tokens: int, chunk: int, block_size: int) -> int:
-    """Most blocks a request of `num_tokens` ever holds at once when a step adds at most `chunk`."""
-    blocks = -(-num_tokens // block_size)
-    if spec.kind is KVKind.FULL or spec.window is None:
-        return blocks
-    # window - 1 keys before the chunk and the chunk itself, both cut by block borders
-    return min(blocks, -(-(spec.window - 1 + chunk) // block_size) + 1)

@@ -1,0 +1,59 @@
+"""What the engine core takes in: the shape of the KV cache and the limits of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvik.spec.kv import KVGroup
+
+POLICIES = (
+    "fcfs",
+    "priority",
+    "shortest-prefill-first",
+    "longest-prefix-match",
+    "static",
+    "dynamic",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: one pool of blocks shared by all groups. Block 0 is never handed out.
+
+    Attributes:
+        pinned_share: share of the blocks that all tenants together may pin.
+        tenant_pinned_share: share of the blocks that one tenant may pin.
+    """
+
+    block_size: int
+    num_blocks: int
+    groups: tuple[KVGroup, ...]
+    enable_prefix_caching: bool = True
+    pinned_share: float = 0.75
+    tenant_pinned_share: float = 0.5
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks a request of `num_tokens` holds at once when a step adds at most `chunk`."""
+        size = self.block_size
+        return sum(group.spec.max_blocks(num_tokens, chunk, size) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue, and the policy.
+
+    Attributes:
+        num_lookahead_tokens: places in the KV cache that a decoding request gets beyond its step,
+            if blocks are to spare.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    batch_size: int = 8
+    max_wait: float = 0.05
+    ageing: float = 10.0
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_194_304
+    num_lookahead_tokens: int = 0
