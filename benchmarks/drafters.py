@@ -18,7 +18,6 @@ from statistics import median, quantiles
 import numpy as np
 import torch
 
-from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.launch import resolve_config
@@ -32,6 +31,7 @@ from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains
 from kvik.worker.request_table import RequestTable
+from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
 
 ROUNDS, GROWTH = 60, 3
 

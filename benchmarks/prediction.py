@@ -75,10 +75,10 @@ def main() -> None:
 
 
 def calibrate(threads: int | None, path: Path) -> None:
-    from kvik.bench.machine.calibrate import calibrate
-    from kvik.bench.machine.effort import FULL
     from kvik.config.hardware import detect
     from kvik.planner.calibration import save
+    from kvik_bench.machine.calibrate import calibrate
+    from kvik_bench.machine.effort import FULL
 
     hardware = detect()
     found, remarks = calibrate(hardware, threads or hardware.cores, FULL, lambda share, what: None)
@@ -107,9 +107,6 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """In a process of its own: samples of each workload, with their predictions."""
     from kvik import LLM, SamplingParams
-    from kvik.bench.machine.calibrate import make_stage
-    from kvik.bench.machine.disturbance import OTHERS, Watch
-    from kvik.bench.machine.effort import FULL
     from kvik.config.hardware import detect
     from kvik.planner.calibration import ReadRate, load
     from kvik.planner.devices import Device, cpu_device
@@ -117,6 +114,9 @@ def measure(
     from kvik.planner.formats import weight_format
     from kvik.planner.roofline import decode, prefill, step_time
     from kvik.planner.setting import Setting
+    from kvik_bench.inprocess.rounds import OTHERS, Watch
+    from kvik_bench.machine.calibrate import make_stage
+    from kvik_bench.machine.effort import FULL
 
     facts = load(calibration)
     device = cpu_device(facts, facts.machine, 0)

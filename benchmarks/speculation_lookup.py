@@ -23,9 +23,6 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvik.bench.inprocess.guessing import Pair
-from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
-from kvik.bench.inprocess.measures import DECODE, OUTPUT, Measure
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.evaluate.windows import held_out_texts
@@ -35,6 +32,9 @@ from kvik.worker import worker
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampler import LaunchedTokens
 from kvik.worker.step_inputs import AtOnce
+from kvik_bench.inprocess.guessing import Pair
+from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer

@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 from math import comb
 from statistics import median
 
-from kvik.bench.inprocess.inproc import Job, Run, loaded, run_jobs
-from kvik.bench.inprocess.jobs import Requests, fixed
-from kvik.bench.inprocess.measures import OUTPUT
-from kvik.bench.inprocess.pieces import Pieces
-from kvik.bench.load.lengths import DrawnLengths, parse_length
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.engine.client import Engine
 from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
+from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.jobs import Requests, fixed
+from kvik_bench.inprocess.measures import OUTPUT
+from kvik_bench.inprocess.pieces import Pieces
+from kvik_bench.load.lengths import DrawnLengths, parse_length
 
 LONGEST, TOGETHER = 768, 32
 DRAFT = "stories-draft"  # beside the bundled model

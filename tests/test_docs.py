@@ -52,8 +52,8 @@ def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
 def test_files_that_a_document_names_exist(document: Path) -> None:
     """`docs/structure.md` and the like in code quotes, relative to the root or to the package."""
     names = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", document.read_text(encoding="utf-8"))
-    package = ROOT / "src" / "kvik"
-    missing = [n for n in names if not (ROOT / n).exists() and not (package / n).exists()]
+    roots = (ROOT, ROOT / "src", ROOT / "src" / "kvik")
+    missing = [name for name in names if not any((root / name).exists() for root in roots)]
     assert not missing
 
 

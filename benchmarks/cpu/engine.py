@@ -82,8 +82,8 @@ def measure(model: str, quantization: str, threads: int | None) -> dict[str, flo
     import torch  # noqa: F401  counted as the runtime
 
     from kvik import LLM, SamplingParams
-    from kvik.bench.machine.native_stage import NativeLimits
     from kvik.kernels.cpu.native import Native
+    from kvik_bench.machine.native_stage import NativeLimits
 
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()

@@ -27,9 +27,9 @@ import torch  # before the extension, which then shares torch's threads
 from roofline_samples import Sample, measure
 from roofline_work import LAYERS, Work, attentions, linears, small_ones
 
-from kvik.bench.machine.native_stage import NativeLimits
 from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.native import Native
+from kvik_bench.machine.native_stage import NativeLimits
 
 EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case walks through
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch  # noqa: F401  before the extension, which then shares torch's threads
 from roofline_work import Work
 
-from kvik.bench.machine.disturbance import OTHERS, Watch
-from kvik.bench.machine.native_stage import NativeLimits
 from kvik.kernels.cpu import _native
+from kvik_bench.inprocess.rounds import OTHERS, Watch
+from kvik_bench.machine.native_stage import NativeLimits
 
 
 @dataclass

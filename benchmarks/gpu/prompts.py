@@ -8,7 +8,7 @@ from functools import partial
 from notes import Notes
 from place import DEVICE, sized
 
-from kvik.bench.machine.prompt_attention import (
+from kvik_bench.machine.prompt_attention import (
     HEAD_DIMS,
     LENGTHS,
     measure_prompts,

@@ -50,7 +50,7 @@ def imported(source: Source, known: frozenset[str]) -> dict[str, int]:
 @pytest.fixture(scope="session")
 def sources() -> dict[str, Source]:
     found = {}
-    for path in sorted((SRC / "kvik").rglob("*.py")):
+    for path in sorted(SRC.rglob("*.py")):
         parts = path.relative_to(SRC).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)

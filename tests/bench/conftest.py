@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.inprocess.inproc import loaded
-from kvik.bench.machine.disturbance import Watch
 from kvik.config.config import EngineConfig
 from kvik.engine.client import Engine
 from kvik.launch import resolve_config
+from kvik_bench.inprocess.inproc import loaded
+from kvik_bench.inprocess.rounds import Watch
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 
 from kvik import __version__
 from kvik.cli import main as cli
+from kvik.cli.plugins import added_verbs
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
 
@@ -21,6 +22,9 @@ from kvik.errors import ModelError
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvik", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+VERBS = {**cli.VERBS, **added_verbs()}
 
 
 def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int = 0) -> None:
@@ -40,7 +44,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
 def test_help_names_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in cli.VERBS)
+    assert all(f"  {verb} " in out for verb in VERBS)
 
 
 def test_without_arguments_help_and_an_error_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +59,7 @@ def test_help_on_a_group_of_verbs_names_each(
     assert cli.main(["bench", *words]) == code
     out = capsys.readouterr().out
     assert out.startswith("usage: kvik bench COMMAND [options]\n")
-    assert all((f"  {verb} " in out) == verb.startswith("bench ") for verb in cli.VERBS)
+    assert all((f"  {verb} " in out) == verb.startswith("bench ") for verb in VERBS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +81,7 @@ assert not slow, slow
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("name", list(cli.VERBS))
+@pytest.mark.parametrize("name", list(VERBS))
 def test_every_verb_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([name, "--help"])

@@ -11,13 +11,13 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
-from kvik.bench.report.result import Figure
 from kvik.cli.main import main
-from kvik.cli.quantize_report import Speed
 from kvik.config.engine_manifest import MANIFEST
 from kvik.config.model_source import BUNDLED, CONFIG
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.output import REPORT
+from kvik_bench.inprocess.models import DecodingSpeed
+from kvik_bench.report.result import Figure
 
 CPU = ("--device", "cpu")
 FAST = ("--eval", "none", "--no-speed", *CPU)
@@ -62,7 +62,7 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_a_speed_up_is_told_with_its_range(ratios: tuple[float, ...], text: str) -> None:
     before = Figure("decode", "tokens/s", (100.0, 80.0, 130.0))
-    speed = Speed(before, before, Figure("ratio", "x", ratios), ("Warning: busy.",))
+    speed = DecodingSpeed(before, before, Figure("ratio", "x", ratios), ("Warning: busy.",))
     assert list(speed.rows()) == [
         ("tokens/s", "100 (80 to 130) -> 100 (80 to 130), one request, 3 rounds"),
         ("speed-up", text),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvik.bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import Chart, Figure, Result, Row
 
 HOSTILE = '<script>alert("x")</script> $x_1$ & | `co`'
 

@@ -56,10 +56,10 @@ REQUESTS = {
 
 # For what the host waits: what a step sampled, and the memory that the copy of the inputs of the
 # step before reads.
-ALWAYS = {"copies.wait", "device_inputs.put"}
-DRAFTED = {"draft_model": "guessing.told", "medusa": "medusa.propose", "eagle": "eagle.propose"}
+ALWAYS = {"step_inputs.wait", "step_inputs.put"}
+DRAFTED = {"draft_model": "draft_model.told", "medusa": "heads.propose", "eagle": "eagle.propose"}
 # torch's kernels alone: how many tokens are to be sorted.
-TORCHS = {"truncation._top"}
+TORCHS = {"draw._top"}
 
 
 def answers(model: Path, **options: Any) -> dict[str, list[list[int]]]:
@@ -142,7 +142,7 @@ def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, sile
             gpu.waits.clear()
             asked(llm, kind)
             check(gpu, method, kind, set())
-        assert gpu.waits["device_inputs.put"]
+        assert gpu.waits["step_inputs.put"]
 
 
 @pytest.mark.full
@@ -175,9 +175,9 @@ def drafters_do_not_fail(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def check(gpu: FakeGpu, method: str, kind: str, more: set[str]) -> None:
     drafted = {DRAFTED[method]} if method in DRAFTED else set()
     assert set(gpu.waits) <= ALWAYS | drafted | more, f"{kind}: {dict(gpu.waits)}"
-    assert gpu.waits["copies.wait"]
+    assert gpu.waits["step_inputs.wait"]
     if drafted and kind != "with rules":  # which a host must hear of between two drafts
-        assert 1 <= sum(gpu.waits[name] for name in drafted) <= gpu.waits["copies.wait"]
+        assert 1 <= sum(gpu.waits[name] for name in drafted) <= gpu.waits["step_inputs.wait"]
 
 
 def test_drawn_drafts_are_judged_without_a_look_at_them() -> None:

@@ -11,11 +11,9 @@ from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError, KvikError
 
 if TYPE_CHECKING:
-    from kvik.cli.quantize_report import Report, Speed
+    from kvik.cli.quantize_report import Report
 
 BUILTIN, NONE = "builtin", "none"
-SPEED_PROMPT, SPEED_OUTPUT = 32, 64  # tokens of the requests that are timed
-SPEED_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,9 @@ class BeforeAfter:
         Args:
             folder: of the quantised model.
         """
+        from kvik.cli.plugins import decoding_meter
         from kvik.cli.quantize_report import Perplexity
+        from kvik.launch import resolve_config
 
         after = replace(self.before, model=str(folder))
         if self.texts:
@@ -98,20 +98,8 @@ class BeforeAfter:
             perplexity = Perplexity(old.perplexity, new.perplexity, change, words)
             report = replace(report, perplexity=perplexity)
         if self.speed:
-            report = replace(report, speed=_speed(self.before, after))
+            models = [
+                resolve_config(replace(config, max_num_seqs=1)) for config in (self.before, after)
+            ]
+            report = replace(report, speed=decoding_meter()(*models))
         return report
-
-
-def _speed(before: EngineConfig, after: EngineConfig) -> Speed:
-    """The models take turns, so that what else the machine does hits both alike."""
-    from kvik.bench.inprocess.models import Decoding, decode_in_turn, speeds
-    from kvik.cli.quantize_report import Speed
-    from kvik.launch import resolve_config
-
-    models = [resolve_config(replace(config, max_num_seqs=1)) for config in (before, after)]
-    output = min(SPEED_OUTPUT, models[0].scheduler.max_model_len // 2)
-    decoding = Decoding(min(SPEED_PROMPT, output), output, SPEED_ROUNDS)
-    (old, new), remarks = decode_in_turn(("before", "after"), models, decoding)
-    (rate,) = speeds(old, None)
-    new_rate, ratio = speeds(new, old)
-    return Speed(rate, new_rate, ratio, remarks)

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvik.bench.load.answer import Chunk, Usage
-from kvik.bench.load.sse import Event, EventTooLarge, SseParser
 from kvik.cli.chat_backend import Facts, Messages
+from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, Usage
 from kvik.cli.remote_server import RemoteServer
 from kvik.errors import ConfigError, KvikError
 

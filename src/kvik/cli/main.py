@@ -10,10 +10,12 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from kvik import __version__
+from kvik.cli.plugins import added_verbs
 from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
 from kvik.errors import KvikError
 
-# verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does
+# verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does. Other
+# packages add verbs (`kvik.cli.plugins`), those that measure among them.
 VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
@@ -22,22 +24,12 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
     "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
     "eval": ("kvik.cli.eval", "how well a model reads a text, and how far from another"),
-    "compare": ("kvik.cli.compare", "models and formats: size, quality and speed"),
     "quantize": ("kvik.cli.quantize", "the same model in fewer bits"),
     "build": ("kvik.cli.build", "a folder that is ready to run sooner"),
     "train-heads": ("kvik.cli.train_heads", "small networks that guess ahead of a model"),
-    "spec-report": ("kvik.cli.spec_report", "what guessing ahead gains a model here"),
     "replay": ("kvik.cli.replay", "play a recording of a server again, and compare"),
     "plan": ("kvik.cli.plan", "what a model takes and gives on some hardware, and costs"),
     "advise": ("kvik.cli.advise", "what to change, and what it would bring"),
-    "calibrate": ("kvik.cli.calibrate", "measure what this machine can do"),
-    "bench latency": ("kvik.cli.bench_latency", "time one batch at a time"),
-    "bench throughput": ("kvik.cli.bench_throughput", "tokens a second of many requests"),
-    "bench serve": ("kvik.cli.bench_serve", "put a load on a server by its URL"),
-    "bench startup": ("kvik.cli.bench_startup", "seconds to the first token, by part"),
-    "bench batching": ("kvik.cli.bench_batching", "static, dynamic and continuous batching"),
-    "bench compare": ("kvik.cli.bench_compare", "kvik beside other engines"),
-    "bench techniques": ("kvik.cli.bench_techniques", "what each technique brings"),
 }
 
 USAGE_ERROR = 2
@@ -100,33 +92,34 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        say(_help())
+        say(_help({**VERBS, **added_verbs()}))
         return 0 if argv else USAGE_ERROR
     if argv[0] in ("-V", "--version"):
         say(f"kvik {__version__}")
         return 0
-    group = {verb: what for verb, what in VERBS.items() if verb.startswith(f"{argv[0]} ")}
+    verbs = VERBS if argv[0] in VERBS else {**VERBS, **added_verbs()}
+    group = {verb: what for verb, what in verbs.items() if verb.startswith(f"{argv[0]} ")}
     if group and (len(argv) == 1 or argv[1] in ("-h", "--help", "help")):
         say(_help(group, argv[0]))
         return 0 if len(argv) > 1 else USAGE_ERROR
-    verb, rest = _verb(argv)
-    module = import_module(VERBS[verb][0])
+    verb, rest = _verb(argv, verbs)
+    module = import_module(verbs[verb][0])
     code: int = module.run(module.build_parser().parse_intermixed_args(rest))
     return code
 
 
-def _verb(argv: list[str]) -> tuple[str, list[str]]:
+def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, list[str]]:
     """The verb that the first word, or the first two, name; and what follows it."""
     for length in (2, 1):
         verb = " ".join(argv[:length])
-        if verb in VERBS:
+        if verb in verbs:
             return verb, argv[length:]
-    group = [verb for verb in VERBS if verb.startswith(f"{argv[0]} ")]
+    group = [verb for verb in verbs if verb.startswith(f"{argv[0]} ")]
     wrong = " ".join(argv[: 2 if group else 1])
-    raise KvikError("command", f"must be one of {', '.join(group or VERBS)}, not {wrong[:60]!r}")
+    raise KvikError("command", f"must be one of {', '.join(group or verbs)}, not {wrong[:60]!r}")
 
 
-def _help(verbs: Mapping[str, tuple[str, str]] = VERBS, group: str = "") -> str:
+def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:
     """`group`: the first word that the verbs have in common, if they do."""
     width = max(map(len, verbs))
     listed = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in verbs.items())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvik.bench.report.result import Figure
-from kvik.bench.report.table import show_figure
+from kvik.cli.plugins import Speed
 from kvik.config.units import show_bytes
 from kvik.evaluate.quality import Change
 from kvik.quantize.output import SavedLayer
@@ -41,40 +40,6 @@ class Perplexity:
     def as_text(self) -> str:
         change = f"{self.change.share:+.1%}, standard error {self.change.error:.1%}"
         return f"{self.before:.3f} -> {self.after:.3f} ({change}) on {self.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Tokens/s of one request to the model before and after, a value for each round.
-
-    Attributes:
-        ratio: after / before, round by round.
-        remarks: what may make the figures wrong.
-    """
-
-    before: Figure
-    after: Figure
-    ratio: Figure
-    remarks: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, object]:
-        figures = {"before": self.before, "after": self.after, "ratio": self.ratio}
-        return {
-            **{name: figure.median for name, figure in figures.items()},
-            "rounds": {name: figure.values for name, figure in figures.items()},
-            "remarks": self.remarks,
-        }
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of each line."""
-        rounds = f"one request, {len(self.ratio.values)} rounds"
-        yield "tokens/s", f"{show_figure(self.before)} -> {show_figure(self.after)}, {rounds}"
-        told = f"{show_figure(self.ratio)} times"
-        if self.ratio.low <= 1 <= self.ratio.high:
-            told += ": no difference beyond that of the rounds"
-        yield "speed-up", told
-        for remark in self.remarks:
-            yield "", remark
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.inprocess.batching import BATCHINGS, check_rate, measure_batching
-from kvik.bench.inprocess.ceilings import Ceilings
-from kvik.bench.inprocess.inproc import loaded
-from kvik.bench.inprocess.jobs import Requests
-from kvik.bench.inprocess.rounds import Rounds
-from kvik.bench.report.result import Result
 from kvik.config.config import EngineConfig
 from kvik.errors import ParamError
 from kvik.launch import resolve_config
+from kvik_bench.inprocess.batching import BATCHINGS, check_rate, measure_batching
+from kvik_bench.inprocess.ceilings import Ceilings
+from kvik_bench.inprocess.inproc import loaded
+from kvik_bench.inprocess.jobs import Requests
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.report.result import Result
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,6 @@ from helpers.calibrations import calibration
 from msgspec.structs import replace
 
 from kvik import __version__
-from kvik.bench.inprocess.ceilings import Ceilings
-from kvik.bench.inprocess.inproc import Job, run_jobs
-from kvik.bench.report.result import Figure
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.engine.client import Engine
@@ -20,6 +17,9 @@ from kvik.planner.calibration import calibration_path, save, this_machine
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Traffic
 from kvik.planner.setting import Setting
+from kvik_bench.inprocess.ceilings import Ceilings
+from kvik_bench.inprocess.inproc import Job, run_jobs
+from kvik_bench.report.result import Figure
 
 
 def by_name(figures: tuple[Figure, ...]) -> dict[str, float]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvik.bench.inprocess.guessing import Pair
-from kvik.bench.inprocess.inproc import Run
-from kvik.bench.load.records import RequestRecord
 from kvik.core.types import DraftCounts
 from kvik.engine.stats import EngineStats, SpeculationStats
+from kvik_bench.inprocess.guessing import Pair
+from kvik_bench.inprocess.inproc import Run
+from kvik_bench.load.records import RequestRecord
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 TOKENS = 31  # one of the prompt's step, thirty decoded

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvik.bench.inprocess.inproc import Job, run_jobs
 from kvik.engine.client import Engine
 from kvik.errors import KvikError
 from kvik.launch import reschedule
+from kvik_bench.inprocess.inproc import Job, run_jobs
 
 PROMPTS = [[20, 21, 22], [30, 31, 32, 33, 34], [40]]
 LENGTHS = [4, 2, 7]

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvik.bench.inprocess.jobs import Requests, check_context, fixed, refuse_varied
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
+from kvik_bench.inprocess.jobs import Requests, check_context, fixed, refuse_varied
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvik.bench.inprocess.inproc import Run
-from kvik.bench.inprocess.measures import (
+from kvik.engine.stats import EngineStats
+from kvik_bench.inprocess.inproc import Run
+from kvik_bench.inprocess.measures import (
     DECODE,
     E2E,
     INPUT,
@@ -27,8 +28,7 @@ from kvik.bench.inprocess.measures import (
     figures,
     ratios,
 )
-from kvik.bench.load.records import RequestRecord
-from kvik.engine.stats import EngineStats
+from kvik_bench.load.records import RequestRecord
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.bench.inprocess.pieces import Pieces, RandomPieces
 from kvik.config.model_source import find_model
 from kvik.errors import ParamError
 from kvik.text.tokenizer import Tokenizer
+from kvik_bench.inprocess.pieces import Pieces, RandomPieces
 
 TEXTS = (tuple(range(100, 200)), (7, 8, 9), tuple(range(300, 320)))
 PIECES = Pieces((1,), TEXTS, prompt_tokens=11, output_tokens=5, seed="0")

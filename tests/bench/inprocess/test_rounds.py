@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.bench.inprocess.rounds import Rounds
-from kvik.bench.machine import disturbance
 from kvik.errors import ConfigError
+from kvik_bench.inprocess import rounds as disturbance
+from kvik_bench.inprocess.rounds import Rounds
 
 
 def test_subjects_take_turns() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from helpers.drafters import METHOD, Scripted, always_right, install
 
-from kvik.bench.inprocess.inproc import Job, loaded, run_jobs
-from kvik.bench.inprocess.rounds import Rounds
-from kvik.bench.inprocess.speculation import SpeculationLoad, measure_speculation
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
+from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.inprocess.speculation import SpeculationLoad, measure_speculation
 
 CONFIG = EngineConfig(
     device="cpu", threads=1, max_num_seqs=2, max_model_len=64, enable_prefix_caching=False

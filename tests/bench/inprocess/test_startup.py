@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.inprocess.startup import PARTS, start_once
 from kvik.errors import KvikError
+from kvik_bench.inprocess.startup import PARTS, start_once
 
 OPTIONS = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_model_len": 32}
 

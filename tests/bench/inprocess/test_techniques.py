@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.inprocess.inproc import Job, run_jobs
-from kvik.bench.inprocess.jobs import Requests, fixed
-from kvik.bench.inprocess.rounds import Rounds
-from kvik.bench.inprocess.techniques import (
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.engine.client import Engine
+from kvik.errors import ConfigError, ParamError
+from kvik.launch import reschedule, resolve_config
+from kvik_bench.inprocess.inproc import Job, run_jobs
+from kvik_bench.inprocess.jobs import Requests, fixed
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.inprocess.techniques import (
     RUNGS,
     Ladder,
     LadderLoad,
@@ -18,10 +22,6 @@ from kvik.bench.inprocess.techniques import (
     one_by_one,
     without_cache,
 )
-from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.engine.client import Engine
-from kvik.errors import ConfigError, ParamError
-from kvik.launch import reschedule, resolve_config
 
 LOAD = LadderLoad(Requests(3, fixed(4, 5), prefix_tokens=16), alone=2)
 

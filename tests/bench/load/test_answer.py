@@ -11,8 +11,8 @@ from helpers.fake_server import DONE, delta, event, text, usage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.bench.load.answer import AnswerReader, BrokenAnswer, Chunk
-from kvik.bench.load.records import RequestRecord
+from kvik_bench.load.answer import AnswerReader, BrokenAnswer, Chunk
+from kvik_bench.load.records import RequestRecord
 
 END = event(choices=[], usage=usage(7, 3, prompt_tokens_details={"cached_tokens": 4}))
 

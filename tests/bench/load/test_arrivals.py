@@ -6,8 +6,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from kvik.bench.load.arrivals import bursts, constant, poisson, read_trace
 from kvik.errors import ParamError
+from kvik_bench.load.arrivals import bursts, constant, poisson, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

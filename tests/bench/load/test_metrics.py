@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.bench.load.metrics import (
+from kvik.planner.slo import Slo
+from kvik_bench.load.metrics import (
     DEFINITIONS,
     gaps,
     spread,
     summarise,
     token_times,
 )
-from kvik.bench.load.records import INTERRUPTED, RequestRecord
-from kvik.planner.slo import Slo
+from kvik_bench.load.records import INTERRUPTED, RequestRecord
 
 
 def record(

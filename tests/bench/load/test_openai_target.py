@@ -22,9 +22,10 @@ from helpers.fake_server import (
     usage,
 )
 
-from kvik.bench.load.dialect import Dialect
-from kvik.bench.load.metrics import gaps
-from kvik.bench.load.openai_target import (
+from kvik.errors import ConfigError
+from kvik_bench.load.dialect import Dialect
+from kvik_bench.load.metrics import gaps
+from kvik_bench.load.openai_target import (
     OpenAITarget,
     Server,
     accepted,
@@ -33,9 +34,8 @@ from kvik.bench.load.openai_target import (
     joined,
     message_of,
 )
-from kvik.bench.load.records import RequestRecord
-from kvik.bench.load.workload import LoadRequest
-from kvik.errors import ConfigError
+from kvik_bench.load.records import RequestRecord
+from kvik_bench.load.workload import LoadRequest
 
 ASK = LoadRequest((("user", "hello"),), 1, 6)
 EXACT = 0.002  # seconds

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from helpers.fake_server import FakeServer, Received, Reply, models, stream
 
-from kvik.bench.load import serve
-from kvik.bench.load.drive import Budget, ClosedLoop, RunLog
-from kvik.bench.load.lengths import DrawnLengths, Length
-from kvik.bench.load.openai_target import Server
-from kvik.bench.load.serve import Level, LoadTest, ServeBench
-from kvik.bench.load.workload import RandomWorkload, WordFiller, Workload
+from kvik_bench.load import serve
+from kvik_bench.load.drive import Budget, ClosedLoop, RunLog
+from kvik_bench.load.lengths import DrawnLengths, Length
+from kvik_bench.load.openai_target import Server
+from kvik_bench.load.serve import Level, LoadTest, ServeBench
+from kvik_bench.load.workload import RandomWorkload, WordFiller, Workload
 
 
 def workload(seed: str) -> Workload:

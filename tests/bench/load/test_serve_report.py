@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.bench.load import serve_report
-from kvik.bench.load.drive import RunLog
-from kvik.bench.load.records import INTERRUPTED, RequestRecord
-from kvik.bench.load.serve_report import MAX_SERIES, Measured, charts, row
 from kvik.planner.slo import Slo
+from kvik_bench.load import serve_report
+from kvik_bench.load.drive import RunLog
+from kvik_bench.load.records import INTERRUPTED, RequestRecord
+from kvik_bench.load.serve_report import MAX_SERIES, Measured, charts, row
 
 
 def answer(sent: float, tokens: tuple[int, ...] = (1, 1, 1), **others: object) -> RequestRecord:

@@ -5,10 +5,11 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from kvik.bench.load.arrivals import TraceRow
-from kvik.bench.load.lengths import DrawnLengths, Length, TraceLengths, parse_length
-from kvik.bench.load.words import WORDS
-from kvik.bench.load.workload import (
+from kvik.errors import ParamError
+from kvik_bench.load.arrivals import TraceRow
+from kvik_bench.load.lengths import DrawnLengths, Length, TraceLengths, parse_length
+from kvik_bench.load.words import WORDS
+from kvik_bench.load.workload import (
     Conversation,
     RandomWorkload,
     TextWorkload,
@@ -18,7 +19,6 @@ from kvik.bench.load.workload import (
     Workload,
     read_texts,
 )
-from kvik.errors import ParamError
 
 TEN, FIVE = Length("fixed", 10), Length("fixed", 5)
 TOKENS, TEXT = TokenFiller(5000), WordFiller()

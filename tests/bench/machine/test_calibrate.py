@@ -12,11 +12,6 @@ from helpers.optional_native import needs_native
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.bench.machine.calibrate import calibrate, make_stage, remarks
-from kvik.bench.machine.effort import FULL, KINDS, QUICK
-from kvik.bench.machine.host import line_through
-from kvik.bench.machine.kernels import SMALL, _inputs, nonnegative_fit
-from kvik.bench.machine.stage import Attended, TorchStage
 from kvik.config.hardware import Hardware, detect
 from kvik.config.quantization import layer_scheme
 from kvik.planner.calibration import load, save, stale, this_machine
@@ -24,6 +19,11 @@ from kvik.planner.devices import cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.planner.setting import Setting
+from kvik_bench.machine.calibrate import calibrate, make_stage, remarks
+from kvik_bench.machine.effort import FULL, KINDS, QUICK
+from kvik_bench.machine.host import line_through
+from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
+from kvik_bench.machine.stage import Attended, TorchStage
 
 MIB = 1 << 20
 TINY = replace(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.bench.machine import disturbance
-from kvik.bench.machine.disturbance import Watch, undisturbed
+from kvik_bench.inprocess import rounds
+from kvik_bench.inprocess.rounds import Watch, undisturbed
 
 
 def test_the_faster_half_counts() -> None:
@@ -20,14 +20,14 @@ def test_what_others_took(
 ) -> None:
     """In 10 seconds on 2 cores."""
     now, taken, mine = [100.0], [50.0], [20.0]
-    monkeypatch.setattr(disturbance.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(disturbance.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(disturbance, "busy_seconds", lambda: taken[0])
-    monkeypatch.setattr(disturbance, "own_seconds", lambda: mine[0])
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rounds, "busy_seconds", lambda: taken[0])
+    monkeypatch.setattr(rounds, "own_seconds", lambda: mine[0])
     watch = Watch()
     now[0], taken[0], mine[0] = 110.0, 50.0 + busy, 20.0 + own
-    assert watch.others() == pytest.approx(share, abs=disturbance.TICK)
+    assert watch.others() == pytest.approx(share, abs=rounds.TICK)
 
 
 def test_the_clocks_run() -> None:
-    assert 0 < disturbance.own_seconds() <= disturbance.busy_seconds() + 1
+    assert 0 < rounds.own_seconds() <= rounds.busy_seconds() + 1

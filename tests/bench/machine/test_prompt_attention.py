@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.bench.machine.prompt_attention import PromptPace, measure_prompts, thresholds
+from kvik_bench.machine.prompt_attention import PromptPace, measure_prompts, thresholds
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_both_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2.0 if attended else 3.0
 
     monkeypatch.setattr(FreshPrompts, "attend", noted)
-    monkeypatch.setattr("kvik.bench.machine.prompt_attention.ROUNDS", 1)
+    monkeypatch.setattr("kvik_bench.machine.prompt_attention.ROUNDS", 1)
     found = measure_prompts(CPU, (16, 32), (20,), clock=clock, width=64)
     assert found == (PromptPace(16, 20, 3.0, 2.0), PromptPace(32, 20, 3.0, 2.0))
 
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_not_fast(monkeypatch: pytest.MonkeyPatch, broken: str)
         return attend(self, *args) + 0.1
 
     monkeypatch.setattr(FreshPrompts, "attend", worse)
-    monkeypatch.setattr("kvik.bench.machine.prompt_attention.ROUNDS", 1)
+    monkeypatch.setattr("kvik_bench.machine.prompt_attention.ROUNDS", 1)
     (pace,) = measure_prompts(CPU, (16,), (20,), clock=lambda call, device: 1.0, width=64)
     assert pace == PromptPace(16, 20, 1.0, None)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.peers.adapter_process import run_adapter
-from kvik.bench.peers.engine_entries import EngineEntry
-from kvik.bench.peers.engines.protocol import Job, Workload
+from kvik_bench.peers.adapter_process import run_adapter
+from kvik_bench.peers.engine_entries import EngineEntry
+from kvik_bench.peers.engines.protocol import Job, Workload
 
 GOOD = """
 from .protocol import Answer
@@ -168,9 +168,9 @@ PEAK = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {source!r})
-from kvik.bench.peers.adapter_process import run_adapter
-from kvik.bench.peers.engine_entries import EngineEntry
-from kvik.bench.peers.engines.protocol import Job
+from kvik_bench.peers.adapter_process import run_adapter
+from kvik_bench.peers.engine_entries import EngineEntry
+from kvik_bench.peers.engines.protocol import Job
 for megabytes in (0, 200):
     script = Path({folder!r}) / f"hog{{megabytes}}.py"
     script.write_text(f"def run(job):\\n    held = b'x' * ({{megabytes}} << 20)\\n    1 / 0")

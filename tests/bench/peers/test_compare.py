@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.peers.adapter_process import Outcome
-from kvik.bench.peers.compare import Comparison, Found, make_workloads, measure
-from kvik.bench.peers.compare_result import equal_places, first_differences, to_result
-from kvik.bench.peers.engine_entries import EngineEntry, Engines
-from kvik.bench.peers.engines.protocol import Answer, Job, Workload
-from kvik.bench.report.result import Result, Row
 from kvik.errors import ConfigError
+from kvik_bench.peers.adapter_process import Outcome
+from kvik_bench.peers.compare import Comparison, Found, make_workloads, measure
+from kvik_bench.peers.compare_result import equal_places, first_differences, to_result
+from kvik_bench.peers.engine_entries import EngineEntry, Engines
+from kvik_bench.peers.engines.protocol import Answer, Job, Workload
+from kvik_bench.report.result import Result, Row
 
 WORKS = (Workload("prefill", 1, [[1] * 9], [[[2] * 9]]), Workload("b1", 4, [[1]], [[[2]], [[3]]]))
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvik.bench.peers.engine_entries import (
+from kvik.errors import ConfigError
+from kvik_bench.peers.engine_entries import (
     ADAPTERS,
     FOLDER,
     EngineEntry,
     engines_of_file,
     installed_engines,
 )
-from kvik.errors import ConfigError
 
 FILE = """
 threads = 3

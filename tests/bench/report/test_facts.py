@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvik.bench.report.facts import peak_bytes, run_facts
+from kvik_bench.report.facts import peak_bytes, run_facts
 
-MEASURE = "from kvik.bench.report.facts import peak_bytes; print(peak_bytes())"
+MEASURE = "from kvik_bench.report.facts import peak_bytes; print(peak_bytes())"
 
 
 def test_the_peak_does_not_begin_with_the_memory_of_the_parent() -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from helpers.bench_results import HOSTILE, sample_result
 
-from kvik.bench.report.html import as_html
+from kvik_bench.report.html import as_html
 
 VOID = {"meta", "br"}
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from helpers.bench_results import HOSTILE, sample_result
 
-from kvik.bench.report import plots
-from kvik.bench.report.plots import chart_table, drawable, write_plots
-from kvik.bench.report.result import Chart, Figure, Result, Row
 from kvik.errors import ConfigError
+from kvik_bench.report import plots
+from kvik_bench.report.plots import chart_table, drawable, write_plots
+from kvik_bench.report.result import Chart, Figure, Result, Row
 
 
 def size(png: bytes) -> tuple[int, int]:

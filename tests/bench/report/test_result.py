@@ -7,8 +7,8 @@ import json
 import pytest
 from helpers.bench_results import sample_result
 
-from kvik.bench.report.result import Figure, Result
 from kvik.errors import KvikError
+from kvik_bench.report.result import Figure, Result
 
 
 def test_json_and_back() -> None:

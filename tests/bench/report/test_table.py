@@ -8,8 +8,8 @@ import pytest
 from helpers.bench_results import HOSTILE, sample_result
 from rich.console import Console
 
-from kvik.bench.report.result import Figure, Result, Row
-from kvik.bench.report.table import as_markdown, definitions, grid, print_tables, show_figure
+from kvik_bench.report.result import Figure, Result, Row
+from kvik_bench.report.table import as_markdown, definitions, grid, print_tables, show_figure
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvik.bench.peers.adapter_process import run_adapter
-from kvik.bench.peers.compare import make_workloads
-from kvik.bench.peers.engine_entries import ADAPTERS, EngineEntry
-from kvik.bench.peers.engines.protocol import Answer, Job
 from kvik.config.model_source import BUNDLED
+from kvik_bench.peers.adapter_process import run_adapter
+from kvik_bench.peers.compare import make_workloads
+from kvik_bench.peers.engine_entries import ADAPTERS, EngineEntry
+from kvik_bench.peers.engines.protocol import Answer, Job
 
 LIMIT = 120.0  # seconds
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvik.bench.peers.engines.protocol import (
+from kvik_bench.peers.engines.protocol import (
     WARM_UP,
     Clock,
     EngineFailure,

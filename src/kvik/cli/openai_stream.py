@@ -1,0 +1,112 @@
+"""A streamed answer of an OpenAI-compatible server: its events, and what a chunk holds."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+MAX_EVENT_BYTES = 16 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Event(NamedTuple):
+    """An event with data. It stays bytes: a cut inside a character must not matter."""
+
+    name: bytes  # "" unless the server gave one
+    data: bytes
+
+
+class EventTooLarge(ValueError):
+    """An event that never ends must not fill the memory."""
+
+
+class SseParser:
+    """Feed bytes as they come; events are returned with the bytes that complete them."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []  # of a line that has no end yet
+        self._size = 0  # bytes of the event that has no end yet
+        self._data: list[bytes] = []
+        self._name = b""
+        self._after_cr = False  # a line feed that comes next belongs to the line end before
+        self._at_start = True
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Raises `EventTooLarge`."""
+        if self._after_cr and chunk:
+            chunk = chunk.removeprefix(b"\n")
+            self._after_cr = False
+        events: list[Event] = []
+        for line in chunk.splitlines(keepends=True):  # bytes: at \n, \r and \r\n only
+            self._size += len(line)
+            if self._size > MAX_EVENT_BYTES:
+                raise EventTooLarge(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
+            self._after_cr = line.endswith(b"\r")  # what counts is the last line
+            ended = line.rstrip(b"\r\n")
+            if len(ended) == len(line):
+                self._pieces.append(line)
+                break
+            if self._pieces:
+                ended = b"".join([*self._pieces, ended])
+                self._pieces.clear()
+            self._take_line(ended, events)
+        return events
+
+    def _take_line(self, line: bytes, events: list[Event]) -> None:
+        if self._at_start:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            self._at_start = False
+        if not line:
+            if self._data:
+                events.append(Event(self._name, b"\n".join(self._data)))
+            self._data, self._name, self._size = [], b"", 0
+            return
+        name, _, value = line.partition(b":")  # a comment has no name
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+        elif name == b"event":
+            self._name = value.removeprefix(b" ")
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of tokens; another number is no count
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: Count | None = None
+
+
+class CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: Count | None = None
+    rejected_prediction_tokens: Count | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class Delta(msgspec.Struct):
+    """What a chat chunk adds. Reasoning and tool calls are output too."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """The fields that are read; a server may send others."""
+
+    choices: list[Choice] | None = []
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")

@@ -1,0 +1,60 @@
+"""What other packages add to the command line: `kvik_bench` brings all that measures.
+
+Entry points join them, so that no file of kvik imports a package that stands on top of it. A
+look-up reads the metadata of all installed packages, so it happens only where kvik needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from kvik.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvik.config.config import ResolvedConfig
+
+VERBS = "kvik.verbs"  # entry points that name a mapping from a verb to (its module, what it does)
+METERS = "kvik.meters"  # entry points that name measurements
+DECODING = "decoding"
+
+
+class Speed(Protocol):
+    """Tokens/s of one request to a model before and after a change."""
+
+    def as_json(self) -> dict[str, object]: ...
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, text) of each line of a report."""
+        ...
+
+
+class DecodingMeter(Protocol):
+    def __call__(self, before: ResolvedConfig, after: ResolvedConfig) -> Speed:
+        """Let both models decode in turn."""
+        ...
+
+
+def added_verbs() -> dict[str, tuple[str, str]]:
+    """Return the verbs of all installed packages: verb -> (its module, what it does)."""
+    from importlib.metadata import entry_points
+
+    found: dict[str, tuple[str, str]] = {}
+    for entry in entry_points(group=VERBS):
+        verbs: Mapping[str, tuple[str, str]] = entry.load()
+        found |= verbs
+    return found
+
+
+def decoding_meter() -> DecodingMeter:
+    """Return the measurement of decoding.
+
+    Raises:
+        ConfigError: no installed package has one.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=METERS, name=DECODING):
+        meter: DecodingMeter = entry.load()
+        return meter
+    raise ConfigError("speed", "needs the package kvik_bench, which is not installed")

@@ -1,0 +1,205 @@
+"""`kvik calibrate`: measures what this machine can do, and saves it for the planner; of a GPU what
+the engine has to choose by."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.cli.flags import Parser
+from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import say, say_report
+from kvik.config.files import can_write
+from kvik.config.hardware import (
+    Gpu,
+    Thresholds,
+    detect,
+    find_gpus,
+    prompt_attention_path,
+    save_thresholds,
+)
+from kvik.config.kernels import TRITON_CAPABILITY
+from kvik.errors import ConfigError
+from kvik.options import Integer
+from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
+from kvik_bench.report.result import Figure
+from kvik_bench.report.table import show_figure
+
+if TYPE_CHECKING:
+    from kvik_bench.machine.prompt_attention import PromptPace
+
+
+# `kvik calibrate` on a GPU: whose attention reads long prompts, Triton's or torch's.
+
+
+def usable_gpus() -> tuple[Gpu, ...]:
+    """Those that Triton's kernels can run on."""
+    if not detect().triton:
+        return ()
+    return tuple(gpu for gpu in find_gpus() if gpu.capability >= TRITON_CAPABILITY)
+
+
+def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
+    """Measure, print and save_thresholds."""
+    import torch
+
+    from kvik_bench.machine import prompt_attention as prompts
+
+    dims = prompts.QUICK_HEAD_DIMS if quick else prompts.HEAD_DIMS
+    lengths = prompts.QUICK_LENGTHS if quick else prompts.LENGTHS
+    with share_bar(redraws=False) as progress:
+        device = torch.device("cuda", gpu.index)
+        found = prompts.measure_prompts(device, dims, lengths, progress)
+    torch_from = prompts.thresholds(found)
+    say_report(gpu_as_text(gpu.name, found, torch_from))
+    path = prompt_attention_path()
+    save_thresholds(gpu.name, torch_from, path)
+    say(f"\nsaved in {path}")
+
+
+def gpu_as_text(gpu: str, found: Sequence[PromptPace], torch_from: Thresholds) -> str:
+    """What was measured, for people."""
+    lines = [f"prompts on {gpu}: ms of a layer's attention, Triton's / torch's"]
+    for dim, paces in groupby(found, lambda pace: pace.head_dim):
+        cells = (
+            f"{pace.tokens} tokens {pace.triton * 1e3:.3f} / "
+            + ("-" if pace.torch is None else f"{pace.torch * 1e3:.3f}")
+            for pace in paces
+        )
+        least = dict(torch_from).get(dim)
+        chosen = "Triton's" if least is None else f"torch's from {least} tokens on"
+        lines.append(f"  heads of {dim:<6}{', '.join(cells)}: {chosen}")
+    return "\n".join(lines)
+
+
+MAX_THREADS = 1024
+DISTURBED = 1  # exit code
+SHOWN_ROWS = (1, 8, 32, 128, 512)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "calibrate",
+        "",
+        "Measure this machine's memory, arithmetic and kernels, and what the engine adds to them; "
+        "of its GPUs whether torch's or Triton's attention reads long prompts faster, by which "
+        "the engine chooses. Let nothing else run meanwhile.",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
+    parser.add_argument(
+        "--only", choices=("cpu", "gpu"), help="measure no other part of the machine"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="save it also when other processes disturbed it"
+    )
+    parser.add_argument(
+        "--threads", type=_threads, metavar="N", help="CPU threads (default: the usable cores)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"where to save it (default: {calibration_path()}, where kvik looks for it)".replace(
+            "%", "%%"
+        ),
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    gpus = () if arguments.only == "cpu" else usable_gpus()
+    for name in ("output", "threads", "force"):
+        if arguments.only == "gpu" and getattr(arguments, name):
+            raise ConfigError(name, "is about the CPU, which --only gpu leaves out")
+    if arguments.only == "gpu" and not gpus:
+        raise ConfigError("only", "there is no GPU here that Triton's kernels can run on")
+    path = prompt_attention_path()
+    if gpus and not can_write(path):
+        elsewhere = "XDG_CACHE_HOME names another folder, --only cpu leaves GPUs out"
+        raise ConfigError("calibration", f"cannot write {str(path)!r}: {elsewhere}")
+    code = 0 if arguments.only == "gpu" else _calibrate_cpu(arguments)
+    for gpu in {gpu.name: gpu for gpu in gpus}.values():  # like ones are alike
+        calibrate_gpu(gpu, quick=arguments.quick)
+    return code
+
+
+def _calibrate_cpu(arguments: argparse.Namespace) -> int:
+    from kvik_bench.machine.calibrate import calibrate
+    from kvik_bench.machine.effort import FULL, QUICK
+
+    hardware = detect()
+    threads = arguments.threads or hardware.cores
+    path = arguments.output or calibration_path()
+    if not can_write(path):
+        raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
+    with share_bar(redraws=False) as progress:
+        found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
+    say_report(as_text(found))
+    for remark in remarks:
+        say(f"kvik: warning: {remark}", error=True)
+    if found.disturbed and not arguments.force:
+        # Every later prediction would be wrong, and a good one from before would be lost.
+        say("kvik: error: not saved, as it was disturbed; --force saves it", error=True)
+        return DISTURBED
+    save(found, path)
+    say(f"\nsaved in {path}")
+    if threads != hardware.cores:
+        usual = f"kvik plans with {hardware.cores} threads and will not take this for {threads}"
+        say(f"kvik: warning: {usual}", error=True)
+    return 0
+
+
+def as_text(found: Calibration) -> str:
+    """What matters most of it, for people."""
+    machine = found.machine
+    lines = [
+        f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",
+        f"{'memory':20}{_gigabytes(found.reads[-1])} GB/s",
+        f"{'caches':20}"
+        + ", ".join(f"{r.bytes >> 20} MiB {_gigabytes(r)}" for r in found.reads[:-1])
+        + " GB/s",
+        f"{'arithmetic':20}"
+        + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in found.peaks.items())
+        + " T operations/s",
+        "",
+        "products from memory, G operations/s by rows",
+    ]
+    shown = [pace.rows for pace in next(iter(found.linears.values())) if pace.rows in SHOWN_ROWS]
+    lines.append(f"  {'':18}" + "".join(f"{rows:>8}" for rows in shown))
+    for kind, paces in found.linears.items():
+        rates = {p.rows: 2 * p.rows / p.streamed / 1e9 for p in paces if p.streamed}
+        cells = "".join(f"{rates[rows]:8.0f}" if rows in rates else f"{'-':>8}" for rows in shown)
+        lines.append(f"  {kind:18}{cells}")
+    lines += ["", "attention by size of heads: keys and values in decoding, prompts"]
+    for pace in found.attention:
+        keys = f"{4 / pace.streamed / 1e9:.0f} GB/s" if pace.streamed else "as memory"
+        lines.append(f"  {pace.head_dim:<18}{keys}, {pace.prefill / 1e9:.0f} G operations/s")
+    host = found.host[-1]
+    lines += [
+        "",
+        f"{'a small kernel':20}{found.launch * 1e6:.2f} us",
+        f"{'a step, outside':20}{host.step * 1e6:.0f} us and {host.row * 1e6:.1f} us a sequence",
+        f"{'a request, outside':20}{found.host_request * 1e6:.0f} us and "
+        f"{found.host_token * 1e6:.2f} us a token of its prompt",
+    ]
+    return "\n".join(lines)
+
+
+def _gigabytes(found: ReadRate) -> str:
+    """With the range of the samples."""
+    samples = (found.low, found.rate, found.high) if found.high else (found.rate,)
+    return show_figure(Figure("read", "GB/s", tuple(rate / 1e9 for rate in samples)))
+
+
+def _threads(text: str) -> int:
+    kind = Integer(1, MAX_THREADS)
+    try:
+        return kind.checked(kind.parse(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer in [1, {MAX_THREADS}], not {text!r}"
+        ) from None

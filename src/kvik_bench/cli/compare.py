@@ -1,0 +1,126 @@
+"""`kvik compare [MODEL...]`: models and formats beside each other: size, quality and speed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvik.cli.eval import READING, ROUNDING, add_text_flags, text_name, texts_of
+from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.config.config import EngineConfig
+from kvik.errors import ConfigError
+from kvik_bench.cli.output import add_output_flags, check_output, write_out
+
+if TYPE_CHECKING:
+    from kvik_bench.inprocess.models import Contender
+
+BUNDLED = "bundled"  # the name of the model that needs none
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "compare",
+        "[MODEL...]",
+        "Models and formats beside each other: memory, perplexity, distance from the first of "
+        "them, which is the reference, and speed.",
+    )
+    parser.add_argument(
+        "models", nargs="*", default=[], metavar="MODEL", help="folders or hub ids (bundled)"
+    )
+    group = parser.add_argument_group("the first model in other formats")
+    group.add_argument(
+        "--quantizations",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="also with its weights rounded as they are loaded, in each of these ways",
+    )
+    group.add_argument(
+        "--kv-cache-dtypes",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="also with its KV cache in each of these",
+    )
+    add_text_flags(parser)
+    group = parser.add_argument_group("speed")
+    group.add_argument(
+        "--speed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of decoding one request at a time, each model loaded afresh in each round (on)",
+    )
+    group.add_argument(
+        "--prompt-tokens", type=int, default=32, metavar="N", help="of the request (32)"
+    )
+    group.add_argument(
+        "--output-tokens", type=int, default=64, metavar="N", help="of the request (64)"
+    )
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (3)")
+    add_output_flags(parser)
+    add_engine_flags(parser, [name for name in READING if name not in ROUNDING])
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+
+    from kvik.evaluate.bar import reading_bar
+    from kvik_bench.inprocess.models import Comparison, Decoding
+    from kvik_bench.inprocess.rounds import check_repeats
+    from kvik_bench.report.facts import run_facts
+
+    check_repeats(arguments.repeats, 0)
+    if arguments.output_tokens < 2:
+        raise ConfigError("output_tokens", f"must be at least 2, not {arguments.output_tokens}")
+    decoding = Decoding(arguments.prompt_tokens, arguments.output_tokens, arguments.repeats)
+    comparison = Comparison.of(
+        list(_contenders(arguments)),
+        texts_of(arguments),
+        arguments.window,
+        arguments.stride,
+        decoding if arguments.speed else None,
+    )
+    facts = {**run_facts(), "read": text_name(arguments)}
+    write_out(comparison.measure(reading_bar, facts), arguments)
+    return 0
+
+
+def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:
+    """The first model, its other formats, the other models."""
+    from kvik_bench.inprocess.models import Contender
+
+    options: dict[str, Any] = engine_options(arguments, "")
+    shared = {name: value for name, value in options.items() if name not in ROUNDING}
+    models = arguments.models or [shared.get("model", "")]
+    names = _labels(models)
+    configs = [EngineConfig(**{**shared, "model": model}) for model in models]
+    first = configs[0]
+    yield Contender(names[0], first)
+    for kind in arguments.quantizations:
+        yield Contender(f"{names[0]} {kind}", replace(first, quantization=kind))
+    for format in arguments.kv_cache_dtypes:
+        yield Contender(f"{names[0]} KV {format}", replace(first, kv_cache_dtype=format))
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        yield Contender(name, config)
+
+
+def _labels(models: list[str]) -> list[str]:
+    """The last part of each name, or the whole where that would not tell them apart."""
+    short = [Path(model).name or BUNDLED for model in models]
+    return [
+        name if short.count(name) == 1 else model or BUNDLED
+        for name, model in zip(short, models, strict=True)
+    ]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"must be different names separated by commas, not {text[:60]!r}"
+        )
+    return names

@@ -1,0 +1,107 @@
+"""What the bench verbs share: how often to measure, and where the outcome goes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvik.cli.terminal import say
+from kvik.config.files import can_write, write_whole
+from kvik.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvik_bench.report.result import Result
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
+    )
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """ "1,8,32" -> (1, 8, 32), for argparse."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or len(set(numbers)) < len(numbers):
+        message = f"must be different integers separated by commas, not {text[:60]!r}"
+        raise argparse.ArgumentTypeError(message)
+    return numbers
+
+
+def add_run_flags(parser: argparse.ArgumentParser, repeats: int) -> None:
+    group = parser.add_argument_group("how often")
+    group.add_argument(
+        "--repeats", type=int, default=repeats, metavar="N", help=f"measurements ({repeats})"
+    )
+    group.add_argument("--warmup", type=int, default=1, metavar="N", help="not counted (1)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and loads (0)")
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--json", metavar="FILE", help="write every value; -: to standard output")
+    group.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    group.add_argument("--plot", metavar="FOLDER", help="write charts as PNG")
+    group.add_argument("--html", metavar="FILE", help="write a report with charts, in one file")
+
+
+def check_output(arguments: argparse.Namespace) -> None:
+    """Refuse, before anything is measured, what could not be written afterwards."""
+    if arguments.plot or arguments.html:
+        from kvik_bench.report.plots import require_matplotlib
+
+        require_matplotlib()
+    for name in ("json", "html"):
+        file = getattr(arguments, name)
+        if not file or (name == "json" and file == "-"):
+            continue
+        if not Path(file).parent.is_dir() or not can_write(Path(file)):
+            raise ConfigError(name, f"{file[:60]!r} must be a file in a folder to write to")
+    if arguments.plot and not can_write(Path(arguments.plot) / "chart.png"):
+        raise ConfigError("plot", f"{arguments.plot[:60]!r} must be a folder to write to")
+
+
+def write_out(result: Result, arguments: argparse.Namespace) -> None:
+    """Write the files that were asked for, and print the tables whatever becomes of the files:
+    and files first, so that they are there when nobody reads the tables to their end."""
+    try:
+        _write_files(result, arguments)
+    finally:
+        _print(result, arguments)
+
+
+def _write_files(result: Result, arguments: argparse.Namespace) -> None:
+    if arguments.json and arguments.json != "-":
+        _write(Path(arguments.json), result.to_json() + "\n", "json")
+    if arguments.plot:
+        from kvik_bench.report.plots import write_plots
+
+        for path in write_plots(result, Path(arguments.plot)):
+            say(f"wrote {path}", error=True)
+    if arguments.html:
+        from kvik_bench.report.html import as_html
+
+        _write(Path(arguments.html), as_html(result), "html")
+
+
+def _print(result: Result, arguments: argparse.Namespace) -> None:
+    from kvik_bench.report.table import as_markdown, print_tables
+
+    if arguments.json == "-":
+        say(result.to_json())
+    elif arguments.markdown:
+        say(as_markdown(result))
+    else:
+        print_tables(result)
+
+
+def _write(path: Path, text: str, name: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise ConfigError(name, f"cannot be written ({error.strerror})") from None
+    say(f"wrote {path}", error=True)

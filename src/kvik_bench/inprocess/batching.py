@@ -1,0 +1,165 @@
+"""Static, dynamic and continuous batching under one load that comes in real time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvik.engine.client import Engine
+from kvik.errors import ParamError
+from kvik.launch import reschedule
+from kvik_bench.inprocess.ceilings import Ceilings
+from kvik_bench.inprocess.inproc import Job, Run, run_jobs
+from kvik_bench.inprocess.jobs import Requests
+from kvik_bench.inprocess.measures import (
+    E2ES,
+    OUTPUT,
+    REQUESTS,
+    STEPS,
+    TPOT,
+    TTFTS,
+    WALL,
+    Measure,
+    figures,
+    ratios,
+)
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.load.arrivals import poisson
+from kvik_bench.load.metrics import e2es, ttfts
+from kvik_bench.report.facts import engine_facts, peak_memory
+from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.table import show_figure
+
+MAX_RATE = 1e6  # requests a second
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """A way to put requests together: a policy of the engine."""
+
+    name: str
+    policy: str
+    what: str
+
+
+STATIC = Batching("static", "static", "a batch starts when the one before has ended altogether")
+DYNAMIC = Batching("dynamic", "dynamic", "likewise, and waits up to max_wait until it is full")
+CONTINUOUS = Batching("continuous", "fcfs", "a request starts in the step in which a place is free")
+BATCHINGS = (STATIC, DYNAMIC, CONTINUOUS)
+MEASURES = (REQUESTS, OUTPUT, WALL, *TTFTS, TPOT, *E2ES, STEPS)
+COMPARED: tuple[tuple[str, Measure], ...] = (
+    ("output", OUTPUT),
+    ("TTFT p50", TTFTS[0]),
+    ("E2E p50", E2ES[0]),
+    ("E2E p99", E2ES[2]),
+)
+CHARTS = (
+    Chart("bars", "Output", "output"),
+    Chart("ecdf", "Time to first token", "TTFT, ms"),
+    Chart("ecdf", "Whole answers", "E2E, ms"),
+    Chart("points", "Time to first token as the run went on", "TTFT, ms", "due, s"),
+)
+
+
+def check_rate(rate: float | None) -> None:
+    """Raises ParamError."""
+    if rate is not None and not 0 < rate <= MAX_RATE:
+        raise ParamError("rate", f"must be above 0 and at most {MAX_RATE:,.0f}, not {rate}")
+
+
+def measure_batching(
+    engine: Engine,
+    load: Requests,
+    rate: float | None,
+    rounds: Rounds,
+    facts: Mapping[str, str],
+    ceilings: Ceilings,
+) -> Result:
+    """Each round has one load for all, with the times of its requests.
+
+    Args:
+        rate: requests a second, in the mean; None: as many as continuous batching can just serve,
+            which is measured first.
+    """
+    vocab_size = engine.resolved.model.vocab_size
+    source = "given"
+    if rate is None:
+        engine, rate = _capacity(engine, load)
+        source = "what continuous batching served when all requests were there at once"
+    runs: dict[Batching, list[Run]] = {batching: [] for batching in BATCHINGS}
+    with rounds:
+        for number, batching in rounds.over(BATCHINGS, lambda batching: batching.name):
+            engine = _with_policy(engine, batching)
+            jobs = load.jobs(number, vocab_size)
+            run = run_jobs(engine, _timed(jobs, rate, f"{load.seed}/{number}/arrivals"))
+            if number >= 0:
+                runs[batching].append(run)
+    remarks = [ceilings.remark(b.name.capitalize(), found) for b, found in runs.items()]
+    scheduler = engine.resolved.scheduler
+    return Result(
+        "batching",
+        {
+            **facts,
+            **{k: v for k, v in engine_facts(engine.resolved).items() if k != "policy"},
+            "requests": str(load.count),
+            "arrivals": f"Poisson, {rate:,.3g} a second ({source})",
+            "batch size": f"{scheduler.max_num_seqs} requests at a time at most, for all",
+            "max wait": f"{scheduler.max_wait:g} s (dynamic)",
+            **{f"{batching.name} batching": batching.what for batching in BATCHINGS},
+            "peak memory": f"{show_figure(peak_memory())} MiB",
+        },
+        tuple(_row(batching, runs, load, ceilings) for batching in BATCHINGS),
+        (*rounds.remarks, *ceilings.notes, *remarks),
+        CHARTS,
+    )
+
+
+def _capacity(engine: Engine, load: Requests) -> tuple[Engine, float]:
+    """Requests a second, the better of two tries: the first one warms up."""
+    load = replace(load, seed=f"{load.seed}/capacity")
+    rates = []
+    for number in range(2):
+        engine = _with_policy(engine, CONTINUOUS)
+        run = run_jobs(engine, load.jobs(number, engine.resolved.model.vocab_size))
+        rates.append(load.count / run.seconds)
+    return engine, max(rates)
+
+
+def _with_policy(engine: Engine, batching: Batching) -> Engine:
+    resolved = engine.resolved
+    return reschedule(engine, replace(resolved.scheduler, policy=batching.policy), resolved.cache)
+
+
+def _timed(jobs: Sequence[Job], rate: float, seed: str) -> list[Job]:
+    """The first is due at once."""
+    times = [0.0, *islice(poisson(rate, seed), len(jobs) - 1)]
+    return [replace(job, due=due) for job, due in zip(jobs, times, strict=True)]
+
+
+def _row(
+    batching: Batching, runs: Mapping[Batching, Sequence[Run]], load: Requests, ceilings: Ceilings
+) -> Row:
+    found = runs[batching]
+    note = f"over {STATIC.name} batching, round by round"
+    compared: tuple[Figure, ...] = ()
+    if batching is not STATIC:
+        compared = tuple(
+            ratios(f"{name} / {STATIC.name}", measure, found, runs[STATIC], note)
+            for name, measure in COMPARED
+        )
+    predicted: tuple[Figure, ...] = ()
+    if batching is CONTINUOUS:  # what the planner's model of a load is of
+        places = ceilings.model.resolved.scheduler.max_num_seqs
+        predicted = ceilings.steady(min(load.count, places), load.traffic())
+    records = [record for run in found for record in run.records]
+    due = [record.due - run.started for run in found for record in run.records]
+    return Row(
+        batching.name,
+        (*figures(MEASURES, found), *compared, *predicted, *ceilings.achieved(found)),
+        series={
+            "TTFT, ms": tuple(1e3 * float(time) for time in ttfts(records)),
+            "E2E, ms": tuple(1e3 * float(time) for time in e2es(records)),
+            "due, s": tuple(due),
+        },
+    )

@@ -1,0 +1,155 @@
+"""What the planner says of a run beside what was measured: predicted rates, and what bound it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvik.config.config import ResolvedConfig
+from kvik.planner.devices import Device
+from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency
+from kvik.planner.roofline import Step, decode, step_time
+from kvik.planner.running import RunningModel
+from kvik.planner.serving import Serving, Traffic, predict
+from kvik_bench.inprocess.inproc import Run
+from kvik_bench.report.result import Figure
+
+CEILING = "by what must be read and computed, at this machine's limits"
+EXPECTED = "by the same roofline at the pace of kvik's kernels here (kvik calibrate)"
+STEADY = "by the planner, of a load that never ends, with requests of the mean lengths"
+READ = "weights and KV cache that the steps had to read / time with work"
+DONE = "operations that the steps had to do / time with work"
+LEAST = "in which this machine could do the steps of a round, if nothing but its limits counted"
+SHARE = "achieved / ceiling of this machine, as calibrated, for what a step reads"
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of the model an engine runs, on the machine it runs on."""
+
+    model: RunningModel
+
+    @staticmethod
+    def of(resolved: ResolvedConfig) -> Ceilings:
+        return Ceilings(RunningModel.of(resolved))
+
+    @property
+    def device(self) -> Device:
+        return self.model.device
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ceiling_notes(self.device)
+
+    def remark(self, label: str, runs: Sequence[Run]) -> str:
+        """The bottleneck in words, of the run that took the median time."""
+        typical = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+        found = self._efficiency(typical)
+        limit = f" is limited by {found.bottleneck}" if found.possible else ""
+        return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
+
+    def achieved(self, runs: Sequence[Run]) -> tuple[Figure, ...]:
+        """Bytes read and operations done a second, and their shares of what is possible."""
+        found = [self._efficiency(run) for run in runs]
+
+        def figure(
+            name: str,
+            unit: str,
+            better: Literal["more", "less"],
+            definition: str,
+            of: Callable[[Efficiency], float | None],
+            most: float | None = None,
+        ) -> tuple[Figure, ...]:
+            values = tuple(value for one in found if (value := of(one)) is not None)
+            if not values:
+                return ()
+            return (Figure(name, unit, values, better, definition, most=most),)
+
+        most = 100 * POSSIBLE
+
+        return (
+            *figure("memory read", "GB/s", "more", READ, lambda e: e.read_rate / 1e9),
+            *figure(
+                "of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share), most
+            ),
+            *figure("arithmetic", "GFLOP/s", "more", DONE, lambda e: e.flop_rate / 1e9),
+            *figure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share), most),
+            *figure("least time", "s", "less", LEAST, lambda e: e.floor),
+        )
+
+    def decode(self, batch: int, context: int) -> tuple[Figure, ...]:
+        """Output tokens a second of a decoding batch: expectation and ceiling."""
+        return self._rates("decode", [(1, decode(batch, context))], batch)
+
+    def prefill(self, tokens: int, batch: int) -> tuple[Figure, ...]:
+        """Prompt tokens a second of prompts that share steps: expectation and ceiling."""
+        together = self._together(tokens, batch)
+        return self._rates("prefill", [(1, Step(((together, tokens, 0),)))], together * tokens)
+
+    def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
+        """Output tokens a second of requests that run together from their prompts to their end."""
+        fresh = max(1, traffic.prompt - traffic.shared)
+        together = self._together(fresh, count)
+        steps: list[tuple[float, Step]] = [
+            (count / together, Step(((together, fresh, traffic.prompt - fresh),)))
+        ]
+        if traffic.output > 1:
+            steps.append((traffic.output - 1, decode(count, traffic.halfway)))
+        return self._rates("output", steps, count * traffic.output)
+
+    def steady(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
+        """Output tokens a second of a load that keeps `count` requests in the engine."""
+        if not self.device.measured:
+            return ()
+        cache, scheduler = self.model.resolved.cache, self.model.resolved.scheduler
+        if not cache.enable_prefix_caching:
+            traffic = replace(traffic, shared=0)
+        room = (cache.num_blocks - 1) * cache.block_size // traffic.context
+        budget = scheduler.max_num_batched_tokens
+        serving = Serving(
+            self.model.shape,
+            self.model.setting,
+            max(1, room),
+            scheduler.max_num_seqs,
+            budget,
+            budget,
+        )
+        found = predict(serving, traffic, count)
+        if found is None:
+            return ()
+        return (Figure("output expected", "tokens/s", (found.output_rate,), "more", STEADY),)
+
+    def _together(self, tokens: int, count: int) -> int:
+        """Prompts that a step has room for."""
+        return min(count, max(1, self.model.resolved.scheduler.max_num_batched_tokens // tokens))
+
+    def _efficiency(self, run: Run) -> Efficiency:
+        return self.model.efficiency(run.before, run.after, run.seconds)
+
+    def _rates(
+        self, name: str, steps: Sequence[tuple[float, Step]], tokens: int
+    ) -> tuple[Figure, ...]:
+        """Of so many steps of each kind, which make so many tokens."""
+        if not self.device.rated:
+            return ()
+        times = [
+            (count, step_time(self.model.shape, self.model.setting, step)) for count, step in steps
+        ]
+        rate = tokens / sum(count * time.floor for count, time in times)
+        ceiling = Figure(f"{name} ceiling", "tokens/s", (rate,), "more", CEILING)
+        if not self.device.measured:
+            return (ceiling,)
+        rate = tokens / sum(count * time.expected for count, time in times)
+        return (Figure(f"{name} expected", "tokens/s", (rate,), "more", EXPECTED), ceiling)
+
+
+def ceiling_notes(device: Device) -> tuple[str, ...]:
+    """Why there are no ceilings, or why they may be wrong."""
+    if not device.rated:
+        return (f"No ceilings to compare with. This machine's calibration: {device.unknown}",)
+    return (f"{device.doubt[0].upper()}{device.doubt[1:]}.",) if device.doubt else ()
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -1,0 +1,163 @@
+"""Runs a load on an engine in this process, in real time, and notes what came when.
+
+There is no client beside the engine, so a request counts as sent when it is due: one that comes
+during a step waits for its end, as it would in a server's queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvik.config.config import ResolvedConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest, RequestDelta
+from kvik.engine.client import Engine
+from kvik.engine.output import OutputProcessor
+from kvik.engine.stats import EngineStats
+from kvik.errors import CapacityError, KvikError
+from kvik.launch import start
+from kvik_bench.load.records import RequestRecord
+
+PATIENCE = 0.1  # seconds the engine may wait for company, deaf to Ctrl-C
+LOOK_PERIOD = 0.005  # seconds between looks at the KV cache: a look takes a tenth of a small step
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a load: greedy, and as long as wanted whatever the model says."""
+
+    prompt: Sequence[int]
+    output_tokens: int
+    due: float = 0.0  # seconds after the start
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a load. Records and answers are in the order of the jobs."""
+
+    started: float
+    ended: float
+    records: list[RequestRecord]
+    answers: list[list[int]]  # token ids
+    before: EngineStats
+    after: EngineStats
+    kv_usage: float  # the highest share of KV blocks that requests were seen to hold
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
+    """Serve all jobs, each from the moment it is due.
+
+    Raises:
+        KvikError: a request can never be served (before anything is), or it failed.
+    """
+    load = _Load(engine, jobs)
+    before = engine.client.stats()
+    started = time.monotonic()
+    load.start(started)
+    while load.unfinished:
+        load.send_due()
+        if engine.client.has_requests:
+            load.take(engine.client.poll(min(PATIENCE, load.until_next_due())))
+        else:
+            time.sleep(load.until_next_due())
+    ended = time.monotonic()
+    return Run(
+        started,
+        ended,
+        load.records,
+        load.answers,
+        before,
+        engine.client.stats(),
+        load.kv_usage,
+    )
+
+
+@contextmanager
+def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
+    """The engine, freed at the end."""
+    engine = start(resolved)
+    try:
+        yield engine
+    finally:
+        engine.client.close()
+
+
+@dataclass(slots=True)
+class _Load:
+    """Jobs on their way through the engine."""
+
+    engine: Engine
+    jobs: Sequence[Job]
+    records: list[RequestRecord] = field(init=False)
+    answers: list[list[int]] = field(init=False)
+    unfinished: int = field(init=False)
+    kv_usage: float = 0.0
+    _requests: list[EngineRequest] = field(init=False)
+    _unsent: deque[int] = field(init=False)  # indices of jobs by the time they are due
+    _text: OutputProcessor = field(init=False)
+    _next_look: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._requests = [
+            EngineRequest(
+                str(i),
+                job.prompt,
+                SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True),
+            )
+            for i, job in enumerate(self.jobs)
+        ]
+        for request in self._requests:
+            self.engine.client.check(request)
+        self.answers = [[] for _ in self.jobs]
+        self.unfinished = len(self.jobs)
+        self._unsent = deque(sorted(range(len(self.jobs)), key=lambda i: self.jobs[i].due))
+        self._text = OutputProcessor(self.engine.tokenizer)
+
+    def start(self, now: float) -> None:
+        self.records = [
+            RequestRecord(len(job.prompt), now + job.due, now + job.due) for job in self.jobs
+        ]
+
+    def send_due(self) -> None:
+        now = time.monotonic()
+        while self._unsent and self.records[self._unsent[0]].due <= now:
+            request = self._requests[self._unsent[0]]
+            try:
+                self.engine.client.add(request)
+            except CapacityError:  # the queue is full: later
+                return
+            self._unsent.popleft()
+            self._text.add(request, None, streaming=False)
+
+    def until_next_due(self) -> float:
+        if not self._unsent:
+            return PATIENCE
+        return max(0.0, self.records[self._unsent[0]].due - time.monotonic())
+
+    def take(self, deltas: list[RequestDelta]) -> None:
+        self._text.process(deltas)  # its cost belongs to the engine's
+        now = time.monotonic()
+        for delta in deltas:
+            index = int(delta.request_id)
+            record = self.records[index]
+            if delta.token_ids:
+                record.chunk(now, len(delta.token_ids))
+                self.answers[index] += delta.token_ids
+            if delta.error is not None:
+                raise KvikError("request", delta.error)
+            if delta.finish_reason is not None:
+                record.finished = now
+                self.unfinished -= 1
+                if delta.report is not None:
+                    record.cached_tokens = delta.report.num_cached_tokens
+        if now >= self._next_look:
+            self._next_look = now + LOOK_PERIOD
+            self.kv_usage = max(self.kv_usage, self.engine.client.stats().kv_usage)

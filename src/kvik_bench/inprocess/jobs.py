@@ -1,0 +1,106 @@
+"""Loads for an engine in this process: random prompts, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import mean
+
+from kvik.config.config import ResolvedConfig
+from kvik.errors import ConfigError, ParamError
+from kvik.planner.serving import Traffic
+from kvik_bench.inprocess.inproc import Job
+from kvik_bench.load.lengths import DrawnLengths, Length, Lengths
+from kvik_bench.load.workload import TokenFiller
+
+MAX_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests of a load. Rounds have prompts of their own, so that a prefix cache knows none of
+    them from the round before, and the same lengths.
+
+    Attributes:
+        prefix_tokens: that come before the prompts of `lengths`, one of so many `prefixes`.
+        field: that sets the lengths, to be named when they do not fit.
+    """
+
+    count: int
+    lengths: Lengths
+    prefix_tokens: int = 0
+    prefixes: int = 1
+    seed: str = "0"
+    field: str = "prompt_tokens"
+
+    def check(self, resolved: ResolvedConfig) -> None:
+        """Raises ParamError, which names the field."""
+        if not 1 <= self.count <= MAX_REQUESTS:
+            raise ParamError("num_requests", f"must be in [1, {MAX_REQUESTS}], not {self.count}")
+        if self.prefix_tokens < 0:
+            raise ParamError("prefix_tokens", f"must be at least 0, not {self.prefix_tokens}")
+        if self.prefixes < 1:
+            raise ParamError("prefixes", f"must be at least 1, not {self.prefixes}")
+        for prompt, output in self.sizes():
+            check_context(self.field, prompt, output, resolved)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Tokens of each prompt, its prefix included, and of its answer."""
+        drawn = (self.lengths.of(i, 0) for i in range(self.count))
+        return [(self.prefix_tokens + prompt, output) for prompt, output in drawn]
+
+    def traffic(self) -> Traffic:
+        """The mean request. What is shared counts as found by all."""
+        sizes = self.sizes()
+        prompt = round(mean(prompt for prompt, _ in sizes))
+        return Traffic(prompt, round(mean(output for _, output in sizes)), self.prefix_tokens)
+
+    def jobs(self, number: int, vocab_size: int) -> list[Job]:
+        """Of one round."""
+        seed = f"{self.seed}/{number}"
+        filler = TokenFiller(vocab_size)
+        prefixes = self.prefix_prompts(number, vocab_size)
+        draw = random.Random(f"{seed}/prefix of")
+        return [
+            Job(
+                draw.choice(prefixes) + filler.fill(prompt - self.prefix_tokens, f"{seed}/{i}"),
+                output,
+            )
+            for i, (prompt, output) in enumerate(self.sizes())
+        ]
+
+    def prefix_prompts(self, number: int, vocab_size: int) -> list[list[int]]:
+        filler = TokenFiller(vocab_size)
+        seeds = [f"{self.seed}/{number}/prefix/{i}" for i in range(self.prefixes)]
+        return [filler.fill(self.prefix_tokens, seed) for seed in seeds]
+
+
+def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
+    """The same for all requests.
+
+    Raises:
+        ParamError: less than one token.
+    """
+    for field, count in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
+        if count < 1:
+            raise ParamError(field, f"must be at least 1, not {count}")
+    return DrawnLengths(Length("fixed", prompt_tokens), Length("fixed", output_tokens), "")
+
+
+def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
+    """Raises ParamError unless a request has room in the context."""
+    limit = resolved.scheduler.max_model_len
+    if prompt + output > limit:
+        raise ParamError(
+            field,
+            f"{prompt}, and {output} of output, are more than the context of {limit} "
+            "(max_model_len)",
+        )
+
+
+def refuse_varied(options: Mapping[str, object], *names: str) -> None:
+    """Raises ConfigError when engine options are set that a benchmark sets itself."""
+    for name in names:
+        if name in options:
+            raise ConfigError(name, "is what this benchmark varies: it cannot be given")

@@ -1,0 +1,106 @@
+"""One batch at a time: how long its prompts take, and then each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvik.config.config import ResolvedConfig
+from kvik.engine.client import Engine
+from kvik.errors import ParamError
+from kvik_bench.inprocess.ceilings import Ceilings
+from kvik_bench.inprocess.inproc import Run, run_jobs
+from kvik_bench.inprocess.jobs import Requests, fixed
+from kvik_bench.inprocess.measures import (
+    DECODE,
+    E2E,
+    ITLS,
+    OUTPUT,
+    PREEMPTIONS,
+    PREFILL,
+    TPOT,
+    TTFT,
+    figures,
+    ratios,
+)
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.load.metrics import token_times
+from kvik_bench.report.facts import engine_facts, peak_memory
+from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.table import show_figure
+
+CHARTS = (
+    Chart("curve", "Output by batch size", "output", "batch"),
+    Chart("bars", "Time to first token", "TTFT"),
+    Chart("bars", "Time per output token", "TPOT"),
+    Chart("ecdf", "Time between tokens", "ITL, ms"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLoad:
+    batches: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    seed: int = 0
+
+    def check(self, resolved: ResolvedConfig) -> None:
+        """Raises ParamError, which names the field."""
+        most = resolved.scheduler.max_num_seqs
+        for batch in self.batches:
+            if not 1 <= batch <= most:
+                raise ParamError("batch", f"must be in [1, {most}] (max_num_seqs), not {batch}")
+        self.requests(1).check(resolved)
+
+    def requests(self, batch: int) -> Requests:
+        lengths = fixed(self.prompt_tokens, self.output_tokens)
+        return Requests(batch, lengths, seed=f"{self.seed}/{batch}")
+
+
+def measure_latency(
+    engine: Engine, load: LatencyLoad, rounds: Rounds, facts: Mapping[str, str], ceilings: Ceilings
+) -> Result:
+    vocab_size = engine.resolved.model.vocab_size
+    runs: dict[int, list[Run]] = {batch: [] for batch in load.batches}
+    with rounds:
+        for number, batch in rounds.over(list(runs), lambda batch: f"batch {batch}"):
+            run = run_jobs(engine, load.requests(batch).jobs(number, vocab_size))
+            if number >= 0:
+                runs[batch].append(run)
+    remarks = [*rounds.remarks, *ceilings.notes]
+    for batch, found in runs.items():
+        remarks.append(ceilings.remark(f"batch {batch}", found))
+        if any(PREEMPTIONS.of(run) for run in found):
+            remarks.append(f"batch {batch}: requests were preempted, the KV cache is too small")
+    return Result(
+        "latency",
+        {
+            **facts,
+            **engine_facts(engine.resolved),
+            "prompt tokens": str(load.prompt_tokens),
+            "output tokens": str(load.output_tokens),
+            "peak memory": f"{show_figure(peak_memory())} MiB",
+        },
+        tuple(_row(load, batch, runs, ceilings) for batch in runs),
+        tuple(remarks),
+        CHARTS,
+    )
+
+
+def _row(
+    load: LatencyLoad, batch: int, runs: Mapping[int, Sequence[Run]], ceilings: Ceilings
+) -> Row:
+    found, first = runs[batch], runs[load.batches[0]]
+    note = f"output of a row over that of batch {load.batches[0]}, round by round"
+    measured = (
+        Figure("batch", "", (batch,), definition="requests sent at the same time"),
+        *figures((TTFT, TPOT, *ITLS, E2E, PREFILL, DECODE, OUTPUT), found),
+        ratios("speed-up", OUTPUT, found, first, note),
+    )
+    predicted = ceilings.prefill(load.prompt_tokens, batch)
+    if load.output_tokens > 1:
+        predicted += ceilings.decode(batch, load.prompt_tokens + load.output_tokens // 2)
+    gaps = [float(gap) * 1e3 for run in found for gap in token_times(run.records)]
+    series = {"ITL, ms": tuple(gaps)} if gaps else {}
+    achieved = ceilings.achieved(found)
+    return Row(f"batch {batch}", measured + predicted + achieved, {}, series)

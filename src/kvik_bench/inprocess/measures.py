@@ -1,0 +1,199 @@
+"""The figures that can be taken of one run in this process, each with its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvik_bench.inprocess.inproc import Run
+from kvik_bench.load.metrics import DEFINITIONS, e2es, token_times, tpots, ttfts
+from kvik_bench.load.records import RequestRecord
+from kvik_bench.report.result import Figure
+
+Statistic = Callable[[NDArray[np.float64]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of a run; `of` gives None where there is nothing to measure."""
+
+    name: str
+    unit: str
+    better: Literal["more", "less"]
+    definition: str
+    of: Callable[[Run], float | None]
+
+
+def figures(measures: Iterable[Measure], runs: Sequence[Run]) -> tuple[Figure, ...]:
+    """A value for each run, of the measures that all runs have."""
+    found = []
+    for measure in measures:
+        values = [value for run in runs if (value := measure.of(run)) is not None]
+        if len(values) == len(runs):
+            found.append(
+                Figure(
+                    measure.name, measure.unit, tuple(values), measure.better, measure.definition
+                )
+            )
+    return tuple(found)
+
+
+def ratios(
+    name: str, measure: Measure, runs: Sequence[Run], base: Sequence[Run], definition: str
+) -> Figure:
+    """The measure over that of another subject, round by round."""
+    values = []
+    for run, other in zip(runs, base, strict=True):
+        above, below = measure.of(run), measure.of(other)
+        assert above is not None and below is not None
+        values.append(above / below)
+    return Figure(name, "x", tuple(values), measure.better, definition)
+
+
+def mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean())
+
+
+def percentile(share: int) -> Statistic:
+    return lambda values: float(np.percentile(values, share))
+
+
+def milliseconds(
+    name: str,
+    times: Callable[[Sequence[RequestRecord]], NDArray[np.float64]],
+    definition: str,
+    statistic: Statistic = mean,
+) -> Measure:
+    def of(run: Run) -> float | None:
+        values = times(run.records)
+        return statistic(values) * 1e3 if len(values) else None
+
+    return Measure(name, "ms", "less", definition, of)
+
+
+def percentiles(
+    name: str, times: Callable[[Sequence[RequestRecord]], NDArray[np.float64]], definition: str
+) -> tuple[Measure, ...]:
+    return tuple(
+        milliseconds(f"{name} p{share}", times, definition, percentile(share))
+        for share in (50, 90, 99)
+    )
+
+
+def _prompt_tokens(run: Run) -> int:
+    return sum(record.prompt_tokens for record in run.records)
+
+
+def _output_tokens(run: Run) -> int:
+    return sum(record.num_output_tokens for record in run.records)
+
+
+def _first_tokens_done(run: Run) -> float:
+    """When the last request had its first token."""
+    return max(record.times[0] for record in run.records)
+
+
+def _prefill_rate(run: Run) -> float:
+    return _prompt_tokens(run) / (_first_tokens_done(run) - run.started)
+
+
+def decode_seconds(run: Run) -> float:
+    """From when every request had its first token."""
+    return run.ended - _first_tokens_done(run)
+
+
+def _decode_rate(run: Run) -> float | None:
+    since = _first_tokens_done(run)
+    tokens = sum(
+        count
+        for record in run.records
+        for time, count in zip(record.times, record.tokens, strict=True)
+        if time > since
+    )
+    return tokens / decode_seconds(run) if tokens else None
+
+
+def _prefix_hits(run: Run) -> float | None:
+    asked = run.after.prefix_queries - run.before.prefix_queries
+    return 100 * (run.after.prefix_hits - run.before.prefix_hits) / asked if asked else None
+
+
+TTFT = milliseconds("TTFT", ttfts, f"{DEFINITIONS['ttft']}; mean over the requests")
+TPOT = milliseconds("TPOT", tpots, f"{DEFINITIONS['tpot']}; mean over the requests")
+E2E = milliseconds("E2E", e2es, f"{DEFINITIONS['e2e']}; mean over the requests")
+TTFTS = percentiles("TTFT", ttfts, DEFINITIONS["ttft"])
+TPOTS = percentiles("TPOT", tpots, DEFINITIONS["tpot"])
+ITLS = percentiles("ITL", token_times, DEFINITIONS["itl_token"])
+E2ES = percentiles("E2E", e2es, DEFINITIONS["e2e"])
+
+WALL = Measure("wall time", "s", "less", "from the start to the last token", lambda r: r.seconds)
+PREFILL = Measure(
+    "prefill",
+    "tokens/s",
+    "more",
+    "prompt tokens / time until every request had its first output token",
+    _prefill_rate,
+)
+DECODE = Measure(
+    "decode",
+    "tokens/s",
+    "more",
+    "output tokens that came after every request had its first / the time they took",
+    _decode_rate,
+)
+REQUESTS = Measure(
+    "requests",
+    "requests/s",
+    "more",
+    DEFINITIONS["request_rate"],
+    lambda run: len(run.records) / run.seconds,
+)
+INPUT = Measure(
+    "input",
+    "tokens/s",
+    "more",
+    DEFINITIONS["input_rate"],
+    lambda run: _prompt_tokens(run) / run.seconds,
+)
+OUTPUT = Measure(
+    "output",
+    "tokens/s",
+    "more",
+    "output tokens / wall time, prompts included",
+    lambda run: _output_tokens(run) / run.seconds,
+)
+TOTAL = Measure(
+    "total",
+    "tokens/s",
+    "more",
+    DEFINITIONS["total_rate"],
+    lambda run: (_prompt_tokens(run) + _output_tokens(run)) / run.seconds,
+)
+KV_USAGE = Measure(
+    "KV usage",
+    "%",
+    "less",
+    "highest share of the KV cache's blocks that requests held, seen after steps, 5 ms apart",
+    lambda run: 100 * run.kv_usage,
+)
+PREEMPTIONS = Measure(
+    "preemptions",
+    "",
+    "less",
+    "times a request gave up its blocks, to be computed again",
+    lambda run: run.after.preemptions - run.before.preemptions,
+)
+PREFIX_HITS = Measure(
+    "prefix hits",
+    "%",
+    "more",
+    "share of the prompt tokens that the prefix cache had",
+    _prefix_hits,
+)
+STEPS = Measure(
+    "steps", "", "less", "steps of the engine", lambda run: run.after.steps - run.before.steps
+)

@@ -1,0 +1,135 @@
+"""The order of measurements: subjects take turns in every round, so that a machine's drift hits all
+alike and ratios within a round stay true."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvik.errors import ConfigError
+
+# Whether other processes took the cores while something was measured.
+
+OTHERS = 0.05  # of the cores' time that other processes may take
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Watch:
+    """Counts from when it is made."""
+
+    def __init__(self) -> None:
+        self._started, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
+
+    def others(self) -> float:
+        """The share of all cores' time that other processes have taken since; 0 where the system
+        does not tell."""
+        elapsed = time.perf_counter() - self._started
+        foreign = (busy_seconds() - self._busy) - (own_seconds() - self._own)
+        # one tick of the clock may be counted on the wrong side
+        return max(0.0, foreign - TICK) / (elapsed * (os.cpu_count() or 1))
+
+    def remarks(self) -> tuple[str, ...]:
+        """The same as a warning beside results, if it matters."""
+        words = disturbance(self.others())
+        return (f"Warning: {words}.",) if words else ()
+
+
+def disturbance(others: float) -> str:
+    """What a reader must know of the share that other processes took; "" if it does not matter."""
+    if others <= OTHERS:
+        return ""
+    return (
+        f"other processes took {others:.0%} of the cores meanwhile: measure again when it is quiet"
+    )
+
+
+def undisturbed(seconds: Iterable[float]) -> float:
+    """The median of the faster half of some samples: what disturbs only ever makes them longer."""
+    ordered = sorted(seconds)
+    return median(ordered[: -(-len(ordered) // 2)])
+
+
+def busy_seconds() -> float:
+    """CPU seconds of all processes of the machine, this one included; own ones where unknown."""
+    try:
+        fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    except OSError:
+        return own_seconds()
+    return (sum(fields[:3]) + sum(fields[5:8])) * TICK  # without idle, waiting and guests
+
+
+def own_seconds() -> float:
+    """CPU seconds of this process and of the children that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+Subject = TypeVar("Subject")
+
+MAX_REPEATS = 1000
+
+
+def check_repeats(repeats: int, warmup: int) -> None:
+    if not 1 <= repeats <= MAX_REPEATS:
+        raise ConfigError("repeats", f"must be in [1, {MAX_REPEATS}], not {repeats}")
+    if not 0 <= warmup <= MAX_REPEATS:
+        raise ConfigError("warmup", f"must be in [0, {MAX_REPEATS}], not {warmup}")
+
+
+class Rounds:
+    """Gives (round, subject) in turn, rounds below 0 to warm up, and shows on standard error, when
+    that is a terminal, what is being measured.
+
+    Attributes:
+        remarks: what may make the figures wrong, once all is measured.
+    """
+
+    def __init__(self, repeats: int, warmup: int) -> None:
+        check_repeats(repeats, warmup)
+        self.repeats = repeats
+        self.warmup = warmup
+        self.remarks: tuple[str, ...] = ()
+        self._watch = Watch()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(file=sys.stderr),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
+
+    def over(
+        self, subjects: Sequence[Subject], label: Callable[[Subject], str] = str
+    ) -> Iterator[tuple[int, Subject]]:
+        task = self._bar.add_task("", total=len(subjects) * (self.repeats + self.warmup))
+        for number in range(-self.warmup, self.repeats):
+            turn = "warm-up" if number < 0 else f"round {number + 1} of {self.repeats}"
+            for subject in subjects:
+                self._bar.update(task, description=f"{turn}: {label(subject)}")
+                yield number, subject
+                self._bar.advance(task)
+
+    def __enter__(self) -> Rounds:
+        self._watch = Watch()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        self.remarks = self._watch.remarks()

@@ -1,0 +1,144 @@
+"""From the start of a process to its first token, by part; every time in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from kvik.config.config import ResolvedConfig
+from kvik.engine.child import python_command
+from kvik.errors import KvikError
+from kvik.planner.efficiency import POSSIBLE
+from kvik.planner.running import running_device
+from kvik_bench.inprocess.ceilings import ceiling_notes
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.load.workload import TokenFiller
+from kvik_bench.report.facts import engine_facts
+from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.table import show_figure
+
+PARTS: Mapping[str, str] = {
+    "Python": "from the start of the process to the first line of kvik",
+    "import": "kvik, without torch",
+    "resolve": "the machine and the model's config.json are read, and everything is decided",
+    "torch": "torch is imported",
+    "load": "tokenizer, weights and KV cache, until a request can be added",
+    "first token": "of one request",
+}
+TOTAL = "from the start of the process to the first token"
+PEAK = "resident memory of the process at its highest"
+HELP = "a process of its own from its start to its end"
+LOAD_RATE = "bytes of the weights as they are in memory / time of `load`"
+CHARTS = (Chart("bars", "From start to first token", "seconds"),)
+
+FIRST_TOKEN, SHORT = "first token", "kvik --help"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start.
+
+    Attributes:
+        parts: seconds of each of `PARTS`, in their order.
+    """
+
+    parts: tuple[float, ...]
+    peak_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts)
+
+
+def measure_startup(
+    options: Mapping[str, object],
+    resolved: ResolvedConfig,
+    prompt_tokens: int,
+    rounds: Rounds,
+    seed: int,
+    facts: Mapping[str, str],
+) -> Result:
+    """Args:
+    options: of EngineConfig, for each process; `resolved` is what they come to.
+
+    Raises:
+        KvikError: a process failed.
+    """
+    prompt = TokenFiller(resolved.model.vocab_size).fill(prompt_tokens, str(seed))
+    starts: list[Start] = []
+    helps: list[float] = []
+    with rounds:
+        for number, subject in rounds.over((FIRST_TOKEN, SHORT)):
+            if subject == SHORT:
+                seconds = _help_seconds()
+                helps += [seconds] * (number >= 0)
+            else:
+                start = start_once(options, prompt)
+                starts += [start] * (number >= 0)
+    remarks, rate = _loading(resolved, starts)
+    parts = tuple(
+        Figure(name, "s", tuple(start.parts[i] for start in starts), "less", definition)
+        for i, (name, definition) in enumerate(PARTS.items())
+    )
+    longest = max(parts, key=lambda figure: figure.median)
+    total = Figure("seconds", "s", tuple(start.seconds for start in starts), "less", TOTAL)
+    peak = tuple(start.peak_bytes / (1 << 20) for start in starts)
+    rows = (
+        Row(FIRST_TOKEN, (total, *parts, rate, Figure("peak memory", "MiB", peak, "less", PEAK))),
+        Row(SHORT, (Figure("seconds", "s", tuple(helps), "less", HELP),)),
+    )
+    share = longest.median / total.median
+    return Result(
+        "startup",
+        {**facts, **engine_facts(resolved), "prompt tokens": str(prompt_tokens)},
+        rows,
+        (f"Most of the time, {share:.0%}, goes to: {longest.name}.", *rounds.remarks, *remarks),
+        CHARTS,
+    )
+
+
+def start_once(options: Mapping[str, object], prompt: list[int]) -> Start:
+    """Raises KvikError with the last line that the process wrote when it fails."""
+    order = {"options": options, "prompt": prompt, "started": time.monotonic()}
+    done = subprocess.run(
+        python_command("kvik_bench.inprocess.startup_process"),
+        input=json.dumps(order),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise KvikError("startup", f"the process failed: {words[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    times: list[float] = answer["marks"]
+    return Start(tuple(later - earlier for earlier, later in pairwise(times)), answer["peak_bytes"])
+
+
+def _help_seconds() -> float:
+    started = time.monotonic()
+    subprocess.run(python_command("kvik", "--help"), check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def _loading(resolved: ResolvedConfig, starts: list[Start]) -> tuple[list[str], Figure]:
+    """How fast weights were loaded, beside what memory can do."""
+    index = list(PARTS).index("load")
+    rates = tuple(resolved.memory.weights / start.parts[index] / 1e9 for start in starts)
+    figure = Figure("weights loaded", "GB/s", rates, "more", LOAD_RATE)
+    device = running_device(resolved)
+    notes = [*ceiling_notes(device)]
+    if device.bandwidth is None:
+        return notes, figure
+    ceiling = device.bandwidth / 1e9
+    figure = replace(figure, most=POSSIBLE * ceiling)
+    share = figure.median / ceiling
+    return [
+        *notes,
+        f"Weights were loaded at {show_figure(figure)} GB/s, {share:.2%} of what memory can be "
+        f"read with ({ceiling:.1f} GB/s).",
+    ], figure

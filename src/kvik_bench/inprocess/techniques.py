@@ -1,0 +1,316 @@
+"""The techniques of LLM inference turned on one by one, under one load: a ladder of rungs.
+
+A rung keeps what the one before it has. Rungs with the weights as they are stored must give the
+same tokens; this is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from kvik.config.config import ResolvedConfig
+from kvik.config.speculative import OFF
+from kvik.engine.client import Engine
+from kvik.errors import KvikError, ParamError
+from kvik.launch import reschedule
+from kvik.planner.serving import Traffic
+from kvik_bench.inprocess.ceilings import Ceilings
+from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.jobs import Requests
+from kvik_bench.inprocess.measures import E2E, OUTPUT, PREFIX_HITS, TPOT, TTFT, figures, ratios
+from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.load.records import RequestRecord
+from kvik_bench.report.facts import engine_facts, peak_memory
+from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.table import show_figure
+
+PLAIN = "none"  # weights as they are stored
+EQUAL = "share of the tokens before the first that differs from the answer with plain weights"
+OVER = "output / output of that rung, round by round"
+
+Serve = Callable[[Engine, Sequence[Job]], Run]
+
+
+def without_cache(engine: Engine, jobs: Sequence[Job]) -> Run:
+    """Each token is a request of its own, whose prompt is all that came before: nothing that was
+    computed for one token is used for the next. Needs an engine without prefix caching."""
+    return _joined([_one_without_cache(engine, job) for job in jobs])
+
+
+def one_by_one(engine: Engine, jobs: Sequence[Job]) -> Run:
+    return _joined([run_jobs(engine, [job]) for job in jobs])
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What an engine is loaded with.
+
+    Attributes:
+        speculation: the method that guesses tokens ahead, or "off".
+    """
+
+    quantization: str = PLAIN
+    speculation: str = OFF
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of the ladder.
+
+    Attributes:
+        alone: requests are served one after the other, so that a few of them show the rate.
+        recomputes: what is computed for one token is not there for the next.
+    """
+
+    name: str
+    what: str
+    serve: Serve = run_jobs
+    alone: bool = False
+    recomputes: bool = False
+    prefix_caching: bool = False
+    loading: Loading = Loading()
+
+
+RUNGS = (
+    Rung(
+        "no KV cache",
+        "the whole context is computed again for each token; one request after the other",
+        without_cache,
+        alone=True,
+        recomputes=True,
+    ),
+    Rung(
+        "KV cache",
+        "keys and values are kept, so a token costs one row; one request after the other",
+        one_by_one,
+        alone=True,
+    ),
+    Rung("continuous batching", "all requests at the same time share each reading of the weights"),
+    Rung("prefix cache", "and what their prompts share is there already", prefix_caching=True),
+    Rung(
+        "speculation",
+        "and tokens that the text lets expect are guessed ahead; a step can confirm several",
+        prefix_caching=True,
+        loading=Loading(speculation="ngram"),
+    ),
+    Rung(
+        "int8",
+        "and weights take 8 bits",
+        prefix_caching=True,
+        loading=Loading("int8", "ngram"),
+    ),
+    Rung(
+        "int4",
+        "and weights take 4 bits",
+        prefix_caching=True,
+        loading=Loading("int4", "ngram"),
+    ),
+)
+CHARTS = (
+    Chart("bars", "Output", "output"),
+    Chart("bars", "Over the first rung", "over the first"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LadderLoad:
+    """Attributes:
+    requests: that share a prefix.
+    alone: so many of them are served by rungs that serve one after the other.
+    """
+
+    requests: Requests
+    alone: int
+
+    def check(self, resolved: ResolvedConfig) -> None:
+        """Raises ParamError, which names the field."""
+        self.requests.check(resolved)
+        if not 1 <= self.alone <= self.requests.count:
+            raise ParamError("alone", f"must be in [1, {self.requests.count}], not {self.alone}")
+        most = resolved.scheduler.max_num_seqs
+        if self.requests.count > most:
+            raise ParamError(
+                "num_requests", f"must be at most {most} (max_num_seqs), to run together"
+            )
+
+    def of(self, rung: Rung, jobs: Sequence[Job]) -> Sequence[Job]:
+        return jobs[: self.alone] if rung.alone else jobs
+
+
+Found = dict[str, list[Run]]  # by the name of the rung
+
+
+@dataclass(slots=True)
+class Ladder:
+    """Measures the rungs in turn, in rounds that need no warm-up of their own.
+
+    Engines are loaded again in each round, so that they take turns too, and never two of them are
+    in memory.
+    """
+
+    load: LadderLoad
+    resolve: Callable[[Loading], ResolvedConfig]
+    warmup: int = 1  # of each engine, for each rung
+    rungs: Sequence[Rung] = RUNGS
+    _loadings: dict[Loading, ResolvedConfig] = field(default_factory=dict)
+    _left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raises KvikError when even the plain weights cannot be used, or the load not served."""
+        self._loadings[Loading()] = self.resolve(Loading())
+        self.load.check(self._loadings[Loading()])
+        for rung in self.rungs:
+            if rung.loading not in self._loadings:
+                try:
+                    self._loadings[rung.loading] = self.resolve(rung.loading)
+                except KvikError as error:
+                    self._left_out.append(f"Left out: {rung.name} ({error}).")
+        self.rungs = [rung for rung in self.rungs if rung.loading in self._loadings]
+
+    def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:
+        runs: Found = {rung.name: [] for rung in self.rungs}
+        groups = [list(group) for _, group in groupby(self.rungs, lambda rung: rung.loading)]
+        with rounds:
+            for number, group in rounds.over(groups, _names):
+                for rung, run in self._round(number, group):
+                    runs[rung.name].append(run)
+        ceilings = {loading: Ceilings.of(resolved) for loading, resolved in self._loadings.items()}
+        equal = {rung.name: self._equal(rung, runs) for rung in self.rungs}
+        rows = [self._row(rung, runs, equal[rung.name], ceilings) for rung in self.rungs]
+        remarks = [ceilings[rung.loading].remark(rung.name, runs[rung.name]) for rung in self.rungs]
+        plain = self._loadings[Loading()]
+        varied = ("quantization", "prefix caching")
+        return Result(
+            "techniques",
+            {
+                **facts,
+                **{k: v for k, v in engine_facts(plain).items() if k not in varied},
+                "requests": f"{self.load.requests.count}, each {self._traffic.prompt} tokens "
+                f"of prompt ({self._traffic.shared} of them shared, and served once before) and "
+                f"{self._traffic.output} of output; {self.load.alone} of them where one is served "
+                "after the other",
+                **{f"technique {rung.name!r}": rung.what for rung in self.rungs},
+                "peak memory": f"{show_figure(peak_memory())} MiB",
+            },
+            tuple(rows),
+            (
+                *rounds.remarks,
+                *ceilings[Loading()].notes,
+                *self._left_out,
+                _verdict(
+                    [rung for rung in self.rungs if rung.loading.quantization == PLAIN], equal
+                ),
+                *remarks,
+            ),
+            CHARTS,
+        )
+
+    @property
+    def _traffic(self) -> Traffic:
+        return self.load.requests.traffic()
+
+    def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, Run]]:
+        """The rungs that share an engine. Each fresh engine is warmed up with other prompts."""
+        resolved = self._loadings[group[0].loading]
+        vocab_size = resolved.model.vocab_size
+        requests = self.load.requests
+        jobs = requests.jobs(number, vocab_size)
+        others = replace(requests, seed=f"{requests.seed}/warm-up").jobs(number, vocab_size)
+        with loaded(resolved) as fresh:
+            engine = fresh
+            for rung in group:
+                cache = replace(resolved.cache, enable_prefix_caching=rung.prefix_caching)
+                engine = reschedule(engine, resolved.scheduler, cache)
+                for _ in range(self.warmup):
+                    rung.serve(engine, others[:1] if rung.alone else others)
+                for prefix in requests.prefix_prompts(number, vocab_size):
+                    if prefix:  # as a service that runs for a while knows what prompts share
+                        run_jobs(engine, [Job(prefix, 1)])
+                yield rung, rung.serve(engine, self.load.of(rung, jobs))
+
+    def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
+        """Percent of the tokens that are those of the first rungs, for each round."""
+        plain = [r.name for r in self.rungs if r.loading.quantization == PLAIN]
+        shares = []
+        for i, run in enumerate(runs[rung.name]):
+            expected: dict[int, list[int]] = {}
+            for name in plain:
+                for index, answer in enumerate(runs[name][i].answers):
+                    expected.setdefault(index, answer)
+            same = sum(_agreeing(answer, expected[j]) for j, answer in enumerate(run.answers))
+            shares.append(100 * same / sum(map(len, run.answers)))
+        return tuple(shares)
+
+    def _row(
+        self,
+        rung: Rung,
+        runs: Found,
+        equal: tuple[float, ...],
+        ceilings: Mapping[Loading, Ceilings],
+    ) -> Row:
+        found, first = runs[rung.name], self.rungs[0]
+        before = self.rungs[max(0, self.rungs.index(rung) - 1)]
+        machine = ceilings[rung.loading]
+        return Row(
+            rung.name,
+            (
+                *figures((OUTPUT, TTFT, TPOT, E2E, PREFIX_HITS), found),
+                ratios("over the one before", OUTPUT, found, runs[before.name], OVER),
+                ratios("over the first", OUTPUT, found, runs[first.name], OVER),
+                Figure("equal tokens", "%", equal, "more", EQUAL),
+                *self._predicted(rung, machine),
+                *machine.achieved(found),
+            ),
+        )
+
+    def _predicted(self, rung: Rung, machine: Ceilings) -> tuple[Figure, ...]:
+        traffic = self._traffic
+        if rung.recomputes:
+            return machine.batch(1, Traffic(traffic.halfway, 1))
+        if not rung.prefix_caching:
+            traffic = replace(traffic, shared=0)
+        return machine.batch(1 if rung.alone else self.load.requests.count, traffic)
+
+
+def _one_without_cache(engine: Engine, job: Job) -> Run:
+    answer: list[int] = []
+    runs = []
+    for _ in range(job.output_tokens):
+        runs.append(run_jobs(engine, [Job([*job.prompt, *answer], 1)]))
+        answer += runs[-1].answers[0]
+    record = RequestRecord(len(job.prompt), runs[0].started, runs[0].started)
+    for run in runs:
+        record.chunk(run.records[0].times[0], 1)
+    record.finished = runs[-1].records[0].finished
+    return replace(_joined(runs), records=[record], answers=[answer])
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    """Runs that followed each other as one."""
+    return Run(
+        runs[0].started,
+        runs[-1].ended,
+        [record for run in runs for record in run.records],
+        [answer for run in runs for answer in run.answers],
+        runs[0].before,
+        runs[-1].after,
+        max(run.kv_usage for run in runs),
+    )
+
+
+def _agreeing(answer: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = zip(answer, expected, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer))
+
+
+def _names(rungs: Sequence[Rung]) -> str:
+    return ", ".join(rung.name for rung in rungs)
+
+
+def _verdict(plain: Sequence[Rung], equal: Mapping[str, Sequence[float]]) -> str:
+    other = [rung for rung in plain if min(equal[rung.name]) < 100]
+    if not other:
+        return f"All rungs with plain weights gave the same tokens: {_names(plain)}."
+    return f"Not the same tokens as the rungs before: {_names(other)}."

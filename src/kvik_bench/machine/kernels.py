@@ -1,0 +1,331 @@
+"""Costs of the kernels: of a call, of a weight, of a key, of a byte between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.kernels.weights import (
+    Activation,
+    FloatWeight,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    MatrixSpec,
+    Weight,
+)
+from kvik.planner.calibration import CACHED, AttentionPace, LinearPace
+from kvik.planner.formats import weight_facts
+from kvik_bench.inprocess.rounds import undisturbed
+from kvik_bench.machine.effort import Effort
+from kvik_bench.machine.stage import BLOCK_SIZE, REPEATED, Attended, Call, Limits, Stage, Track
+
+CPU = torch.device("cpu")
+PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for samples that are long, and how many at least
+PACKED_ROWS = 64  # that are random; the others repeat them
+ROWS = 512  # of small kernels
+LIMITED = 1.1  # times the seconds of reading: up to there, reading is what takes them
+IN_CACHE = 4  # times a small matrix is multiplied with in a row, so that it is in the cache
+
+# Inputs (about), outputs, and what follows: of small matrices.
+Sizes = tuple[int, int, Activation | None]
+SMALL: tuple[Sizes, ...] = (
+    (128, 128, None),
+    (128, 4096, None),
+    (256, 1536, None),
+    (384, 384, None),
+    (384, 2048, "silu_and_mul"),
+    (1024, 1024, None),
+    (1152, 320, None),
+    (2048, 256, None),
+)
+# A layer that a large cache holds, and one that none does.
+MEDIUM: tuple[Sizes, ...] = ((640, 640, None), (640, 3456, "silu_and_mul"), (1664, 640, None))
+LARGE: tuple[Sizes, ...] = ((1280, 1280, None), (1280, 6912, "silu_and_mul"), (3456, 1280, None))
+
+
+@dataclass(slots=True)
+class Readings:
+    """The memory's rate beside each sample."""
+
+    limits: Limits
+    rates: list[float] = field(default_factory=list)
+
+    def take(self) -> float:
+        self.rates.append(self.limits.memory_rate())
+        return self.rates[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCosts:
+    """See `Calibration`."""
+
+    launch: float
+    activation: float
+    logit: float
+
+
+def measure_linears(
+    stage: Stage, kind: str, effort: Effort, readings: Readings
+) -> tuple[LinearPace, ...]:
+    """The pace at each number of rows: of calls, inputs and outputs by small matrices, of weights
+    by layers that a cache holds and by layers that none does."""
+    most = max(effort.rows)
+    small = [_matrix(stage, kind, size) for size in SMALL]
+    calls = [call for call in _products(stage, small, most) for _ in range(IN_CACHE)]
+    repeated = stage.track(calls, most)
+    columns = [
+        [1.0] * len(small),
+        [float(m.spec.inputs) for m in small],
+        [float(m.spec.rows) for m in small],
+        [float(m.spec.rows * m.spec.inputs) for m in small],
+    ]
+    cached = _Layers(stage, kind, MEDIUM, CACHED, most)
+    streamed = _Layers(stage, kind, LARGE, effort.streamed, most)
+    paces = []
+    for rows in effort.rows:
+        times = _typical(lambda rows=rows: repeated(rows), effort.samples)  # type: ignore[misc]
+        best = [min(times[i * IN_CACHE + 1 : (i + 1) * IN_CACHE]) for i in range(len(small))]
+        call, input, output, _ = nonnegative_fit(columns, best)
+        beside = (call, input, output)
+        near = (
+            undisturbed(cached.seconds(rows, beside) for _ in range(effort.samples + 1))
+            / cached.weights
+        )
+        samples: list[tuple[float, float]] = []
+        started = time.perf_counter()
+        while len(samples) < LEAST_SAMPLES or (
+            len(samples) < effort.samples and time.perf_counter() - started < PATIENCE
+        ):
+            samples.append((streamed.seconds(rows, beside), readings.take()))
+        far = undisturbed(taken for taken, _ in samples) / streamed.weights
+        share = median(streamed.bytes / (rate * taken) for taken, rate in samples)
+        if share * LIMITED > 1:  # memory was the limit: of the kernel's own pace it tells nothing
+            paces.append(LinearPace(rows, *beside, near, min(near, far), min(1.0, share)))
+        else:
+            paces.append(LinearPace(rows, *beside, near, far, 1.0))
+    return tuple(paces)
+
+
+class _Layers:
+    """Layers of equal matrices, one after the other, that take about so many bytes."""
+
+    def __init__(
+        self, stage: Stage, kind: str, sizes: Sequence[Sizes], num_bytes: int, most_rows: int
+    ) -> None:
+        layer = sum(_stored_bytes(kind, _inputs(kind, i), outputs) for i, outputs, _ in sizes)
+        count = max(1, round(num_bytes / layer))
+        matrices = [_matrix(stage, kind, size) for _ in range(count) for size in sizes]
+        self.bytes, self.calls = count * layer, len(matrices)
+        self.inputs = sum(m.spec.inputs for m in matrices)
+        self.outputs = sum(m.spec.rows for m in matrices)
+        self.weights = sum(m.spec.rows * m.spec.inputs for m in matrices)
+        self._track = stage.track(_products(stage, matrices, most_rows), most_rows)
+
+    def seconds(self, rows: int, beside: tuple[float, float, float]) -> float:
+        """Of all weights, without what calls, inputs and outputs cost beside them."""
+        taken, (call, input, output) = sum(self._track(rows)), beside
+        rest = taken - self.calls * call - self.inputs * input - self.outputs * output
+        return max(taken / 10, rest)
+
+
+def measure_attention(
+    stage: Stage, head_dim: int, launch: float, effort: Effort, readings: Readings
+) -> AttentionPace:
+    """Of heads of one size: decoding in the cache and from memory, and a prompt."""
+    works = [
+        Attended(sequences, 1, context, (4 * group, 4), head_dim)
+        for sequences, context, group in (
+            (1, 256, 1), (1, 256, 4), (1, 1024, 4), (8, 64, 4), (8, 256, 1), (8, 256, 4),
+            (32, 128, 1), (32, 128, 4),
+        )
+    ]  # fmt: skip
+    times = []
+    for work in works:
+        attend = stage.attention(work)
+        attend()
+        times.append(
+            max(launch / 10, undisturbed(attend() for _ in range(effort.samples)) - launch)
+        )
+    sequence, _, score = nonnegative_fit(
+        [
+            [float(work.sequences) for work in works],
+            [float(work.key_elements) for work in works],
+            [float(work.score_elements) for work in works],
+        ],
+        times,
+    )
+    near, far = (_Keys(stage, head_dim, size) for size in (CACHED, effort.streamed))
+    beside = (launch, sequence, score)
+    cached = undisturbed(near.seconds(beside) for _ in range(effort.samples + 1)) / near.elements
+    samples = [(far.seconds(beside), readings.take()) for _ in range(effort.samples)]
+    share = median(4 * far.elements / (rate * taken) for taken, rate in samples)
+    streamed = undisturbed(taken for taken, _ in samples) / far.elements
+    if share * LIMITED > 1:  # memory was the limit
+        streamed = min(cached, streamed)
+    prompt = Attended(1, 512, 512, (16, 4), head_dim)
+    attend = stage.attention(prompt)
+    attend()
+    seconds = undisturbed(attend() for _ in range(effort.samples))
+    return AttentionPace(
+        head_dim,
+        sequence,
+        cached,
+        streamed,
+        score,
+        4 * prompt.score_elements / seconds,
+        *measure_positions(stage, head_dim, effort.samples),
+    )
+
+
+class _Keys:
+    """Sequences that decode one after the other, whose keys and values take about so many bytes."""
+
+    def __init__(self, stage: Stage, head_dim: int, num_bytes: int) -> None:
+        works = [Attended(4, 1, 256, (16, 8), head_dim)]
+        works *= max(1, round(num_bytes / (4 * works[0].key_elements)))
+        self.elements = sum(work.key_elements for work in works)
+        self._scores = sum(work.score_elements for work in works)
+        self._sequences, self._calls = sum(work.sequences for work in works), len(works)
+        self._attend = [stage.attention(work) for work in works]
+
+    def seconds(self, beside: tuple[float, float, float]) -> float:
+        """Of all keys, without what calls, sequences and scores cost beside them."""
+        taken, (launch, sequence, score) = sum(attend() for attend in self._attend), beside
+        rest = taken - self._calls * launch - self._sequences * sequence - self._scores * score
+        return max(taken / 10, rest)
+
+
+def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float, float, float]:
+    """`rotated`, `stored` and `scattered` of `AttentionPace`."""
+    heads = torch.randn(ROWS, 16, head_dim).bfloat16()
+    rotation = torch.randn(ROWS, head_dim)
+
+    def rotate(count: int) -> object:
+        return stage.ops.rotary(heads[:count, 8:], heads[:count, :8], rotation[:count])
+
+    near = [torch.arange(ROWS)] * REPEATED
+    # each row in a block of its own, which was last used long ago
+    few = heads[: ROWS // 16]
+    far = torch.randperm(4 * REPEATED * len(few)).view(4 * REPEATED, -1) * BLOCK_SIZE
+    elements = 16 * head_dim
+    return (
+        _each_row(stage.track([rotate] * REPEATED, ROWS), ROWS, samples) / elements,
+        _each_row(stage.store(heads, near), ROWS, samples) / (2 * elements),
+        _each_row(stage.store(few, far.unbind()), len(few), samples) / (2 * elements),
+    )
+
+
+def measure_small(stage: Stage, samples: int) -> SmallCosts:
+    """Of one row and of many: norms, and the choice of the largest logit."""
+    dim, vocab = 1024, 65_536
+    x, weight = torch.randn(ROWS, dim).bfloat16(), torch.ones(dim).bfloat16()
+    logits = torch.randn(8, vocab)
+
+    def norm(count: int) -> object:
+        return stage.ops.rms_norm(x[:count], weight, 1e-5)
+
+    def choose(count: int) -> object:
+        return stage.ops.largest(logits[:count])
+
+    norms = stage.track([norm] * REPEATED, ROWS)
+    chosen = stage.track([choose] * REPEATED, len(logits))
+    return SmallCosts(
+        launch=_one_row(norms, samples),
+        activation=4 * dim / _each_row(norms, ROWS, samples),
+        logit=_each_row(chosen, len(logits), samples) / vocab,
+    )
+
+
+def _one_row(track: Track, samples: int) -> float:
+    return median(_typical(lambda: track(1), samples)[1:])
+
+
+def _each_row(track: Track, rows: int, samples: int) -> float:
+    """Seconds that each row adds to a call."""
+    one = _one_row(track, samples)
+    many = median(_typical(lambda: track(rows), samples)[1:])
+    return max(many - one, one / 100) / (rows - 1)
+
+
+def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Costs of each column that add up to the seconds with the least relative squares; a cost that
+    would be negative is left out."""
+    matrix = np.array(columns, dtype=np.float64).T / np.array(seconds)[:, None]
+    costs = np.zeros(len(columns))
+    used = list(range(len(columns)))
+    while used:
+        found, *_ = np.linalg.lstsq(matrix[:, used], np.ones(len(seconds)), rcond=None)
+        if (found >= 0).all():
+            costs[used] = found
+            break
+        used.remove(used[int(found.argmin())])
+    return [float(cost) for cost in costs]
+
+
+def _typical(run: Callable[[], list[float]], samples: int) -> list[float]:
+    """Of each call, after one run for nothing."""
+    run()
+    return [undisturbed(times) for times in zip(*(run() for _ in range(samples)), strict=True)]
+
+
+def _group(kind: str) -> int:
+    return int(kind.rpartition("g")[2]) if kind.startswith("int4") else 0
+
+
+def _inputs(kind: str, about: int) -> int:
+    """Inputs that the kind's group divides and no larger group does."""
+    group = _group(kind)
+    return about if group in (0, 128) else (about // group | 1) * group
+
+
+def _stored_bytes(kind: str, inputs: int, outputs: int) -> int:
+    return weight_facts(kind.partition("-g")[0]).matrix_bytes(inputs, outputs)
+
+
+def _matrix(stage: Stage, kind: str, size: Sizes) -> Matrix:
+    """Filled with random numbers, some rows again and again: for speed that is all the same."""
+    about, outputs, activation = size
+    rows = _random_rows(kind, _inputs(kind, about))
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    spec = MatrixSpec(rows.kind, outputs, rows.inputs, False, activation, dtype, CPU)
+    matrix = stage.ops.matrix(spec)
+    for first in range(0, outputs, PACKED_ROWS):
+        stage.ops.pack_rows(matrix, first, rows)
+    return matrix
+
+
+def _random_rows(kind: str, inputs: int) -> Weight:
+    if kind in ("fp32", "bf16"):
+        values = torch.randn(PACKED_ROWS, inputs) * inputs**-0.5
+        return FloatWeight(values if kind == "fp32" else values.bfloat16())
+    group = _group(kind)
+    if not group:
+        values = torch.randint(-127, 128, (PACKED_ROWS, inputs), dtype=torch.int8)
+        return Int8Weight(values, torch.full((PACKED_ROWS,), 1e-3), kind == "int8")
+    groups = (PACKED_ROWS, inputs // group)
+    packed = torch.randint(0, 256, (PACKED_ROWS, inputs // 2), dtype=torch.uint8)
+    zeros = torch.full(groups, 8, dtype=torch.uint8)
+    return Int4Weight(packed, torch.full(groups, 1e-2), zeros, group)
+
+
+def _products(stage: Stage, matrices: Sequence[Matrix], most_rows: int) -> list[Call]:
+    """One after the other; those of equal inputs share them, as the engine's activations stay in
+    the cache."""
+    inputs: dict[int, Tensor] = {}
+    for matrix in matrices:
+        spec = matrix.spec
+        if spec.inputs not in inputs:
+            inputs[spec.inputs] = torch.randn(most_rows, spec.inputs).to(spec.out_dtype)
+
+    def product(matrix: Matrix) -> Call:
+        x = inputs[matrix.spec.inputs]
+        return lambda rows: stage.ops.linear(x[:rows], matrix, None)
+
+    return [product(matrix) for matrix in matrices]

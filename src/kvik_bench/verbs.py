@@ -1,0 +1,15 @@
+"""The verbs that measure, for the command line of kvik. Imports nothing: `kvik --help` reads it."""
+
+# verb -> (its module, what it does)
+VERBS = {
+    "compare": ("kvik_bench.cli.compare", "models and formats: size, quality and speed"),
+    "spec-report": ("kvik_bench.cli.spec_report", "what guessing ahead gains a model here"),
+    "calibrate": ("kvik_bench.cli.calibrate", "measure what this machine can do"),
+    "bench latency": ("kvik_bench.cli.latency", "time one batch at a time"),
+    "bench throughput": ("kvik_bench.cli.throughput", "tokens a second of many requests"),
+    "bench serve": ("kvik_bench.cli.serve", "put a load on a server by its URL"),
+    "bench startup": ("kvik_bench.cli.startup", "seconds to the first token, by part"),
+    "bench batching": ("kvik_bench.cli.batching", "static, dynamic and continuous batching"),
+    "bench compare": ("kvik_bench.cli.peers", "kvik beside other engines"),
+    "bench techniques": ("kvik_bench.cli.techniques", "what each technique brings"),
+}

@@ -1,0 +1,96 @@
+"""Where the outcome of a benchmark goes, and what is refused before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.bench_results import sample_result
+
+from kvik.errors import ConfigError
+from kvik_bench.cli.output import add_output_flags, check_output, write_out
+from kvik_bench.report import table
+from kvik_bench.report.result import Result
+
+
+def flags(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_output_flags(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.full
+def test_files_are_written_and_tables_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    wanted = flags(
+        f"--json={folder}/r 1.json", f"--html={folder}/r.html", f"--plot={folder}/new/charts"
+    )
+    check_output(wanted)
+    write_out(sample_result(), wanted)
+    assert Result.from_json((folder / "r 1.json").read_bytes()) == sample_result()
+    assert (folder / "r.html").read_text().startswith("<!DOCTYPE html>")
+    assert len(list((folder / "new" / "charts").glob("*.png"))) == 4
+    out, err = capsys.readouterr()
+    assert "TTFT p50" in out and f"wrote {folder}/r 1.json" in err
+
+
+def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = flags("--json", "-")
+    check_output(wanted)
+    write_out(sample_result(), wanted)
+    assert Result.from_json(capsys.readouterr().out) == sample_result()
+
+
+def test_files_are_there_when_nobody_reads_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(result: Result) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(table, "print_tables", gone)
+    with pytest.raises(BrokenPipeError):
+        write_out(sample_result(), flags(f"--json={tmp_path}/r.json"))
+    assert Result.from_json((tmp_path / "r.json").read_bytes()) == sample_result()
+
+
+def test_tables_are_printed_when_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = flags(f"--json={tmp_path}/gone/r.json")
+    with pytest.raises(ConfigError, match="json: cannot be written"):
+        write_out(sample_result(), wanted)
+    assert "TTFT p50" in capsys.readouterr().out
+
+
+def test_what_could_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for words in (
+        f"--json={tmp_path}",
+        f"--html={tmp_path}/none/x.html",
+        f"--plot={tmp_path}/file",
+        f"--plot={tmp_path}/file/charts",
+    ):
+        with pytest.raises(ConfigError, match="must be a f"):
+            check_output(flags(words))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # read-only; root may all
+    for words in (f"--json={tmp_path}/r.json", f"--plot={tmp_path}/charts"):
+        with pytest.raises(ConfigError, match="to write to"):
+            check_output(flags(words))
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--html"])
+def test_without_matplotlib_it_says_what_to_install(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvik\[bench\]'"):
+        check_output(flags(flag, str(tmp_path / "x")))
+    check_output(flags("--json", str(tmp_path / "x")))

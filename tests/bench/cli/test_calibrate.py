@@ -1,0 +1,228 @@
+"""`kvik calibrate`: what it measures with, prints and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace as replace_gpu
+from pathlib import Path
+
+import pytest
+from helpers.calibrations import MACHINE, calibration
+from helpers.optional_triton import NO_TRITON
+from msgspec.structs import replace
+
+import kvik_bench.machine.calibrate
+from kvik.cli.main import main
+from kvik.config.hardware import Gpu, Hardware, detect
+from kvik.config.hardware import load_thresholds as load_prompts
+from kvik.planner.calibration import ReadRate, calibration_path, load, save, this_machine
+from kvik_bench.cli import calibrate
+from kvik_bench.machine.effort import FULL, QUICK, Effort
+
+HARDWARE = Hardware(
+    "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
+    """Nothing is measured; what was asked for is listed."""
+    calls: list[tuple[int, Effort]] = []
+
+    def measured(
+        hardware: Hardware, threads: int, effort: Effort, tell: Callable[[float, str], None]
+    ):
+        calls.append((threads, effort))
+        tell("everything", 0.0)
+        tell("", 1.0)
+        return calibration(), ("the machine was busy",)
+
+    monkeypatch.setattr(kvik_bench.machine.calibrate, "calibrate", measured)
+    monkeypatch.setattr(calibrate, "detect", lambda: HARDWARE)
+    return calls
+
+
+def test_it_is_printed_and_saved(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    assert main(["calibrate", "-o", str(path)]) == 0
+    assert asked == [(2, FULL)]
+    assert load(path) == calibration()
+    out, err = capsys.readouterr()
+    assert "Some CPU, 2 threads, kernels: avx2" in out
+    assert "10 GB/s" in out and f"saved in {path}" in out
+    assert "bf16" in out and "int4-g128" in out
+    assert err == "kvik: warning: the machine was busy\n"
+
+
+def test_where_kvik_looks_for_it(
+    asked: list[tuple[int, Effort]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["calibrate", "--quick"]) == 0
+    assert asked == [(2, QUICK)]
+    assert load(tmp_path / "kvik" / "calibration.json").machine == MACHINE
+
+
+def test_a_disturbed_one_is_not_saved_unless_forced(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[int, Effort]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And a good one from before stays."""
+    path = tmp_path / "mine.json"
+    assert main(["calibrate", "-o", str(path)]) == 0
+    disturbed = replace(calibration(), disturbed=True), ("too busy",)
+    monkeypatch.setattr(kvik_bench.machine.calibrate, "calibrate", lambda *_: disturbed)
+    assert main(["calibrate", "-o", str(path)]) == 1
+    assert load(path) == calibration()
+    out, err = capsys.readouterr()
+    assert out.count("memory              10 GB/s") == 2  # it is shown all the same
+    assert "too busy" in err and "not saved" in err and "--force" in err
+    assert main(["calibrate", "-o", str(path), "--force"]) == 0
+    assert load(path) == disturbed[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan",),
+        ("advise",),
+        ("plan", "--json"),
+        ("advise", "--json"),
+        ("bench", "latency", "--batch", "1", "--output-tokens", "2", "--repeats", "1"),
+    ],
+    ids=" ".join,
+)
+def test_whatever_uses_a_disturbed_one_says_so(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
+    on_cpu = ("--device", "cpu") if command[0] == "bench" else ()
+    found = replace(calibration(), machine=this_machine(detect(), None, ""))
+    words = "other processes disturbed the calibration of this machine"
+    for disturbed in (False, True):
+        save(replace(found, disturbed=disturbed), calibration_path())
+        assert main([*command, *on_cpu]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.lower().count(words) == disturbed
+
+
+def test_nothing_is_measured_that_cannot_be_saved(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert main(["calibrate", "-o", str(tmp_path / "file" / "mine.json")]) == 2
+    assert "output: cannot write" in capsys.readouterr().err
+    assert asked == []
+
+
+def test_other_threads_are_warned_of(
+    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "--threads", "1", "-o", str(tmp_path / "one.json")]) == 0
+    assert asked[0][0] == 1
+    assert "kvik plans with 2 threads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", ["0", "many", "2000"])
+def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--threads", threads]) == 2
+    assert "threads: must be an integer in [1, 1024]" in capsys.readouterr().err
+
+
+def test_the_range_of_what_was_read_is_shown() -> None:
+    found = calibration()
+    rates = (*found.reads[:-1], ReadRate.of(512 << 20, [8e9, 12.34e9, 5.5e9]))
+    assert "8.00 (5.50 to 12.34) GB/s" in calibrate.as_text(replace(found, reads=rates))
+
+
+def test_a_pace_bound_by_memory_is_shown_as_such() -> None:
+    found = calibration()
+    (first, *rest) = found.attention
+    text = calibrate.as_text(replace(found, attention=(replace(first, streamed=0.0), *rest)))
+    assert "as memory" in text
+
+
+class TestGpu:
+    """Of a machine that has one, by what would be measured there."""
+
+    GPU = Gpu(0, "NVIDIA A", 1 << 30, 1 << 30, (9, 0))
+
+    @pytest.fixture(autouse=True)
+    def machine(
+        self, asked: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> list[object]:
+        pytest.importorskip("triton", reason=NO_TRITON)
+        from kvik_bench.machine import prompt_attention
+
+        timed: list[object] = []
+
+        def measured(device: object, dims: tuple[int, ...], lengths: tuple[int, ...], tell: object):
+            timed.append((str(device), dims, lengths))
+            return tuple(prompt_attention.PromptPace(d, n, 1.0, 0.5) for d in dims for n in lengths)
+
+        old = replace_gpu(self.GPU, name="NVIDIA B", capability=(7, 5))
+        gpus = (self.GPU, replace_gpu(self.GPU, index=1), old)
+        monkeypatch.setattr(calibrate, "detect", lambda: replace_gpu(HARDWARE, triton=True))
+        monkeypatch.setattr(calibrate, "find_gpus", lambda: gpus)
+        monkeypatch.setattr(prompt_attention, "measure_prompts", measured)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        return timed
+
+    def test_it_alone(
+        self,
+        asked: list[object],
+        machine: list[object],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Once of several that are alike."""
+        assert main(["calibrate", "--only", "gpu", "--quick"]) == 0
+        assert not asked and machine == [("cuda:1", (64, 128), (2048, 8192))]
+        out = capsys.readouterr().out
+        assert "prompts on NVIDIA A" in out and "torch's from 2048 tokens on" in out
+        assert load_prompts("NVIDIA A", tmp_path / "kvik" / "prompt-attention.json") == (
+            (64, 2048),
+            (128, 2048),
+        )
+
+    def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+        self,
+        asked: list[object],
+        machine: list[object],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert main(["calibrate", "-o", str(tmp_path / "cpu.json")]) == 2
+        assert not asked and not machine
+        assert "--only cpu leaves GPUs out" in capsys.readouterr().err
+
+    def test_with_the_rest(self, asked: list[object], machine: list[object]) -> None:
+        assert main(["calibrate", "--only", "cpu"]) == 0
+        assert len(asked) == 1 and not machine
+        assert main(["calibrate"]) == 0
+        assert len(asked) == 2 and len(machine) == 1
+
+    @pytest.mark.parametrize("option", [["-o", "x.json"], ["--threads", "1"], ["--force"]])
+    def test_what_is_about_the_cpu_is_refused(
+        self, option: list[str], machine: list[object], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["calibrate", "--only", "gpu", *option]) == 2
+        assert not machine and "which --only gpu leaves out" in capsys.readouterr().err
+
+    def test_without_one(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(calibrate, "find_gpus", lambda: ())
+        assert main(["calibrate", "--only", "gpu"]) == 2
+        assert "only: there is no GPU here" in capsys.readouterr().err

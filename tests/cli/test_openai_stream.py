@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvik.cli.openai_stream import MAX_EVENT_BYTES, EventTooLarge, SseParser
+
+TEXT = 'data: {"text": "Größe 漢字 🙂"}'
+
+# (what a server sends, the events it means)
+STREAMS = [
+    (b"data: a\n\n", [(b"", b"a")]),
+    (b"data:a\n\ndata:  b\n\n", [(b"", b"a"), (b"", b" b")]),
+    (b"data: a\r\n\r\ndata: b\r\n\r\n", [(b"", b"a"), (b"", b"b")]),
+    (b"data: a\r\rdata: b\r\r", [(b"", b"a"), (b"", b"b")]),
+    (b"data: a\rdata: b\n\r\n", [(b"", b"a\nb")]),
+    (b"data: a\r\ndata\n\n", [(b"", b"a\n")]),
+    (b": keep-alive\n\n:\n\ndata: a\n: in between\ndata: b\n\n", [(b"", b"a\nb")]),
+    (b"event: error\ndata: {}\n\ndata: a\n\n", [(b"error", b"{}"), (b"", b"a")]),
+    (b"event: ping\n\ndata: a\n\n", [(b"", b"a")]),
+    (b"id: 7\nretry: 10\nnonsense\ndata: a\n\n", [(b"", b"a")]),
+    (b"\xef\xbb\xbfdata: a\n\n", [(b"", b"a")]),
+    (b"\n\n\ndata: a\n\n\n\n", [(b"", b"a")]),
+    (b"data: a\n\ndata: never ended\n", [(b"", b"a")]),
+    (b"data: a:b: c\n\n", [(b"", b"a:b: c")]),
+    (f"{TEXT}\n\n".encode(), [(b"", TEXT.removeprefix("data: ").encode())]),
+    ("data: a\u2028b\x0b\x85\n\n".encode(), [(b"", "a\u2028b\x0b\x85".encode())]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stream", "events"), STREAMS)
+def test_a_stream_at_once_and_byte_by_byte(stream: bytes, events: list) -> None:
+    assert SseParser().feed(stream) == events
+    parser = SseParser()
+    single = [event for i in range(len(stream)) for event in parser.feed(stream[i : i + 1])]
+    assert single == events
+
+
+@given(st.sampled_from(STREAMS), st.lists(st.integers(0, 60), max_size=8))
+def test_it_does_not_matter_where_a_stream_is_cut(stream: tuple, cuts: list[int]) -> None:
+    data, events = stream
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parser = SseParser()
+    found = []
+    for start, end in pairwise(places):
+        found += parser.feed(data[start:end]) + parser.feed(b"")
+    assert found == events
+
+
+LINES = st.sampled_from([b"data: a", b"data:", b": x", b"event: e", b"", b"data: \xc3\xa9", b"id"])
+
+
+@given(
+    st.lists(st.tuples(LINES, st.sampled_from([b"\n", b"\r\n", b"\r"])), max_size=12),
+    st.lists(st.integers(0, 100), max_size=6),
+)
+def test_line_ends_mix_and_cuts_do_not_show(lines: list, cuts: list[int]) -> None:
+    data = b"".join(line + end for line, end in lines)
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parser = SseParser()
+    pieces = [parser.feed(data[a:b]) for a, b in pairwise(places)]
+    # "\r" and then an empty line ended by "\n" is one line end, cut or not.
+    normal = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    assert list(chain.from_iterable(pieces)) == SseParser().feed(normal)
+
+
+def test_an_event_without_end_is_refused() -> None:
+    parser = SseParser()
+    parser.feed(b"data: ")
+    with pytest.raises(EventTooLarge):
+        for _ in range(MAX_EVENT_BYTES // (1 << 20) + 1):
+            parser.feed(b"x" * (1 << 20))
+    parser = SseParser()
+    for _ in range(40):  # many events of 1 MiB are fine
+        assert len(parser.feed(b"data: " + b"x" * (1 << 20) + b"\n\n")) == 1
