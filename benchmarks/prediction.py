@@ -109,11 +109,10 @@ def measure(
     from kvik import LLM, SamplingParams
     from kvik.config.hardware import detect
     from kvik.planner.calibration import ReadRate, load
-    from kvik.planner.devices import Device, cpu_device
+    from kvik.planner.devices import Device, Setting, cpu_device
     from kvik.planner.families import read_shape
     from kvik.planner.formats import weight_format
     from kvik.planner.roofline import decode, prefill, step_time
-    from kvik.planner.setting import Setting
     from kvik_bench.inprocess.rounds import OTHERS, Watch
     from kvik_bench.machine.calibrate import make_stage
     from kvik_bench.machine.effort import FULL

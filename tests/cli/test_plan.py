@@ -13,8 +13,7 @@ from helpers.public_configs import FOLDER, NAMES
 
 from kvik.cli.main import main
 from kvik.cli.plan_text import as_text
-from kvik.planner.plan import plan
-from kvik.planner.question import Question
+from kvik.planner.plan import Question, plan
 
 CONFIGS = FOLDER / "configs"
 LLAMA = str(CONFIGS / "llama-3-70b.json")

@@ -12,10 +12,9 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.quantization import SCHEMES
 from kvik.config.resolve import resolve
 from kvik.config.units import GIB
-from kvik.planner.devices import Device, find_device
+from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, KVKind, block_bytes, group_layers
 

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.public_configs import FOLDER, config
 
+from kvik.cli.plan import build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
+from kvik.errors import ConfigError
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
-from kvik.planner.plan import Plan, plan, plan_shape
-from kvik.planner.question import Question
+from kvik.planner.plan import (
+    Plan,
+    Question,
+    check_question,
+    context_of,
+    load_of,
+    plan,
+    plan_shape,
+    request_of,
+)
 
 TOY = Device("toy", "cuda", 1 << 37, 1e12, {"bf16": 1e14, "fp32": 1e13, "int8": 2e14}, 1e11)
 
@@ -233,3 +244,93 @@ def test_json_is_exact_and_complete() -> None:
     assert facts["memory"]["weights"] == found.memory.weights
     assert len(facts["attention_variants"]) == 4
     assert facts["speed"]["speculation"][0]["rows"][0]["acceptance"] == 0.5
+
+
+# Questions that make no sense, each refused by the name of its field.
+
+
+BUNDLED = read_shape("")  # the bundled model: 8 heads, 6 layers, a context of 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"context": 0}, "context", "must be an integer of at least 1, not 0"),
+        ({"context": 1025}, "context", "must be at most the model's 1024 tokens, not 1025"),
+        ({"batch": 0}, "batch", r"must be an integer in \[1, 65536\], not 0"),
+        ({"tp": 3}, "tp", "must divide the 8 query heads, not 3"),
+        ({"pp": 7}, "pp", "must be at most the 6 layers, not 7"),
+        ({"utilization": 0.0}, "memory_utilization", r"must be a number in \[0.01, 1\], not 0"),
+        ({"price": -1.0}, "price", "must be a number in"),
+        ({"price": float("nan")}, "price", "must be a number in"),
+        ({"draft_cost": -0.1}, "draft_cost", "must be a number in"),
+        ({"output": 0}, "output_tokens", r"must be in \[1, 1023\]"),
+        ({"output": 1024}, "output_tokens", "share the context of 1024"),
+        ({"load": "much"}, "load", "must be tokens per day"),
+    ],
+)
+def test_questions_that_are_refused(change: dict[str, Any], field: str, message: str) -> None:
+    check_question(Question(), BUNDLED)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_question(replace(Question(), **change), BUNDLED)
+    assert caught.value.field == field
+
+
+def test_gaps_of_a_question_are_filled() -> None:
+    assert context_of(Question(), BUNDLED) == 1024
+    assert context_of(Question(), replace(BUNDLED, max_context=131_072)) == 8192
+    assert context_of(Question(context=77), BUNDLED) == 77
+    assert request_of(Question(), 1024) == (768, 256)
+    assert request_of(Question(output=24), 1024) == (1000, 24)
+    assert load_of(Question(), 1024) is None
+    load = load_of(Question(load="1/s"), 1024)
+    assert load is not None and (load.requests, load.prompt, load.output) == (86_400, 768, 256)
+
+
+# What is offered for a plan that does not fit does fit, and less would not.
+
+
+def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
+    """Flags -> bytes. Each is asked for as a user would, and must fit with just these bytes."""
+    shape, device = shape_from_config(config(name), name), find_device(hardware)
+    answer = plan_shape(shape, device, question)
+    assert not answer.memory.fits
+    asked = [
+        *("--context", str(answer.context), "--batch", str(answer.batch)),
+        *("--dtype", answer.weight_format, "--kv-dtype", answer.kv_format),
+    ]
+    for remedy in answer.remedies:
+        words = build_parser().parse_args([*asked, *remedy.flags.split()])
+        again = plan_shape(shape, device, question_of(words))
+        assert again.memory.fits, remedy
+        assert again.memory.total == remedy.total
+    return {remedy.flags: remedy.total for remedy in answer.remedies}
+
+
+def test_each_kind_of_change_is_offered() -> None:
+    found = offers("llama-3-8b", "a100-80g", Question(context=8192, batch=64))
+    kinds = [flags.split()[0] for flags in found]
+    assert kinds == ["--batch", "--context", "--kv-dtype", "--tp"]  # the weights alone are small
+    assert "--tp 2" in found
+    assert "--kv-dtype int8" in found  # half the bytes do; a quarter is not needed
+
+
+def test_weights_that_are_too_large_alone() -> None:
+    found = offers("llama-3-70b", "rtx4090", Question(context=8192))
+    assert list(found) == ["--dtype int4 --tp 2", "--tp 8"]
+
+
+def test_a_smaller_format_alone() -> None:
+    found = offers("llama-3-70b", "h200", Question(context=8192))
+    assert list(found) == ["--dtype int8", "--tp 2"]
+
+
+def test_beyond_one_machine_stages_come() -> None:
+    found = offers("deepseek-v3", "a100-80g", Question(context=4096, weight_format="bf16"))
+    assert list(found) == ["--dtype int4 --tp 8", "--tp 8 --pp 4"]
+
+
+def test_nothing_helps_a_device_without_siblings() -> None:
+    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    alone = replace(find_device("t4"), link=0.0)
+    assert plan_shape(shape, alone, Question()).remedies == ()

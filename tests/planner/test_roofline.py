@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvik.errors import ConfigError
-from kvik.planner.devices import DEVICES, Device, find_device
+from kvik.planner.devices import DEVICES, Device, Setting, find_device
 from kvik.planner.families import shape_from_config
 from kvik.planner.roofline import (
     LinearCost,
@@ -28,7 +28,6 @@ from kvik.planner.roofline import (
     step_time,
     verify,
 )
-from kvik.planner.setting import Setting
 from kvik.planner.shape import Matrix, ModelShape
 
 LLAMA_2_7B = {

@@ -16,11 +16,13 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
 from kvik.errors import ConfigError
-from kvik.planner.devices import Device
+from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.families import shape_from_config
+from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import Step, decode, prefill, step_time
 from kvik.planner.serving import (
     Drafting,
+    Known,
     Prediction,
     Serving,
     Traffic,
@@ -28,11 +30,10 @@ from kvik.planner.serving import (
     largest,
     largest_load,
     predict,
+    predict_rate,
     set_up,
 )
-from kvik.planner.setting import Setting
 from kvik.planner.slo import Slo
-from kvik.planner.waiting import predict_rate
 from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
@@ -357,3 +358,32 @@ def test_budgets_are_halved() -> None:
 def test_largest_finds_the_border(most: int) -> None:
     for border in range(20):
         assert largest(lambda n, border=border: n <= border, most) == min(border, most)
+
+
+# What is remembered is that of the model, the machine and the setting that are asked for.
+
+
+SHAPES = [shape_from_config(PUBLIC[name], name) for name in ("Llama-3-8B", "Mistral-7B-v0.1")]
+USUAL = Setting(DEVICES["h100"], "bf16", "bf16", context=1000)
+
+
+def test_every_question_has_its_own_answer() -> None:
+    settings = [
+        USUAL,
+        replace(USUAL, kv_format="fp8"),
+        replace(USUAL, weight_format="int4"),
+        replace(USUAL, tp=2),
+        replace(USUAL, pp=2),
+        replace(USUAL, context=2000),
+        replace(USUAL, batch=4),
+        replace(USUAL, utilization=0.5),
+        replace(USUAL, device=DEVICES["a100-80g"]),
+    ]
+    known = Known()
+    for _ in range(2):
+        for shape in SHAPES:
+            for at in settings:
+                for step in (decode(1, 100), decode(2, 100)):
+                    expected = step_time(shape, at, step).expected
+                    assert known.step_seconds(shape, at, step) == expected
+                assert known.bytes(shape, at) == bytes_of(shape, at)

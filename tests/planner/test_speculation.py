@@ -7,9 +7,8 @@ import random
 import pytest
 from helpers.public_configs import config
 
-from kvik.planner.devices import Device
+from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
-from kvik.planner.setting import Setting
 from kvik.planner.speculation import (
     expected_tokens,
     speculation_curve,

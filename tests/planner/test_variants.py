@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from helpers.public_configs import config
 
-from kvik.planner.devices import Device, find_device
+from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import shape_from_config
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.planner.variants import attention_variants, kv_formats, weight_formats
 

@@ -220,7 +220,7 @@ def names(text: bytes, prefix: str) -> set[str]:
 
 
 def with_model(metrics: Metrics) -> Metrics:
-    from kvik.planner.running import RunningModel
+    from kvik.planner.efficiency import RunningModel
 
     metrics._model = RunningModel.of(metrics._server.engine.config)
     return metrics
@@ -288,7 +288,7 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
 
 def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
     """Steps that take twice what their bytes need are bound by reading the weights."""
-    from kvik.planner.running import RunningModel
+    from kvik.planner.efficiency import RunningModel
 
     metrics = made()[0]
     config = metrics._server.engine.config

@@ -14,9 +14,8 @@ from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, Report, advise
-from kvik.planner.advice.figures import Figures
+from kvik.planner.advice.figures import Figures, Wish
 from kvik.planner.advice.reasons import most_served
-from kvik.planner.advice.wish import Wish
 from kvik.planner.cost import seconds
 from kvik.planner.serving import Prediction
 from kvik.planner.slo import parse_slo

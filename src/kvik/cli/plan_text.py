@@ -7,9 +7,8 @@ from textwrap import fill
 
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
-from kvik.planner.plan import Plan
+from kvik.planner.plan import Plan, Speed
 from kvik.planner.speculation import SpeculationCurve
-from kvik.planner.speed import Speed
 
 WIDTH = 100
 SHOWN_DRAFTS = (1, 2, 3, 4, 6, 8)  # columns of the table of speculation

@@ -17,10 +17,9 @@ from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.config.notes import Notes
 from kvik.config.resolve import choose_footprint, memory_plan
 from kvik.config.sizes import Limit, step_size
-from kvik.planner.devices import Device
+from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, KVKind
 

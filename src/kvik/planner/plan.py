@@ -10,16 +10,24 @@ from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.notes import Notes
 from kvik.config.resolve import choose_dtype
 from kvik.config.sizes import Limit
+from kvik.errors import ConfigError
 from kvik.planner.calibration import calibration_path
-from kvik.planner.devices import Device, find_device, this_device
+from kvik.planner.cost import Cost, Load, cost, parse_load
+from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import Memory, bytes_of, memory_of, working_dtype
-from kvik.planner.parallel import MAX_DEVICES, can_share
-from kvik.planner.question import Question, check_question, context_of
-from kvik.planner.setting import Setting
+from kvik.planner.memory import MOST_REQUESTS, Memory, bytes_of, memory_of, working_dtype
+from kvik.planner.parallel import MAX_DEVICES, can_share, check_parallel
+from kvik.planner.roofline import (
+    compute_bound_batch,
+    decode,
+    decode_rate,
+    prefill,
+    prefill_rate,
+    step_time,
+)
 from kvik.planner.shape import ModelShape
-from kvik.planner.speed import Speed, speed_of
+from kvik.planner.speculation import SpeculationCurve, speculation_curve, verify_cost
 from kvik.planner.variants import (
     AttentionRow,
     KVRow,
@@ -29,6 +37,225 @@ from kvik.planner.variants import (
     weight_formats,
 )
 from kvik.spec.kv import KV_FORMATS
+
+# What `kvik plan` is asked, and which questions make no sense.
+
+USUAL_CONTEXT = 8192  # of a question that names none
+OUTPUT_SHARE = 4  # of a request's context, one part in so many is generated
+MOST_DOLLARS, MOST_DRAFT_COST = 1e6, 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Attributes:
+    model: a folder, a hub id, the path of a config.json, or "": the bundled model.
+    hardware: a known device, "this", or the path of a file that describes one.
+    context: tokens of a request, prompt and output; None: the model's, up to `USUAL_CONTEXT`.
+    batch: requests that run together.
+    weight_format: None: the checkpoint's; on this machine what the engine would decide.
+    kv_format: None: the dtype that is computed in.
+    tp, pp: devices that share each layer; stages of whole layers.
+    price: US dollars per hour and device; None: the device's own, if it has one.
+    load: "50M" tokens a day, or "5/s" requests; None: no daily cost.
+    output: tokens that are generated of a request's context; None: a quarter.
+    draft: a model that drafts for speculative decoding.
+    draft_cost: time of its step over one of the target; None: of `draft`, else 0.
+    utilization: share of the device's memory the engine may plan with.
+    """
+
+    model: str = ""
+    hardware: str = "this"
+    context: int | None = None
+    batch: int = 1
+    weight_format: str | None = None
+    kv_format: str | None = None
+    tp: int = 1
+    pp: int = 1
+    price: float | None = None
+    load: str | None = None
+    output: int | None = None
+    draft: str | None = None
+    draft_cost: float | None = None
+    utilization: float = UTILIZATION
+
+
+def check_question(question: Question, shape: ModelShape) -> None:
+    """Raise ConfigError for the first field that makes no sense for this model."""
+    _integer("context", question.context, 1)
+    most = shape.max_context
+    if question.context is not None and question.context > most:
+        raise ConfigError(
+            "context", f"must be at most the model's {most} tokens, not {question.context}"
+        )
+    _integer("batch", question.batch, 1, MOST_REQUESTS)
+    check_parallel(shape, question.tp, question.pp)
+    _number("memory_utilization", question.utilization, 0.01, 1.0)
+    _number("price", question.price, 0.0, MOST_DOLLARS)
+    _number("draft_cost", question.draft_cost, 0.0, MOST_DRAFT_COST)
+    context = context_of(question, shape)
+    if question.output is not None and not 1 <= question.output < context:
+        raise ConfigError(
+            "output_tokens",
+            f"must be in [1, {context - 1}], as prompt and output share the "
+            f"context of {context}, not {question.output}",
+        )
+    load_of(question, context)
+
+
+def context_of(question: Question, shape: ModelShape) -> int:
+    """Tokens of a request."""
+    return question.context or min(shape.max_context, USUAL_CONTEXT)
+
+
+def request_of(question: Question, context: int) -> tuple[int, int]:
+    """Tokens of a request's prompt and of its output; of a context of 1 the one is the prompt."""
+    output = question.output or context // OUTPUT_SHARE
+    return context - output, output
+
+
+def load_of(question: Question, context: int) -> Load | None:
+    """Raises ConfigError for a load that is none."""
+    if question.load is None:
+        return None
+    return parse_load(question.load, *request_of(question, context))
+
+
+def _integer(name: str, value: int | None, low: int, high: int | None = None) -> None:
+    if value is None or (low <= value and (high is None or value <= high)):
+        return
+    allowed = f"in [{low}, {high}]" if high else f"of at least {low}"
+    raise ConfigError(name, f"must be an integer {allowed}, not {value}")
+
+
+def _number(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:  # NaN is not either
+        raise ConfigError(name, f"must be a number in [{low:g}, {high:g}], not {value:g}")
+
+
+# How fast a setting is at most, and what its tokens cost: everything that needs rooflines.
+
+SHORTEST_PROMPT, PROMPT_STEP = 128, 4  # rows of the prefill table: 128, 512, 2048, ...
+WIDEST_BATCH = 1024  # of the decode table, unless more is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpeed:
+    """One prompt. `floor`, `expected`: seconds; the same where nothing was measured."""
+
+    tokens: int
+    floor: float
+    expected: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpeed:
+    """Attributes:
+    ceiling, expected: tokens/s of all requests together.
+    floor: seconds of a step, and so between two tokens of a request.
+    """
+
+    batch: int
+    ceiling: float
+    expected: float
+    floor: float
+    bound: str
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What needs the speed of the device.
+
+    Attributes:
+        compute_bound_batch: where decode at this context has more to compute than to read; None:
+            nowhere.
+        cost: None: there is no price, or not one request fits.
+    """
+
+    prefill: tuple[PrefillSpeed, ...]
+    decode: tuple[DecodeSpeed, ...]
+    compute_bound_batch: int | None
+    cost: Cost | None
+    speculation: tuple[SpeculationCurve, ...]
+
+
+def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Speed:
+    """Rooflines, costs and the gain of speculation.
+
+    Raises:
+        ConfigError: `tp` devices cannot share this model's layers, or have no link.
+        ModelError: the draft is not found or cannot be read.
+    """
+    batches = {1, at.batch} if at.batch > 1 else {1}
+    return Speed(
+        prefill=tuple(_prefill(shape, at, tokens) for tokens in _prompts(at.context)),
+        decode=tuple(_decode(shape, at, batch, memory) for batch in _batches(at, memory)),
+        compute_bound_batch=compute_bound_batch(shape, at),
+        cost=_cost(shape, at, question, memory),
+        speculation=tuple(_speculation(shape, at, question, batch) for batch in sorted(batches)),
+    )
+
+
+def _prompts(context: int) -> list[int]:
+    lengths, length = [], SHORTEST_PROMPT
+    while length < context:
+        lengths.append(length)
+        length *= PROMPT_STEP
+    return [*lengths, context]
+
+
+def _batches(at: Setting, memory: Memory) -> list[int]:
+    """Powers of two as far as they fit, what is asked for, and the largest that fits."""
+    most = max(at.batch, min(memory.largest_batch, WIDEST_BATCH))
+    batches = {at.batch, most} | {1 << power for power in range(most.bit_length())}
+    return sorted(batch for batch in batches if batch <= most)
+
+
+def _prefill(shape: ModelShape, at: Setting, tokens: int) -> PrefillSpeed:
+    time = step_time(shape, at, prefill(tokens))
+    return PrefillSpeed(tokens, time.floor, time.expected, time.bound)
+
+
+def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> DecodeSpeed:
+    at = replace(at, batch=batch)
+    time = step_time(shape, at, decode(at.group, at.context))
+    fits = batch <= memory.largest_batch
+    ceiling, expected = batch / time.floor, batch / time.expected
+    return DecodeSpeed(batch, ceiling, expected, time.floor, time.bound, fits)
+
+
+def _cost(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Cost | None:
+    """At the rates of the asked batch, or of the largest that fits if that is smaller, its prompts
+    together in a step and its outputs half done."""
+    prompt, output = request_of(question, at.context)
+    price = at.device.price if question.price is None else question.price
+    batch = min(at.batch, memory.largest_batch)
+    if price is None or batch == 0:
+        return None
+    halfway = replace(at, batch=batch, context=prompt + (output + 1) // 2)
+    _, decoded = decode_rate(shape, halfway)
+    _, prefilled = prefill_rate(shape, halfway, prompt)
+    return cost(price, at.tp * at.pp, prefilled, decoded, load_of(question, at.context))
+
+
+def _speculation(
+    shape: ModelShape, at: Setting, question: Question, batch: int
+) -> SpeculationCurve:
+    at = replace(at, batch=batch)
+    cost = _draft_cost(shape, at, question)
+    return speculation_curve(batch, cost, lambda drafts: verify_cost(shape, at, drafts))
+
+
+def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
+    """As asked, or by the rooflines of both models, the draft alone on one device."""
+    if question.draft_cost is not None or question.draft is None:
+        return question.draft_cost or 0.0
+    draft = read_shape(question.draft)
+    target = step_time(shape, at, decode(at.group, at.context))
+    step = decode(at.group, min(at.context, draft.max_context))
+    return step_time(draft, replace(at, tp=1, pp=1), step).expected / target.expected
+
 
 # What to change about a plan that does not fit.
 

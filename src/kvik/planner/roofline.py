@@ -19,10 +19,9 @@ from kvik.planner.calibration import (
     LinearPace,
     interpolate,
 )
-from kvik.planner.devices import Device
+from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
-from kvik.planner.setting import Setting
 from kvik.planner.shape import UNQUANTIZED_ROLES, Matrix, ModelShape
 
 # From a calibration's figures to the cost of one matrix, one layer's attention, one layer's rest.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvik.planner.devices import Setting
 from kvik.planner.roofline import step_time, verify
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
+from kvik.planner.devices import Setting
 from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import memory_of
 from kvik.planner.roofline import decode_rate
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 

@@ -29,8 +29,7 @@ from kvik.engine.async_client import EngineState
 from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.errors import KvikError
-from kvik.planner.efficiency import WHAT_HELPS, Efficiency
-from kvik.planner.running import RunningModel
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel
 from kvik.server.observer import GenerationRecord
 from kvik.server.route import Route
 from kvik.server.server import Server

@@ -8,9 +8,8 @@ from typing import Literal
 
 from kvik.config.config import ResolvedConfig
 from kvik.planner.devices import Device
-from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency
+from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency, RunningModel
 from kvik.planner.roofline import Step, decode, step_time
-from kvik.planner.running import RunningModel
 from kvik.planner.serving import Serving, Traffic, predict
 from kvik_bench.inprocess.inproc import Run
 from kvik_bench.report.result import Figure

@@ -12,8 +12,7 @@ from itertools import pairwise
 from kvik.config.config import ResolvedConfig
 from kvik.engine.child import python_command
 from kvik.errors import KvikError
-from kvik.planner.efficiency import POSSIBLE
-from kvik.planner.running import running_device
+from kvik.planner.efficiency import POSSIBLE, running_device
 from kvik_bench.inprocess.ceilings import ceiling_notes
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.workload import TokenFiller

@@ -23,10 +23,9 @@ from kvik.core.types import EngineRequest
 from kvik.engine.output import OutputProcessor
 from kvik.launch import launch
 from kvik.planner.calibration import Calibration, HostCost, Machine
-from kvik.planner.devices import Device
+from kvik.planner.devices import Device, Setting
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import Step, decode, prefill, step_time
-from kvik.planner.setting import Setting
 from kvik_bench.inprocess.rounds import undisturbed
 from kvik_bench.machine.effort import Effort
 from kvik_bench.machine.stage import Limits

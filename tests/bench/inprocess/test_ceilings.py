@@ -14,9 +14,9 @@ from kvik.config.hardware import detect
 from kvik.engine.client import Engine
 from kvik.launch import resolve_config
 from kvik.planner.calibration import calibration_path, save, this_machine
+from kvik.planner.devices import Setting
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Traffic
-from kvik.planner.setting import Setting
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import Job, run_jobs
 from kvik_bench.report.result import Figure

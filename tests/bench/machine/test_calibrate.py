@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kvik.config.hardware import Hardware, detect
 from kvik.config.quantization import layer_scheme
 from kvik.planner.calibration import load, save, stale, this_machine
-from kvik.planner.devices import cpu_device
+from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik.planner.setting import Setting
 from kvik_bench.machine.calibrate import calibrate, make_stage, remarks
 from kvik_bench.machine.effort import FULL, KINDS, QUICK
 from kvik_bench.machine.host import line_through

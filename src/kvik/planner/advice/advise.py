@@ -15,18 +15,24 @@ from kvik.config.sizes import MAX_NUM_SEQS
 from kvik.errors import CapacityError
 from kvik.options import options_of
 from kvik.planner.advice import reasons
-from kvik.planner.advice.figures import WORTHWHILE, Figures, figures_of, improvement
-from kvik.planner.advice.wish import Wish, assumed, check_wish, traffic_of
-from kvik.planner.devices import Device
+from kvik.planner.advice.figures import (
+    WORTHWHILE,
+    Figures,
+    Wish,
+    assumed,
+    check_wish,
+    figures_of,
+    improvement,
+    traffic_of,
+)
+from kvik.planner.devices import Device, Setting
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import working_dtype
 from kvik.planner.parallel import can_share
-from kvik.planner.plan import find_machine, setting_of
-from kvik.planner.question import Question
+from kvik.planner.plan import Question, find_machine, setting_of
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
-from kvik.planner.setting import Setting
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 
