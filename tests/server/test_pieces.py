@@ -8,10 +8,10 @@ from helpers.stalls import assert_turns
 from msgspec import UNSET
 
 from kvik.core.types import TokenLogprobs
-from kvik.server.openai.answers import CompletionLogprobs, TokenNames, Usage
+from kvik.server.openai.answers import TokenNames, Usage
 from kvik.server.openai.chat import AnswerMessage as Message
 from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
-from kvik.server.openai.completions import Completion, CompletionChoice
+from kvik.server.openai.completions import Completion, CompletionChoice, CompletionLogprobs
 from kvik.server.responses import CHUNK_ITEMS, LazyList, encode_in_chunks
 
 NAMES = TokenNames(None)

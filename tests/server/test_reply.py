@@ -21,14 +21,14 @@ from kvik.server.admission import Degradation
 from kvik.server.body import read_body
 from kvik.server.exchange import caller_of
 from kvik.server.generation import GenerationRequest, RequestLimits
-from kvik.server.native import GenerateEvents, GenerateRequest, generate
+from kvik.server.native import GenerateFormat, GenerateRequest, generate
 from kvik.server.responses import StreamReply, StreamTimeouts
 from kvik.server.route import Route
 
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 
 
-def routes(parts, *, patience=StreamTimeouts(), events=GenerateEvents, **reply):  # noqa: B008
+def routes(parts, *, patience=StreamTimeouts(), events=GenerateFormat):  # noqa: B008
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(
@@ -39,9 +39,13 @@ def routes(parts, *, patience=StreamTimeouts(), events=GenerateEvents, **reply):
         tenant = caller_of(request).tenant
         wishes = [wish, wish] if body.seed == 2 else [wish]
         started = await parts.generations.start_all(wishes, tenant, streaming=True)
-        return StreamReply(started, events(started[0]), patience=patience, **reply)
+        return StreamReply(started, events(started[0]), patience=patience)
 
-    return [Route("/v1/generate", partial(generate, parts)), Route("/stream", stream)]
+    return [
+        Route("/v1/generate", partial(generate, parts)),
+        Route("/stream", stream),
+        Route("/v1/messages/stream", stream),
+    ]
 
 
 def slow(seconds: float = 0.003) -> FakeExecutor:
@@ -94,9 +98,10 @@ def test_a_deadline_in_the_queue(stream):
 
 @pytest.mark.parametrize("anthropic", [True, False])
 def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
-    with served(partial(routes, anthropic=anthropic), slow()) as server:
+    with served(routes, slow()) as server:
         body = {**LONG, "deadline_ms": 200}
-        answer = httpx2.post(f"{server.http.url}/stream", json=body)
+        path = "/v1/messages/stream" if anthropic else "/stream"
+        answer = httpx2.post(server.http.url + path, json=body)
         assert answer.status_code == 200
         *pieces, last, end = answer.text.split("\n\n")
         assert end == ""
@@ -130,7 +135,7 @@ async def abort(server, request_id: str) -> None:
 
 
 def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
-    class Broken(GenerateEvents):
+    class Broken(GenerateFormat):
         def grow(self, position, deltas):
             if self._generation.record.num_output_tokens > 5:
                 raise RuntimeError("secret\n2026 INFO forged \x1b[31m")
@@ -175,7 +180,7 @@ def test_what_the_server_gave_up_is_in_a_header():
 
 
 def test_generations_that_were_started_together_are_one_stream():
-    class Both(GenerateEvents):
+    class Both(GenerateFormat):
         def grow(self, position, deltas):
             return b"data: %d %d\n\n" % (position, sum(len(d.token_ids) for d in deltas))
 

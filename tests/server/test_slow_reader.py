@@ -17,14 +17,14 @@ from kvik.engine import host
 from kvik.server import generation as generation_module
 from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest
-from kvik.server.native import GenerateEvents, GenerateRequest
+from kvik.server.native import GenerateFormat, GenerateRequest
 from kvik.server.responses import StreamReply, StreamTimeouts
 from kvik.server.route import Route
 
 PADDING = b"x" * 200_000
 
 
-class Wordy(GenerateEvents):
+class Wordy(GenerateFormat):
     """Much is said of each token, so that no buffer of a kernel holds a stream."""
 
     def grow(self, position, deltas):

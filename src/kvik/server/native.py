@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,17 +29,15 @@ from kvik.server.openai.fields import (
 )
 from kvik.server.openai.requests import prompt_ids, split_prompts
 from kvik.server.responses import (
-    StreamReply,
+    HEARTBEAT,
+    HOLE,
     Template,
-    degraded_header,
+    generation_response,
     json_event,
-    wait_for_outputs,
 )
 from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
-
-_HOLE = "\ue000text\ue000"
 
 
 # Parameters that the other routes have for what this one does not give back.
@@ -131,51 +128,49 @@ async def generate(server: Server, request: Request) -> Response:
         trace_parent=trace_parent_of(request),
         arrived=arrived,
     )
-    if body.stream:
-        return StreamReply([generation], GenerateEvents(generation))
-    (output,) = await wait_for_outputs(request, [generation])
-    answer = generated(generation, output)
-    answer.text = output.text
-    return Response(
-        msgspec.json.encode(answer),
-        media_type="application/json",
-        headers=degraded_header([generation]),
+    return await generation_response(
+        request, [generation], GenerateFormat(generation), stream=body.stream
     )
 
 
-def generated(generation: Generation, output: RequestOutput) -> Generated:
-    """What is said of a finished text beside it."""
-    seconds = time.monotonic() - generation.record.arrived
-    (completion,) = output.completions
-    count = len(completion.token_ids)
-    return Generated(
-        tokens_generated=count,
-        prompt_tokens=len(output.prompt_token_ids),
-        cached_tokens=output.num_cached_tokens,
-        latency_ms=round(seconds * 1e3, 3),
-        tokens_per_second=round(count / seconds, 3),
-        finish_reason=completion.finish_reason,
-        request_id=output.request_id,
-        speculation=speculation_of([output]),
-    )
+class GenerateFormat:
+    """A text as a `ResponseFormat`."""
 
-
-class GenerateEvents:
-    """See `Events`."""
-
-    _piece = Template(TextPiece(_HOLE), [_HOLE])
+    heartbeat = HEARTBEAT
+    _text = Template(TextPiece(HOLE))
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Generated:
+        generated = self._without_text(outputs)
+        generated.text = outputs[0].text
+        return generated
 
     def begin(self) -> bytes:
         return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join([self._piece.fill(delta.text) for delta in deltas if delta.text])
+        return b"".join([self._text.fill(delta.text) for delta in deltas if delta.text])
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        return json_event(generated(self._generation, outputs[0]))
+        return json_event(self._without_text(outputs))
+
+    def _without_text(self, outputs: Sequence[RequestOutput]) -> Generated:
+        (output,) = outputs
+        (completion,) = output.completions
+        seconds = time.monotonic() - self._generation.record.arrived
+        count = len(completion.token_ids)
+        return Generated(
+            tokens_generated=count,
+            prompt_tokens=len(output.prompt_token_ids),
+            cached_tokens=output.num_cached_tokens,
+            latency_ms=round(seconds * 1e3, 3),
+            tokens_per_second=round(count / seconds, 3),
+            finish_reason=completion.finish_reason,
+            request_id=output.request_id,
+            speculation=speculation_of(outputs),
+        )
 
 
 def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -14,9 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import KvikError
-from kvik.server.errors import aborted, describe, escaped_traceback
+from kvik.server.errors import aborted, describe, escaped_traceback, in_messages
 from kvik.server.generation import Generation, wait_for_change
 
 T = TypeVar("T")
@@ -114,41 +115,30 @@ def json_event(value: object, name: str | None = None) -> bytes:
     return event(msgspec.json.encode(value), name)
 
 
+HOLE = "\ue000text\ue000"  # where the text of an event goes
+
+
 class Template:
-    """An event whose JSON is encoded once, with holes that are filled for each event of a stream.
+    """An event whose JSON is encoded once for a stream; only its text differs.
 
     Args:
-        value: whatever msgspec encodes, with each of `holes` once in it, as a string.
-        holes: in the order in which they come in the JSON.
+        value: whatever msgspec encodes, with `HOLE` once in it.
         name: of the event.
     """
 
-    def __init__(self, value: object, holes: Sequence[str], name: str | None = None) -> None:
-        rest = event(msgspec.json.encode(value), name)
-        self._parts: list[bytes] = []
-        for hole in holes:
-            before, found, rest = rest.partition(msgspec.json.encode(hole))
-            if not found:
-                raise ValueError(f"no hole {hole!r} in order in the value")
-            self._parts.append(before)
-        self._parts.append(rest)
+    def __init__(self, value: object, name: str | None = None) -> None:
+        encoded = event(msgspec.json.encode(value), name)
+        self._before, hole, self._after = encoded.partition(msgspec.json.encode(HOLE))
+        if not hole:
+            raise ValueError("the value has no hole")
 
-    def fill(self, *values: object) -> bytes:
-        """The event with these values in its holes, in order."""
-        out = [self._parts[0]]
-        for value, part in zip(values, self._parts[1:], strict=True):
-            out += (msgspec.json.encode(value), part)
-        return b"".join(out)
+    def fill(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + msgspec.json.encode(text) + self._after
 
 
-def json_response(answer: msgspec.Struct) -> Response:
+def json_response(answer: object) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
-async def large_response(num_items: int, answer: Callable[[], msgspec.Struct]) -> Response:
-    """The same for what may be large: see `offload`."""
-    data = await offload(num_items, lambda: encode_in_chunks(answer()))
-    return Response(data, media_type="application/json")
 
 
 DEGRADED_HEADER = "x-kvik-degraded"
@@ -156,20 +146,51 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 _log = logging.getLogger(__name__)
 
 
-class Events(Protocol):
-    """How an API shows a stream. Each method returns any number of events, as `sse` makes them."""
+class ResponseFormat(Protocol):
+    """How an API shows generations: as one object, or as a stream of events."""
+
+    @property
+    def heartbeat(self) -> bytes:
+        """The event that says that a stream is alive."""
+        ...
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
+        """The object."""
+        ...
 
     def begin(self) -> bytes:
-        """What comes before everything."""
+        """The events before the first text."""
         ...
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        """Of the generation at `position`; at most one delta for each of its completions."""
+        """The events of new text.
+
+        Args:
+            position: of the generation.
+            deltas: at most one for each of its completions.
+        """
         ...
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """What comes after everything, if nothing failed; `DONE` too."""
+        """The events after the last text, unless something failed."""
         ...
+
+
+async def generation_response(
+    request: Request, generations: Sequence[Generation], form: ResponseFormat, *, stream: bool
+) -> Response:
+    """The response of generations that were started together.
+
+    Raises:
+        KvikError, ClientDisconnect: see `wait_for_outputs`.
+    """
+    if stream:
+        return StreamReply(generations, form)
+    outputs = await wait_for_outputs(request, generations)
+    num_items = sum(map(_num_logprobs, outputs))
+    data = await offload(num_items, lambda: encode_in_chunks(form.whole(outputs)))
+    headers = degraded_header(generations)
+    return Response(data, media_type="application/json", headers=headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +206,17 @@ class StreamTimeouts:
     heartbeat: float = 15.0
 
 
-class StreamReply(Response):
-    """Generations, as server-sent events.
+DEFAULT_TIMEOUTS = StreamTimeouts()
 
-    The answer begins with the first tokens, so what fails before them has its own status. A failure
-    after that is an error event, and nothing follows it.
+
+class StreamReply(Response):
+    """Generations as server-sent events.
+
+    The response begins with the first tokens, so what fails before them has its own status. A
+    failure after that is an error event, and nothing follows it.
 
     Args:
-        generations: started together, in the order of `Events.grow`.
-        anthropic: errors are told in Anthropic's words.
-        heartbeat: the sign of life.
+        generations: started together, in the order of `ResponseFormat.grow`.
     """
 
     media_type = CONTENT_TYPE
@@ -202,20 +224,15 @@ class StreamReply(Response):
     def __init__(
         self,
         generations: Sequence[Generation],
-        events: Events,
-        *,
-        anthropic: bool = False,
-        heartbeat: bytes = HEARTBEAT,
-        patience: StreamTimeouts = StreamTimeouts(),
-        headers: Mapping[str, str] | None = None,
+        form: ResponseFormat,
+        patience: StreamTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({**_STREAM_HEADERS, **degraded_header(generations), **(headers or {})})
+        self.init_headers({**_STREAM_HEADERS, **degraded_header(generations)})
         self._generations = generations
-        self._events = events
-        self._anthropic = anthropic
-        self._heartbeat = heartbeat
+        self._form = form
+        self._anthropic = False  # errors have the shape of its API
         self._patience = patience
         self._begun = False
         self._gone = False
@@ -224,6 +241,7 @@ class StreamReply(Response):
         self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._anthropic = in_messages(scope["path"])
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         watch = loop.create_task(_until_gone(receive))
@@ -235,9 +253,7 @@ class StreamReply(Response):
         except TimeoutError:
             if not self._limit.expired():
                 raise
-            raise aborted(
-                "its reader is too slow", again=False
-            ) from None  # the connection will be broken
+            raise aborted("its reader is too slow", again=False) from None  # breaks the connection
         finally:
             watch.cancel()
             ticker.cancel()
@@ -268,7 +284,7 @@ class StreamReply(Response):
         parts: list[bytes] = []
         for position, deltas in enumerate(taken):
             if deltas:
-                grow = partial(self._events.grow, position, deltas)
+                grow = partial(self._form.grow, position, deltas)
                 parts.append(await offload(_num_of_prompt(deltas), grow))
         if failure is not None:
             if not self._begun:
@@ -276,12 +292,12 @@ class StreamReply(Response):
             parts.append(self._error_event(failure))
             return b"".join(parts), True
         if last:
-            parts.append(self._events.end([g.result for g in self._generations if g.result]))
+            parts.append(self._form.end([g.result for g in self._generations if g.result]))
         elif self._beat and not parts:
-            parts.append(self._heartbeat)
+            parts.append(self._form.heartbeat)
         self._beat = False
         if parts and not self._begun:
-            parts.insert(0, self._events.begin())
+            parts.insert(0, self._form.begin())
         return b"".join(parts), last
 
     async def _write(self, send: Send, chunk: bytes, last: bool) -> None:
@@ -353,6 +369,14 @@ async def wait_for_outputs(
     finally:
         watch.cancel()
         _abort(generations, "its reader is gone")
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    """Log probabilities in the response to a finished request."""
+    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
+    rows.append(output.prompt_logprobs or ())
+    # The last entry is as wide as all; the first of a prompt is none.
+    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:

@@ -34,12 +34,12 @@ def test_much_of_it_is_done_in_a_thread() -> None:
     ("place", "name", "path", "body"),
     [
         (
-            chat,
-            "full_response",
+            chat.ChatFormat,
+            "whole",
             "/v1/chat/completions",
             {**TALK, "logprobs": True, "top_logprobs": 2},
         ),
-        (chat, "full_response", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
+        (chat.ChatFormat, "whole", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
         (
             completions.CompletionFormat,
             "whole",
@@ -48,7 +48,7 @@ def test_much_of_it_is_done_in_a_thread() -> None:
         ),
         (
             completions.CompletionFormat,
-            "before",
+            "_first_choice",
             "/v1/completions",
             {"prompt": "A dog", "echo": True, "logprobs": 2, "stream": True},
         ),

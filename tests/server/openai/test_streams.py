@@ -11,8 +11,8 @@ import pytest
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import TextDelta
 from kvik.server.openai.answers import ResponseHead, TokenNames
-from kvik.server.openai.chat import ChatRequest, ChatStream
-from kvik.server.openai.completions import CompletionFormat, CompletionRequest, CompletionStream
+from kvik.server.openai.chat import ChatFormat, ChatRequest
+from kvik.server.openai.completions import CompletionFormat, CompletionRequest
 from kvik.server.openai.requests import check_choices, split_prompts
 
 HEADING = ResponseHead("id-1", "m", 1)
@@ -20,15 +20,15 @@ NAMES = TokenNames(None)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def chat(**fields: Any) -> ChatStream:
+def chat(**fields: Any) -> ChatFormat:
     body = msgspec.convert({"messages": MESSAGES, "stream": True, **fields}, ChatRequest)
-    return ChatStream(HEADING, body, NAMES, 7)
+    return ChatFormat(HEADING, body, NAMES, 7)
 
 
-def completion(**fields: Any) -> CompletionStream:
+def completion(**fields: Any) -> CompletionFormat:
     body = msgspec.convert({"prompt": "Hi", "stream": True, **fields}, CompletionRequest)
     echoes = ["A", "B"] if body.echo else ["", ""]
-    return CompletionStream(CompletionFormat(HEADING, body, NAMES, [[1, 2], [3]], echoes), body)
+    return CompletionFormat(HEADING, body, NAMES, [[1, 2], [3]], echoes)
 
 
 def delta(text: str, tokens: int = 1, index: int = 0, **fields: Any) -> TextDelta:

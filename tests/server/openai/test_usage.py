@@ -8,7 +8,7 @@ import msgspec
 
 from kvik.core.types import RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
-from kvik.server.openai.answers import usage_of, usage_so_far
+from kvik.server.openai.answers import usage_of
 
 
 def output(
@@ -78,11 +78,3 @@ def test_an_engine_that_guessed_nothing_yet_says_so() -> None:
     assert (usage["speculation"]["checks"], usage["speculation"]["drafted_per_position"]) == (0, [])
     assert usage["speculation"]["mean_accepted_length"] is None
     assert usage["speculation"]["speedup"] is None
-
-
-def test_in_the_middle_of_a_stream() -> None:
-    assert msgspec.to_builtins(usage_so_far(3, 4)) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 4,
-        "total_tokens": 7,
-    }

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,13 +27,12 @@ from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.responses import (
-    StreamReply,
+    HOLE,
     Template,
-    degraded_header,
+    generation_response,
     json_event,
     json_response,
     offload,
-    wait_for_outputs,
 )
 from kvik.server.route import Route
 from kvik.server.server import Server
@@ -157,7 +155,6 @@ class UsageMeter:
 
 
 PING = json_event({"type": "ping"}, "ping")
-_HOLE = "\ue000text\ue000"
 _START = json_event(
     {"type": "content_block_start", "index": 0, "content_block": TextBlock("")},
     "content_block_start",
@@ -166,96 +163,96 @@ _TEXT = Template(
     {
         "type": "content_block_delta",
         "index": 0,
-        "delta": {"type": "text_delta", "text": _HOLE},
+        "delta": {"type": "text_delta", "text": HOLE},
     },
-    [_HOLE],
     "content_block_delta",
 )
 _STOP = json_event({"type": "content_block_stop", "index": 0}, "content_block_stop")
 _END = json_event({"type": "message_stop"}, "message_stop")
 
 
-@dataclass(frozen=True, slots=True)
-class MessageBuilder:
-    """What an answer needs beside its text.
+class MessageFormat:
+    """A message as a `ResponseFormat`: one block of text.
 
-    Attributes:
-        stop_sequences: that the caller named.
+    Args:
         max_model_len: of prompt and answer together.
-        silent: the prompt is computed for the cache, and nobody wants an answer.
     """
 
-    id: str
-    model: str
-    meter: UsageMeter
-    stop_sequences: Sequence[str]
-    max_model_len: int
-    silent: bool = False
+    heartbeat = PING
 
-    def whole(self, output: RequestOutput) -> MessageResponse:
-        """Of a finished request."""
-        used = PromptUse(output.num_cached_tokens, output.num_pinned_tokens)
-        if self.silent:
-            return replace(self.begun(used), stop_reason="max_tokens")
-        reason, sequence = self._stop(output)
-        return MessageResponse(
-            id=self.id,
-            model=self.model,
-            content=[TextBlock(output.text)],
-            stop_reason=reason,
-            stop_sequence=sequence,
-            usage=self.meter.usage(used, output.num_output_tokens),
-        )
-
-    def begun(self, used: PromptUse | None) -> MessageResponse:
-        """Of one that has no text yet."""
-        return MessageResponse(
-            id=self.id,
-            model=self.model,
-            content=[],
-            stop_reason=None,
-            stop_sequence=None,
-            usage=self.meter.usage(used, 0),
-        )
-
-    def _stop(self, output: RequestOutput) -> tuple[StopReason, str | None]:
-        end = output.completions[0]
-        if isinstance(end.stop_reason, str) and end.stop_reason in self.stop_sequences:
-            return "stop_sequence", end.stop_reason
-        if end.finish_reason != "length":
-            return "end_turn", None
-        if self.meter.num_prompt + output.num_output_tokens >= self.max_model_len:
-            return "model_context_window_exceeded", None
-        return "max_tokens", None
-
-
-class MessageStream:
-    """Deltas -> events: one block of text, between the beginning and the end of a message."""
-
-    def __init__(self, heading: MessageBuilder, generation: Generation) -> None:
-        self._heading = heading
+    def __init__(
+        self,
+        model: str,
+        body: MessageRequest,
+        generation: Generation,
+        usage: UsageMeter,
+        max_model_len: int,
+    ) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
         self._generation = generation
+        self._usage = usage
+        self._stop_sequences = body.stop_sequences or ()
+        self._max_model_len = max_model_len
+        self._silent = body.max_tokens == 0  # the prompt is computed for the cache alone
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> MessageResponse:
+        (output,) = outputs
+        used = PromptUse(output.num_cached_tokens, output.num_pinned_tokens)
+        if self._silent:
+            return self._message(used, stop_reason="max_tokens")
+        reason, sequence = self._stop(output)
+        return self._message(
+            used, output.num_output_tokens, [TextBlock(output.text)], reason, sequence
+        )
 
     def begin(self) -> bytes:
-        message = self._heading.begun(self._generation.prompt_use)
+        message = self._message(self._generation.prompt_use)
         start = json_event({"type": "message_start", "message": message}, "message_start")
-        return start + (PING if self._heading.silent else _START + PING)
+        return start + (PING if self._silent else _START + PING)
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        """`position` is 0, and there is one completion."""
-        if self._heading.silent:
+        if self._silent:
             return b""
         return b"".join(_TEXT.fill(delta.text) for delta in deltas if delta.text)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        answer = self._heading.whole(outputs[0])
+        message = self.whole(outputs)
         delta = {
             "type": "message_delta",
-            "delta": {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence},
-            "usage": answer.usage,
+            "delta": {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence},
+            "usage": message.usage,
         }
-        stop = b"" if self._heading.silent else _STOP
+        stop = b"" if self._silent else _STOP
         return stop + json_event(delta, "message_delta") + _END
+
+    def _message(
+        self,
+        used: PromptUse | None,
+        num_output: int = 0,
+        content: Sequence[TextBlock] = (),
+        stop_reason: StopReason | None = None,
+        stop_sequence: str | None = None,
+    ) -> MessageResponse:
+        return MessageResponse(
+            id=self._id,
+            model=self._model,
+            content=list(content),
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=self._usage.usage(used, num_output),
+        )
+
+    def _stop(self, output: RequestOutput) -> tuple[StopReason, str | None]:
+        end = output.completions[0]
+        if isinstance(end.stop_reason, str) and end.stop_reason in self._stop_sequences:
+            return "stop_sequence", end.stop_reason
+        if end.finish_reason != "length":
+            return "end_turn", None
+        num_tokens = len(output.prompt_token_ids) + output.num_output_tokens
+        if num_tokens >= self._max_model_len:
+            return "model_context_window_exceeded", None
+        return "max_tokens", None
 
 
 async def messages(server: Server, request: Request) -> Response:
@@ -267,29 +264,18 @@ async def messages(server: Server, request: Request) -> Response:
     server.generations.check_room(tenant, params.n)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     prompt = await make_prompt(server.texts.of(tenant), conversation)
-    wish = GenerationRequest(
-        prompt_token_ids=prompt.token_ids, params=params, pins=prompt.pins, field="messages"
-    )
     with rename_fields(stop="stop_sequences"):
         generation = await server.generations.start(
-            wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
+            GenerationRequest(prompt.token_ids, params, pins=prompt.pins, field="messages"),
+            tenant,
+            streaming=bool(body.stream),
+            trace_parent=trace_parent_of(request),
         )
     config = server.engine.config
-    heading = MessageBuilder(
-        id=f"msg_{secrets.token_hex(12)}",
-        model=server.model_name,
-        meter=UsageMeter(len(prompt.token_ids), prompt.pins, config.cache.block_size),
-        stop_sequences=body.stop_sequences or (),
-        max_model_len=config.scheduler.max_model_len,
-        silent=body.max_tokens == 0,
-    )
-    if body.stream:
-        events = MessageStream(heading, generation)
-        return StreamReply([generation], events, anthropic=True, heartbeat=PING)
-    (output,) = await wait_for_outputs(request, [generation])
-    answer = json_response(heading.whole(output))
-    answer.headers.update(degraded_header([generation]))
-    return answer
+    usage = UsageMeter(len(prompt.token_ids), prompt.pins, config.cache.block_size)
+    limit = config.scheduler.max_model_len
+    form = MessageFormat(server.model_name, body, generation, usage, limit)
+    return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
 async def count_tokens(server: Server, request: Request) -> Response:

@@ -14,8 +14,8 @@ from msgspec import UNSET, Struct, UnsetType
 from kvik import __version__
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput
+from kvik.server.openai.fields import StreamOptions
 from kvik.server.responses import LazyList
-from kvik.text.detokenizer import Detokenizer
 from kvik.text.tokenizer import Tokenizer
 
 FINGERPRINT = f"kvik-{__version__}"
@@ -114,15 +114,6 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-class CompletionLogprobs(Struct):
-    """One entry for each token; the first of a prompt has no log probability."""
-
-    text_offset: list[int]  # where in `text` each token begins, in characters
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None] | None
-
-
 class PromptLogprob(Struct, gc=False):
     logprob: float
     rank: int | None  # 1 is the most likely
@@ -148,9 +139,34 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def usage_so_far(prompt_tokens: int, completion_tokens: int) -> Usage:
-    """In the middle of a stream."""
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+class StreamUsage:
+    """The usage in the chunks of a stream, as its `stream_options` ask.
+
+    Attributes:
+        final: the last chunk has it, and all others say null.
+        each: all chunks have it.
+    """
+
+    def __init__(self, options: StreamOptions | None, num_prompt_tokens: int) -> None:
+        self.final = options is not None and bool(options.include_usage)
+        self.each = self.final and options is not None and bool(options.continuous_usage_stats)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    @property
+    def unknown(self) -> UnsetType | None:
+        """What a chunk says that has no usage."""
+        return None if self.final else UNSET
+
+    @property
+    def so_far(self) -> Usage | UnsetType | None:
+        if not self.each:
+            return self.unknown
+        prompt, completion = self._num_prompt_tokens, self._num_tokens
+        return Usage(prompt, completion, prompt + completion)
 
 
 LEAST = -9999.0  # JSON has no minus infinity
@@ -181,7 +197,7 @@ class TokenNames:
         return ChatLogprobs([self._chat_token(one) for one in logprobs])
 
     def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Of all of them; for `pieces.encoded`."""
+        """Of all of them, made while `encode_in_chunks` encodes them."""
         return ChatLogprobs(cast(list[TokenLogprob], LazyList(logprobs, self._chat_token)))
 
     def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
@@ -197,7 +213,7 @@ class TokenNames:
         return None if data is None else list(data)
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """By token id, the token itself first; for `pieces.encoded`, which knows no difference."""
+        """By token id, the token itself first; made while `encode_in_chunks` encodes it."""
         return cast(PromptLogprobs, LazyList(logprobs, self._prompt_token))
 
     def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
@@ -208,53 +224,6 @@ class TokenNames:
         }
         for rank, (token, value) in enumerate(one.top, start=1):
             found.setdefault(str(token), PromptLogprob(finite(value), rank, self.name(token)))
-        return found
-
-
-class CompletionTokens:
-    """The tokens of one completion in the shape of /v1/completions, from first to last.
-
-    Args:
-        num_top: alternatives to show at each position; more may have been computed.
-        skip_special: whether special tokens are left out of the text, so that they have no length.
-        prompt_ids: what stands before the completion's own tokens.
-    """
-
-    def __init__(
-        self, names: TokenNames, num_top: int, skip_special: bool, prompt_ids: Sequence[int]
-    ) -> None:
-        self._names = names
-        self._num_top = num_top
-        self._offset = 0
-        self._text: Detokenizer | None = None
-        if names.tokenizer is not None:
-            self._text = names.tokenizer.new_stream(prompt_ids, skip_special)
-
-    def skip(self, num_chars: int) -> None:
-        """Text that stands before the next token and belongs to none."""
-        self._offset += num_chars
-
-    def show(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> CompletionLogprobs:
-        """The next tokens, one entry of `logprobs` for each."""
-        shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
-        for token, one in zip(token_ids, logprobs, strict=True):
-            shown.text_offset.append(self._offset)
-            shown.tokens.append(self._names.name(token, "bytes:"))
-            shown.token_logprobs.append(None if one is None else finite(one.logprob))
-            if shown.top_logprobs is not None:
-                shown.top_logprobs.append(None if one is None else self._top(one))
-            if self._text is not None:
-                self._offset += len(self._text.push([token]))
-        return shown
-
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """By text, the likelier where two tokens have the same. The token itself is among them."""
-        found: dict[str, float] = {}
-        for token, value in one.top[: self._num_top]:
-            found.setdefault(self._names.name(token, "bytes:"), finite(value))
-        found.setdefault(self._names.name(one.token_id, "bytes:"), finite(one.logprob))
         return found
 
 

@@ -22,10 +22,10 @@ from kvik.server.openai.answers import (
     ChatLogprobs,
     PromptLogprobs,
     ResponseHead,
+    StreamUsage,
     TokenNames,
     Usage,
     usage_of,
-    usage_so_far,
 )
 from kvik.server.openai.fields import Count, Generating, Logprobs, limit_of
 from kvik.server.openai.requests import (
@@ -34,20 +34,18 @@ from kvik.server.openai.requests import (
     check_output_fits,
     check_stream,
     generation_request,
-    num_logprobs,
     sampling_changes,
 )
 from kvik.server.responses import (
     DONE,
-    StreamReply,
+    HEARTBEAT,
+    HOLE,
     Template,
-    degraded_header,
     encode_in_chunks,
     event,
+    generation_response,
     json_event,
-    large_response,
     offload,
-    wait_for_outputs,
 )
 from kvik.server.route import Route
 from kvik.server.server import Server
@@ -177,7 +175,7 @@ async def chat(server: Server, request: Request) -> Response:
 
 
 async def answer_chat(server: Server, request: Request, body: ChatRequest) -> Response:
-    """The same, once the body is read."""
+    """Answer a conversation whose body was read."""
     server.check_model(body.model)
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
@@ -190,24 +188,19 @@ async def answer_chat(server: Server, request: Request, body: ChatRequest) -> Re
         body.continue_final_message,
         body.add_special_tokens,
     )
-    name, asked = asked_tokens(body, body.max_completion_tokens)
+    name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     with rename_fields(prompt="messages", max_tokens=name):
-        check_output_fits(server, len(ids), asked, name)
+        check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
-        wish = generation_request(body, ids, params, "messages")
         generation = await server.generations.start(
-            wish, tenant, streaming=bool(body.stream), trace_parent=trace_parent_of(request)
+            generation_request(body, ids, params, "messages"),
+            tenant,
+            streaming=bool(body.stream),
+            trace_parent=trace_parent_of(request),
         )
-    heading = ResponseHead(f"chatcmpl-{generation.request_id}", server.model_name)
-    names = TokenNames(server.texts.tokenizer)
-    if body.stream:
-        return StreamReply([generation], ChatStream(heading, body, names, len(ids)))
-    (output,) = await wait_for_outputs(request, [generation])
-    answer = await large_response(
-        num_logprobs(output), lambda: full_response(heading, body, names, output)
-    )
-    answer.headers.update(degraded_header([generation]))
-    return answer
+    head = ResponseHead(f"chatcmpl-{generation.request_id}", server.model_name)
+    form = ChatFormat(head, body, TokenNames(server.texts.tokenizer), len(ids))
+    return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
 def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
@@ -302,109 +295,97 @@ def _text(content: str | list[Part] | None) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-_HOLE = "\ue000text\ue000"
+class ChatFormat:
+    """A chat as a `ResponseFormat`: the role first, then text, then the finish reason.
 
+    Args:
+        num_prompt_tokens: of the whole conversation.
+    """
 
-def full_response(
-    heading: ResponseHead, body: ChatRequest, names: TokenNames, output: RequestOutput
-) -> ChatCompletion:
-    """Of a finished request."""
-    asked = body.prompt_logprobs is not None and output.prompt_logprobs is not None
-    return ChatCompletion(
-        id=heading.id,
-        created=heading.created,
-        model=heading.model,
-        choices=[_choice(body, names, one) for one in output.completions],
-        usage=usage_of([output]),
-        system_fingerprint=FINGERPRINT,
-        prompt_logprobs=names.prompt(output.prompt_logprobs or []) if asked else UNSET,
-    )
-
-
-def _choice(body: ChatRequest, names: TokenNames, one: CompletionOutput) -> ChatChoice:
-    return ChatChoice(
-        index=one.index,
-        message=AnswerMessage(one.text),
-        logprobs=names.whole_chat(one.logprobs or []) if body.logprobs else None,
-        finish_reason=one.finish_reason,
-        stop_reason=one.stop_reason,
-    )
-
-
-class ChatStream:
-    """Deltas -> events. Each completion begins with its role and ends with its finish reason."""
+    heartbeat = HEARTBEAT
 
     def __init__(
-        self, heading: ResponseHead, body: ChatRequest, names: TokenNames, prompt_tokens: int
+        self, head: ResponseHead, body: ChatRequest, names: TokenNames, num_prompt_tokens: int
     ) -> None:
-        options = body.stream_options
-        self._heading = heading
+        self._head = head
         self._names = names
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
-        self._final_usage = options is not None and bool(options.include_usage)
-        self._each_usage = (
-            self._final_usage and options is not None and bool(options.continuous_usage_stats)
+        self._usage = StreamUsage(body.stream_options, num_prompt_tokens)
+        self._templates: dict[int, Template] = {}  # by completion, once it has begun
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        return ChatCompletion(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[self._choice(completion) for completion in output.completions],
+            usage=usage_of(outputs),
+            system_fingerprint=FINGERPRINT,
+            prompt_logprobs=self._of_prompt(output.prompt_logprobs),
         )
-        self._num_prompt_tokens = prompt_tokens
-        self._num_tokens = 0
-        self._templates: dict[int, Template] = {}  # of the completions that have begun
 
     def begin(self) -> bytes:
         return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        """`position` is 0: a chat has one prompt."""
-        return b"".join(one for delta in deltas for one in self._events(delta))
+        return b"".join(event for delta in deltas for event in self._events(delta))
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        usage = json_event(self._chunk([], usage_of(outputs))) if self._final_usage else b""
+        usage = json_event(self._chunk([], usage_of(outputs))) if self._usage.final else b""
         return usage + DONE
 
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        logprobs = completion.logprobs or []
+        return ChatChoice(
+            index=completion.index,
+            message=AnswerMessage(completion.text),
+            logprobs=self._names.whole_chat(logprobs) if self._logprobs else None,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
     def _events(self, delta: TextDelta) -> Iterator[bytes]:
-        self._num_tokens += len(delta.token_ids)
-        if delta.index not in self._templates:
-            self._templates[delta.index] = self._template(delta.index)
-            first = self._chunk_of(ChunkChoice(delta.index, Delta(role="assistant", content="")))
-            if self._prompt_logprobs and delta.prompt_logprobs is not None:
-                first.prompt_logprobs = self._names.prompt(delta.prompt_logprobs)
+        self._usage.count(len(delta.token_ids))
+        index = delta.index
+        if index not in self._templates:
+            text = ChunkChoice(index, Delta(content=HOLE))
+            self._templates[index] = Template(self._chunk([text], self._usage.unknown))
+            role = ChunkChoice(index, Delta(role="assistant", content=""))
+            first = self._chunk([role], self._usage.so_far)
+            first.prompt_logprobs = self._of_prompt(delta.prompt_logprobs)
             yield event(encode_in_chunks(first))
-        logprobs = self._shown(delta.logprobs)
-        if logprobs is not None or (delta.text and self._each_usage):
-            yield self._event(ChunkChoice(delta.index, Delta(content=delta.text), logprobs))
+        logprobs = self._names.chat(delta.logprobs) if self._logprobs and delta.logprobs else None
+        if logprobs is not None or (delta.text and self._usage.each):
+            yield self._event(ChunkChoice(index, Delta(content=delta.text), logprobs))
         elif delta.text:
-            yield self._templates[delta.index].fill(delta.text)
+            yield self._templates[index].fill(delta.text)
         if delta.finish_reason is not None:
             yield self._event(
                 ChunkChoice(
-                    delta.index,
+                    index,
                     Delta(),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
                 )
             )
 
-    def _shown(self, logprobs: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:
-        return self._names.chat(logprobs) if self._logprobs and logprobs else None
-
-    def _template(self, index: int) -> Template:
-        usage = None if self._final_usage else UNSET
-        return Template(self._chunk([ChunkChoice(index, Delta(content=_HOLE))], usage), [_HOLE])
+    def _of_prompt(
+        self, logprobs: Sequence[TokenLogprobs | None] | None
+    ) -> PromptLogprobs | UnsetType:
+        if not self._prompt_logprobs or logprobs is None:
+            return UNSET
+        return self._names.prompt(logprobs)
 
     def _event(self, choice: ChunkChoice) -> bytes:
-        return json_event(self._chunk_of(choice))
-
-    def _chunk_of(self, choice: ChunkChoice) -> ChatChunk:
-        usage: Usage | UnsetType | None = None if self._final_usage else UNSET
-        if self._each_usage:
-            usage = usage_so_far(self._num_prompt_tokens, self._num_tokens)
-        return self._chunk([choice], usage)
+        return json_event(self._chunk([choice], self._usage.so_far))
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(
-            id=self._heading.id,
-            created=self._heading.created,
-            model=self._heading.model,
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
             choices=choices,
             usage=usage,
             system_fingerprint=FINGERPRINT,

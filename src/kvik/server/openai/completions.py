@@ -19,14 +19,13 @@ from kvik.server.errors import rename_fields
 from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.answers import (
     FINGERPRINT,
-    CompletionLogprobs,
-    CompletionTokens,
     PromptLogprobs,
     ResponseHead,
+    StreamUsage,
     TokenNames,
     Usage,
+    finite,
     usage_of,
-    usage_so_far,
 )
 from kvik.server.openai.fields import Generating, Logprobs, Prompt, limit_of
 from kvik.server.openai.requests import (
@@ -38,25 +37,24 @@ from kvik.server.openai.requests import (
     check_output_fits,
     check_stream,
     generation_request,
-    num_logprobs,
     sampling_changes,
     split_prompts,
 )
 from kvik.server.responses import (
     DONE,
-    StreamReply,
+    HEARTBEAT,
+    HOLE,
     Template,
-    degraded_header,
     encode_in_chunks,
     event,
+    generation_response,
     json_event,
-    large_response,
     offload,
-    wait_for_outputs,
 )
 from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
+from kvik.text.detokenizer import Detokenizer
 
 
 class CompletionRequest(Generating, kw_only=True):
@@ -75,6 +73,15 @@ COMPLETION: Table = {
     "suffix": (("",), "insertion is not supported"),
     "prompt_embeds": ((), "prompts are text or token ids"),
 }
+
+
+class CompletionLogprobs(Struct):
+    """One entry for each token; the first of a prompt has no log probability."""
+
+    text_offset: list[int]  # where in `text` each token begins, in characters
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 class CompletionChoice(Struct):
@@ -99,13 +106,13 @@ class Completion(Struct, kw_only=True):
 
 
 async def completions(server: Server, request: Request) -> Response:
-    """Go on with one text or many."""
+    """Continue one text or many."""
     body = await read_body(request, CompletionRequest, COMPLETION)
     return await answer_completions(server, request, body)
 
 
 async def answer_completions(server: Server, request: Request, body: CompletionRequest) -> Response:
-    """The same, once the body is read."""
+    """Continue the texts of a body that was read."""
     server.check_model(body.model)
     params = completion_params(body, server.default_params)
     given = split_prompts("prompt", body.prompt)
@@ -114,10 +121,10 @@ async def answer_completions(server: Server, request: Request, body: CompletionR
     server.generations.check_room(tenant, len(given) * params.n)
     ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
     prompts = list(ids.values())
-    name, asked = asked_tokens(body)
+    name, max_tokens = asked_tokens(body)
     for field in ids:
         with rename_fields(prompt=field):
-            check_output_fits(server, len(ids[field]), asked, name)
+            check_output_fits(server, len(ids[field]), max_tokens, name)
     of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     check_logprobs(server, prompts, params, of_prompt, "logprobs")
     with rename_fields(tokens="echo"):
@@ -125,25 +132,16 @@ async def answer_completions(server: Server, request: Request, body: CompletionR
         echoes = await offload(
             num_echoed, lambda: [_echo(server, body, one) for one in given.values()]
         )
-    wishes = [generation_request(body, ids[field], params, field) for field in ids]
-    streaming = bool(body.stream)
     with rename_fields(max_tokens=name):
         generations = await server.generations.start_all(
-            wishes, tenant, streaming=streaming, trace_parent=trace_parent_of(request)
+            [generation_request(body, ids[field], params, field) for field in ids],
+            tenant,
+            streaming=bool(body.stream),
+            trace_parent=trace_parent_of(request),
         )
-    shape = CompletionFormat(
-        ResponseHead(f"cmpl-{generations[0].request_id}", server.model_name),
-        body,
-        TokenNames(server.texts.tokenizer),
-        prompts,
-        echoes,
-    )
-    if streaming:
-        return StreamReply(generations, CompletionStream(shape, body))
-    finished = await wait_for_outputs(request, generations)
-    answer = await large_response(sum(map(num_logprobs, finished)), lambda: shape.whole(finished))
-    answer.headers.update(degraded_header(generations))
-    return answer
+    head = ResponseHead(f"cmpl-{generations[0].request_id}", server.model_name)
+    form = CompletionFormat(head, body, TokenNames(server.texts.tokenizer), prompts, echoes)
+    return await generation_response(request, generations, form, stream=bool(body.stream))
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
@@ -182,149 +180,93 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
     return defaults.with_changes(**changes)
 
 
-_HOLE = "\ue000text\ue000"
-
-
 class CompletionFormat:
-    """How the completions of one request are shown, in one piece or in many.
+    """Completions as a `ResponseFormat`; the choices of the first prompt come first.
 
     Args:
         prompts: token ids of each.
-        echoes: text of each, to stand before its completions; "" unless `echo`.
+        echoes: the text of each that precedes its completions; "" unless `echo`.
     """
+
+    heartbeat = HEARTBEAT
 
     def __init__(
         self,
-        heading: ResponseHead,
+        head: ResponseHead,
         body: CompletionRequest,
         names: TokenNames,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str],
     ) -> None:
-        self.heading = heading
-        self.n = body.n or 1
-        self.prompts = prompts
-        self.echoes = echoes
-        self.logprobs = body.logprobs
-        self.prompt_logprobs = body.prompt_logprobs
-        self._echo = bool(body.echo)
+        self._head = head
+        self._n = body.n or 1
+        self._prompts = prompts
+        self._echoes = echoes
+        self._num_top = body.logprobs
+        self._prompt_logprobs = body.prompt_logprobs is not None
+        self._echo_logprobs = bool(body.echo) and body.logprobs is not None
         self._names = names
         self._skip_special = body.skip_special_tokens is not False
+        self._usage = StreamUsage(body.stream_options, sum(map(len, prompts)))
+        self._templates: dict[int, Template] = {}  # by choice, once it has begun
+        self._tokens: dict[int, CompletionTokens] = {}  # by choice
+        self._of_prompts: dict[int, list[TokenLogprobs | None]] = {}  # logprobs, by position
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
-        """Of finished requests; the choices of the first prompt come first."""
         choices = [
-            self._choice(position, output, one)
+            self._choice(position, output, completion)
             for position, output in enumerate(outputs)
-            for one in output.completions
+            for completion in output.completions
         ]
-        return self.completion(choices, usage_of(outputs))
-
-    def completion(
-        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> Completion:
-        return Completion(
-            id=self.heading.id,
-            created=self.heading.created,
-            model=self.heading.model,
-            choices=choices,
-            usage=usage,
-            system_fingerprint=FINGERPRINT,
-        )
-
-    def tokens(self, position: int) -> CompletionTokens:
-        """Of one completion of a prompt, in the order in which they are shown."""
-        prompt = self.prompts[position]
-        shown = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, prompt)
-        shown.skip(len(self.echoes[position]))
-        return shown
-
-    def _choice(
-        self, position: int, output: RequestOutput, one: CompletionOutput
-    ) -> CompletionChoice:
-        asked = self.prompt_logprobs is not None and output.prompt_logprobs is not None
-        return CompletionChoice(
-            index=position * self.n + one.index,
-            text=self.echoes[position] + one.text,
-            logprobs=None if self.logprobs is None else self._logprobs(position, output, one),
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            prompt_logprobs=self._names.prompt(output.prompt_logprobs or []) if asked else UNSET,
-        )
-
-    def before(
-        self, index: int, position: int, logprobs: Sequence[TokenLogprobs | None] | None
-    ) -> CompletionChoice | None:
-        """What a stream shows of the prompt before a completion of it, if anything was asked for.
-
-        Args:
-            logprobs: of the prompt's tokens, if they were computed.
-        """
-        echoed = self._echo and self.logprobs is not None
-        asked = self.prompt_logprobs is not None
-        if not (self.echoes[position] or echoed or asked):
-            return None
-        return CompletionChoice(
-            index,
-            self.echoes[position],
-            logprobs=self._read(position, logprobs or []) if echoed else None,
-            prompt_logprobs=self._names.prompt(logprobs or []) if asked else UNSET,
-        )
-
-    def _read(self, position: int, logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Of an echoed prompt."""
-        shown = CompletionTokens(self._names, self.logprobs or 0, self._skip_special, ())
-        return shown.show(self.prompts[position], logprobs)
-
-    def _logprobs(
-        self, position: int, output: RequestOutput, one: CompletionOutput
-    ) -> CompletionLogprobs:
-        own = self.tokens(position).show(one.token_ids, one.logprobs or [])
-        if not self._echo:
-            return own
-        return _both(self._read(position, output.prompt_logprobs or []), own)
-
-
-class CompletionStream:
-    """Deltas -> events."""
-
-    def __init__(self, shape: CompletionFormat, body: CompletionRequest) -> None:
-        options = body.stream_options
-        self._shape = shape
-        self._final_usage = options is not None and bool(options.include_usage)
-        self._each_usage = (
-            self._final_usage and options is not None and bool(options.continuous_usage_stats)
-        )
-        self._num_prompt_tokens = sum(len(prompt) for prompt in shape.prompts)
-        self._num_tokens = 0
-        self._templates: dict[int, Template] = {}  # of the completions that have begun
-        self._tokens: dict[int, CompletionTokens] = {}
-        self._prompts: dict[int, list[TokenLogprobs | None]] = {}  # log probabilities, by position
+        return self._completion(choices, usage_of(outputs))
 
     def begin(self) -> bytes:
         return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join(one for delta in deltas for one in self._events(position, delta))
+        return b"".join(event for delta in deltas for event in self._events(position, delta))
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        usage = b""
-        if self._final_usage:
-            usage = json_event(self._shape.completion([], usage_of(outputs)))
+        usage = json_event(self._completion([], usage_of(outputs))) if self._usage.final else b""
         return usage + DONE
 
+    def _choice(
+        self, position: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
+        of_prompt: Sequence[TokenLogprobs | None] = output.prompt_logprobs or []
+        logprobs = None
+        if self._num_top is not None:
+            tokens = self._completion_tokens(position)
+            logprobs = tokens.show(completion.token_ids, completion.logprobs or [])
+            if self._echo_logprobs:
+                logprobs = _joined(self._of_echo(position, of_prompt), logprobs)
+        asked = self._prompt_logprobs and output.prompt_logprobs is not None
+        return CompletionChoice(
+            index=position * self._n + completion.index,
+            text=self._echoes[position] + completion.text,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            prompt_logprobs=self._names.prompt(of_prompt) if asked else UNSET,
+        )
+
     def _events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
-        index = position * self._shape.n + delta.index
-        if delta.prompt_logprobs is not None:  # the others of a prompt begin after the first one
-            self._prompts[position] = delta.prompt_logprobs
-        self._num_tokens += len(delta.token_ids)
+        index = position * self._n + delta.index
+        if delta.prompt_logprobs is not None:  # only the first completion of a prompt brings them
+            self._of_prompts[position] = delta.prompt_logprobs
+        self._usage.count(len(delta.token_ids))
         if index not in self._templates:
-            self._templates[index] = self._template(index)
-            before = self._shape.before(index, position, self._prompts.get(position))
-            if before is not None:
-                yield event(encode_in_chunks(self._shape.completion([before], self._usage())))
-        logprobs = self._logprobs(position, index, delta)
-        if logprobs is not None or (delta.text and self._each_usage):
+            text = self._completion([CompletionChoice(index, HOLE)], self._usage.unknown)
+            self._templates[index] = Template(text)
+            first = self._first_choice(index, position)
+            if first is not None:
+                yield event(encode_in_chunks(self._completion([first], self._usage.so_far)))
+        logprobs = None
+        if self._num_top is not None and delta.logprobs:
+            if index not in self._tokens:
+                self._tokens[index] = self._completion_tokens(position)
+            logprobs = self._tokens[index].show(delta.token_ids, delta.logprobs)
+        if logprobs is not None or (delta.text and self._usage.each):
             yield self._event(CompletionChoice(index, delta.text, logprobs))
         elif delta.text:
             yield self._templates[index].fill(delta.text)
@@ -338,28 +280,96 @@ class CompletionStream:
                 )
             )
 
-    def _logprobs(self, position: int, index: int, delta: TextDelta) -> CompletionLogprobs | None:
-        if self._shape.logprobs is None or not delta.logprobs:
+    def _first_choice(self, index: int, position: int) -> CompletionChoice | None:
+        """What a stream shows of the prompt before a completion of it, if anything."""
+        echo = self._echoes[position]
+        if not (echo or self._echo_logprobs or self._prompt_logprobs):
             return None
-        if index not in self._tokens:
-            self._tokens[index] = self._shape.tokens(position)
-        return self._tokens[index].show(delta.token_ids, delta.logprobs)
+        logprobs = self._of_prompts.get(position, [])
+        return CompletionChoice(
+            index,
+            echo,
+            logprobs=self._of_echo(position, logprobs) if self._echo_logprobs else None,
+            prompt_logprobs=self._names.prompt(logprobs) if self._prompt_logprobs else UNSET,
+        )
 
-    def _template(self, index: int) -> Template:
-        usage = None if self._final_usage else UNSET
-        chunk = self._shape.completion([CompletionChoice(index, _HOLE)], usage)
-        return Template(chunk, [_HOLE])
+    def _of_echo(
+        self, position: int, logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        """Log probabilities of an echoed prompt."""
+        tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, ())
+        return tokens.show(self._prompts[position], logprobs)
+
+    def _completion_tokens(self, position: int) -> CompletionTokens:
+        prompt = self._prompts[position]
+        tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, prompt)
+        tokens.skip(len(self._echoes[position]))
+        return tokens
 
     def _event(self, choice: CompletionChoice) -> bytes:
-        return json_event(self._shape.completion([choice], self._usage()))
+        return json_event(self._completion([choice], self._usage.so_far))
 
-    def _usage(self) -> Usage | UnsetType | None:
-        if self._each_usage:
-            return usage_so_far(self._num_prompt_tokens, self._num_tokens)
-        return None if self._final_usage else UNSET
+    def _completion(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=FINGERPRINT,
+        )
 
 
-def _both(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+class CompletionTokens:
+    """The tokens of one completion in the shape of /v1/completions, from first to last.
+
+    Args:
+        num_top: alternatives to show at each position; more may have been computed.
+        skip_special: whether special tokens are left out of the text, so that they have no length.
+        prompt_ids: what stands before the completion's own tokens.
+    """
+
+    def __init__(
+        self, names: TokenNames, num_top: int, skip_special: bool, prompt_ids: Sequence[int]
+    ) -> None:
+        self._names = names
+        self._num_top = num_top
+        self._offset = 0
+        self._text: Detokenizer | None = None
+        if names.tokenizer is not None:
+            self._text = names.tokenizer.new_stream(prompt_ids, skip_special)
+
+    def skip(self, num_chars: int) -> None:
+        """Text that stands before the next token and belongs to none."""
+        self._offset += num_chars
+
+    def show(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        """The next tokens, one entry of `logprobs` for each."""
+        shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
+        for token, one in zip(token_ids, logprobs, strict=True):
+            shown.text_offset.append(self._offset)
+            shown.tokens.append(self._names.name(token, "bytes:"))
+            shown.token_logprobs.append(None if one is None else finite(one.logprob))
+            if shown.top_logprobs is not None:
+                shown.top_logprobs.append(None if one is None else self._top(one))
+            if self._text is not None:
+                self._offset += len(self._text.push([token]))
+        return shown
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """By text, the likelier where two tokens have the same. The token itself is among them."""
+        found: dict[str, float] = {}
+        for token, value in one.top[: self._num_top]:
+            found.setdefault(self._names.name(token, "bytes:"), finite(value))
+        found.setdefault(self._names.name(one.token_id, "bytes:"), finite(one.logprob))
+        return found
+
+
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     top = None
     if first.top_logprobs is not None and second.top_logprobs is not None:
         top = first.top_logprobs + second.top_logprobs

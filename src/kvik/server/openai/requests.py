@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import Pin, TokenLogprobs
-from kvik.engine.output import RequestOutput
+from kvik.core.types import Pin
 from kvik.errors import Overflow, ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
@@ -170,11 +169,3 @@ def check_logprobs(
                 f"would be up to {num_tokens * (1 + top)} values of {num_tokens} tokens; a request "
                 f"has at most {MAX_LOGPROB_VALUES}",
             )
-
-
-def num_logprobs(output: RequestOutput) -> int:
-    """Values to write of a finished request."""
-    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
-    rows.append(output.prompt_logprobs or ())
-    # The last entry is as wide as all; the first of a prompt is none.
-    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
