@@ -433,3 +433,12 @@ def test_the_body_behind_it_may_come_later(server: HttpServer) -> None:
             connection.sendall(piece)
             time.sleep(0.02)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    """The tests above shorten them."""
+    connection, body = ConnectionLimits(), BodyLimits()
+    assert (connection.max_headers, connection.max_head_bytes) == (100, 64 << 10)
+    assert (connection.head_seconds, connection.idle_seconds) == (30.0, 30.0)
+    assert (connection.max_connections, connection.unread_seconds) == (4096, 90.0)
+    assert (body.max_bytes, body.seconds, body.max_depth) == (32 << 20, 30.0, 64)
