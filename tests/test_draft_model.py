@@ -46,7 +46,7 @@ def answers(params: SamplingParams = GREEDY, **options: Any) -> list[RequestOutp
 
 
 def texts(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.completions[0].token_ids for output in outputs]
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def accepted(outputs: list[RequestOutput]) -> float:

@@ -57,7 +57,7 @@ def answers(model: str, **options: Any) -> list[Any]:
     return [
         (choice.token_ids, [entry.logprob for entry in choice.logprobs or ()])
         for output in outputs
-        for choice in output.completions
+        for choice in output.outputs
     ]
 
 
@@ -267,9 +267,9 @@ def test_a_running_engine_keeps_its_weights_when_the_folder_is_built_again(
     shutil.copytree(tiny[1], tmp_path / "engine")
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(str(tmp_path / "engine"), **ENGINE, **PLANNED) as llm:
-        before = llm.generate([PROMPTS[0]], params)[0].completions[0].token_ids
+        before = llm.generate([PROMPTS[0]], params)[0].outputs[0].token_ids
         build(str(tiny[0]), tmp_path / "engine", quantization="int4", kernels="torch")
-        assert llm.generate([PROMPTS[0]], params)[0].completions[0].token_ids == before
+        assert llm.generate([PROMPTS[0]], params)[0].outputs[0].token_ids == before
     assert answers(str(tmp_path / "engine")) == answers(
         str(tiny[0]), quantization="int4", kernels="torch"
     )
@@ -313,7 +313,7 @@ def test_a_draft_model_may_be_an_engine_folder_or_a_gguf_file(tmp_path: Path, ke
         wish = {"method": "draft_model", "model": str(tmp_path / draft), "adaptive": False}
         with LLM(str(tmp_path / "target"), **ENGINE, **PLANNED, speculative_config=wish) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-            found = [output.completions[0].token_ids for output in llm.generate(PROMPTS, params)]
+            found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
             assert found == [tokens for tokens, _ in expected]
             speculation = llm.stats().speculation
             assert speculation is not None and speculation.drafts.accepted > 0

@@ -72,9 +72,9 @@ def test_it_says_what_the_engine_in_this_process_says(resolved, tmp_path):
             await asyncio.sleep(0.005)
         for i, output in enumerate(expected):
             mine = [d for d in deltas if d.request_id == str(i)]
-            assert [t for d in mine for t in d.token_ids] == output.completions[0].token_ids
+            assert [t for d in mine for t in d.token_ids] == output.outputs[0].token_ids
             logprobs = [p for d in mine for p in d.logprobs or ()]
-            assert logprobs == output.completions[0].logprobs
+            assert logprobs == output.outputs[0].logprobs
             (read,) = [d.prompt_logprobs for d in mine if d.prompt_logprobs is not None]
             assert read == output.prompt_logprobs[1:]
             assert mine[-1].report.num_preemptions == 0
@@ -266,4 +266,4 @@ def test_quantised_checkpoints_are_served(
     served = asyncio.run(serve())
     with LLM(**options) as llm:
         (output,) = llm.generate([[1, 2, 3]], greedy)
-    assert served == output.completions[0].token_ids
+    assert served == output.outputs[0].token_ids

@@ -47,7 +47,7 @@ def test_it_is_not_run(tmp_path: Path, drafter: bool) -> None:
     params = SamplingParams(max_tokens=8, temperature=0)
     with LLM(str(folders[0]), **OPTIONS, **speculation) as llm:
         (output,) = llm.generate(["Once"], params, progress=False)
-    assert len(output.completions[0].token_ids) == 8
+    assert len(output.outputs[0].token_ids) == 8
     for folder in folders:
         assert not (folder / "ran").exists()
     assert not {"foreign", "modeling_foreign", "tokenization_foreign"} & set(sys.modules)

@@ -72,5 +72,5 @@ def test_siblings_share_and_copy_blocks(format: str, kernels: str) -> None:
     with LLM(kernels=kernels, kv_cache_dtype=format, **common) as llm:
         (together,) = llm.generate([prompt], params)
         (alone,) = llm.generate([prompt], params.with_changes(n=1))
-    expected = alone.completions[0].token_ids
-    assert [one.token_ids for one in together.completions] == 3 * [expected]
+    expected = alone.outputs[0].token_ids
+    assert [one.token_ids for one in together.outputs] == 3 * [expected]

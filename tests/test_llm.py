@@ -40,8 +40,8 @@ def test_prompts_come_in_many_shapes(llm):
     (alone,) = llm.generate(text, GREEDY)
     assert alone.prompt == text
     assert list(alone.prompt_token_ids) == ids
-    assert len(alone.completions[0].token_ids) == 8
-    assert alone.text == llm.tokenizer.decode(alone.completions[0].token_ids)
+    assert len(alone.outputs[0].token_ids) == 8
+    assert alone.text == llm.tokenizer.decode(alone.outputs[0].token_ids)
     same = [
         *llm.generate([text], GREEDY),
         *llm.generate(ids, GREEDY),
@@ -70,7 +70,7 @@ def test_a_batch_longer_than_the_queue_in_tokens():
         outputs = llm.generate([[7] * 12, [8] * 30, *[[9] * 5] * 9], GREEDY)
         assert [output.num_output_tokens for output in outputs] == [8] * 11
         (several,) = llm.generate([[7] * 12], GREEDY.with_changes(n=3))
-        assert len(several.completions) == 3
+        assert len(several.outputs) == 3
 
 
 def test_streamed_text_is_the_text(llm):
@@ -78,7 +78,7 @@ def test_streamed_text_is_the_text(llm):
     with llm.stream("One day", GREEDY) as stream:
         deltas = list(stream)
     assert "".join(delta.text for delta in deltas) == whole.text
-    assert [t for delta in deltas for t in delta.token_ids] == whole.completions[0].token_ids
+    assert [t for delta in deltas for t in delta.token_ids] == whole.outputs[0].token_ids
     assert deltas[-1].finish_reason == "length"
     assert stream.output.text == whole.text
 
@@ -127,16 +127,16 @@ def test_chat(llm):
 def test_siblings_with_a_seed(llm):
     params = SamplingParams(n=4, seed=5, max_tokens=12, ignore_eos=True)
     first, again = llm.generate(["Once"] * 2, params)
-    texts = [c.text for c in first.completions]
-    assert texts == [c.text for c in again.completions]
+    texts = [c.text for c in first.outputs]
+    assert texts == [c.text for c in again.outputs]
     assert len(set(texts)) == 4
     other = llm.generate("Once", params.with_changes(seed=6))[0]
-    assert other.completions[0].text not in texts
+    assert other.outputs[0].text not in texts
 
 
 def test_scores_are_the_log_probabilities_of_the_prompt(llm):
     (whole,) = llm.generate("The little fox", GREEDY.with_changes(logprobs=2))
-    produced = whole.completions[0]
+    produced = whole.outputs[0]
     ids = [*whole.prompt_token_ids, *produced.token_ids]
     (scored,) = llm.score(ids, top=2)
     assert len(scored.prompt_logprobs) == len(ids)
@@ -153,7 +153,7 @@ def test_scores_are_the_log_probabilities_of_the_prompt(llm):
 def test_a_prompt_as_long_as_the_context_has_a_score(llm):
     (scored,) = llm.score([7] * 256)
     assert len(scored.prompt_logprobs) == 256
-    assert scored.completions[0].token_ids == []
+    assert scored.outputs[0].token_ids == []
     assert scored.metrics.ttft is None
     (one,) = llm.score([7])
     assert one.prompt_logprobs == [None]
@@ -161,7 +161,7 @@ def test_a_prompt_as_long_as_the_context_has_a_score(llm):
 
 def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
     ids = llm.generate("Once", SamplingParams(seed=1, max_tokens=90, ignore_eos=True))[0]
-    ids = ids.completions[0].token_ids
+    ids = ids.outputs[0].token_ids
     first, second = llm.score(ids)[0], llm.score(ids)[0]
     assert second.num_cached_tokens == 0
     small = {"max_num_batched_tokens": 7, "max_num_seqs": 4, "max_model_len": 256}
@@ -177,7 +177,7 @@ def test_output_ends_at_the_end_of_the_context(llm):
     params = SamplingParams(seed=1, max_tokens=10_000, ignore_eos=True)
     (output,) = llm.generate("Once upon a time", params)
     assert len(output.prompt_token_ids) + output.num_output_tokens == 256
-    assert output.completions[0].finish_reason == "length"
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_stop_strings_and_stop_ids(llm):
@@ -185,24 +185,24 @@ def test_stop_strings_and_stop_ids(llm):
     word = free.text.split()[3]
     (cut,) = llm.generate("Once upon a time", GREEDY.with_changes(max_tokens=20, stop=word))
     assert cut.text == free.text[: free.text.index(word)]
-    assert (cut.completions[0].finish_reason, cut.completions[0].stop_reason) == ("stop", word)
-    token = free.completions[0].token_ids[4]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", word)
+    token = free.outputs[0].token_ids[4]
     ends = GREEDY.with_changes(max_tokens=20, stop_token_ids=[token])
-    completion = llm.generate("Once upon a time", ends)[0].completions[0]
-    first = free.completions[0].token_ids.index(token)
-    assert completion.token_ids == free.completions[0].token_ids[: first + 1]
+    completion = llm.generate("Once upon a time", ends)[0].outputs[0]
+    first = free.outputs[0].token_ids.index(token)
+    assert completion.token_ids == free.outputs[0].token_ids[: first + 1]
     assert completion.stop_reason == token
 
 
 def test_eos_ends_and_can_be_ignored(llm):
     eos = llm.resolved.model.eos_token_ids[0]
     only = SamplingParams(allowed_token_ids=[eos, 300], logit_bias={eos: 100.0}, max_tokens=6)
-    completion = llm.generate("Once", only)[0].completions[0]
+    completion = llm.generate("Once", only)[0].outputs[0]
     assert (completion.token_ids, completion.finish_reason) == ([eos], "stop")
     assert completion.stop_reason is None
-    later = llm.generate("Once", only.with_changes(min_tokens=3))[0].completions[0]
+    later = llm.generate("Once", only.with_changes(min_tokens=3))[0].outputs[0]
     assert later.token_ids == [300, 300, 300, eos]
-    ignored = llm.generate("Once", only.with_changes(ignore_eos=True))[0].completions[0]
+    ignored = llm.generate("Once", only.with_changes(ignore_eos=True))[0].outputs[0]
     assert ignored.token_ids == [eos] * 6
 
 
@@ -339,7 +339,7 @@ def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed()
             outputs = llm.generate(["Once upon a time", "The fox"], params, progress=False)
             (decision,) = [d for d in llm.resolved.decisions if d.name == "seed"]
             assert decision.value == str(llm.resolved.seed)
-            return llm.resolved.seed, [tuple(o.completions[0].token_ids) for o in outputs]
+            return llm.resolved.seed, [tuple(o.outputs[0].token_ids) for o in outputs]
 
     (seed, first), (other, second) = said(), said()
     assert seed != other and first != second

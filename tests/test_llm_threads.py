@@ -39,7 +39,7 @@ def nothing_leaks(llm: LLM) -> Iterator[None]:
 
 
 def texts(outputs) -> list[list[str]]:
-    return [[completion.text for completion in output.completions] for output in outputs]
+    return [[completion.text for completion in output.outputs] for output in outputs]
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[object]:

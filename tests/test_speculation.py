@@ -91,7 +91,7 @@ def plain() -> Iterator[LLM]:
 
 
 def same(one: RequestOutput, other: RequestOutput) -> None:
-    for a, b in zip(one.completions, other.completions, strict=True):
+    for a, b in zip(one.outputs, other.outputs, strict=True):
         assert a.token_ids == b.token_ids
         assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
         for p, q in zip(a.logprobs or [], b.logprobs or [], strict=True):
@@ -100,7 +100,7 @@ def same(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.completions]
+    return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.outputs]
 
 
 @pytest.mark.full
@@ -125,7 +125,7 @@ def test_answers_are_the_same(plain, name, monkeypatch):
     if name not in ("one token", "allowed"):
         assert sum(output.num_accepted_tokens for output in found) > 0
     if name in ENDED:
-        ended = [o for o in found if o.completions[0].finish_reason == "stop"]
+        ended = [o for o in found if o.outputs[0].finish_reason == "stop"]
         assert len(ended) >= 3
         # Some end within a run: checks brought more than the tokens after the first.
         brought = [o.speculation.drafts.rows + o.speculation.drafts.accepted for o in ended]
@@ -177,14 +177,14 @@ def test_figures(plain, monkeypatch):
         assert counts.acceptance == share
         assert stats.speculation.proposing > 0
         assert stats.delivered_tokens == len(PROMPTS) * 40
-        told = [output.completions[0].speculation for output in found]
+        told = [output.outputs[0].speculation for output in found]
         assert sum((one.drafts for one in told), DraftCounts()) == counts
         for one in told:  # 39 tokens after the first
             assert one.drafts.accepted_at == [share * count for count in one.drafts.at]
             assert one.drafts.rows == (8 if share else 38)
     assert plain.stats().speculation is None
     assert right[0].num_drafted_tokens == 0
-    assert right[0].speculation is right[0].completions[0].speculation is None
+    assert right[0].speculation is right[0].outputs[0].speculation is None
 
 
 def test_the_speedup_of_one_request_alone_is_the_engines(plain, monkeypatch):
@@ -329,7 +329,7 @@ def test_rules_hold_for_drafts_that_break_them(plain, temperature, typical, monk
             outputs = llm.generate(PROMPTS, params)
             assert sum(output.num_drafted_tokens for output in outputs) > 100
             for prompt, output in zip(PROMPTS, outputs, strict=True):
-                said = output.completions[0].token_ids
+                said = output.outputs[0].token_ids
                 if name == "allowed":
                     assert set(said) <= set(range(10, 40))
                 elif name == "min_tokens":
@@ -369,5 +369,5 @@ def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(
     )
     assert accepted > 2 * without
     for output in found:  # what is reported is what was put out
-        answer = output.completions[0]
+        answer = output.outputs[0]
         assert [entry.token_id for entry in answer.logprobs or ()] == list(answer.token_ids)

@@ -31,7 +31,7 @@ def run(folder: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
         (scored,) = llm.score([tokens(24)])
         assert scored.prompt_logprobs is not None
         scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
-        return output.completions[0].token_ids, torch.tensor(scores)
+        return output.outputs[0].token_ids, torch.tensor(scores)
 
 
 @pytest.fixture(scope="module")

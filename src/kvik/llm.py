@@ -344,7 +344,7 @@ class Stream(Iterator[TextDelta]):
 def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
     """Raises `RuntimeError` if the engine failed to compute it."""
     if output.embedding is None:
-        raise RuntimeError(f"{output.request_id} has no vector: {output.completions[0].error}")
+        raise RuntimeError(f"{output.request_id} has no vector: {output.outputs[0].error}")
     return EmbeddingOutput(
         request_id=output.request_id,
         prompt=output.prompt,

@@ -201,6 +201,6 @@ def test_the_heads_guess_what_the_model_says() -> None:
     with LLM(max_num_seqs=4, speculative_config=wish) as llm:
         found = llm.generate(prompts, params)
     for output, other in zip(found, expected, strict=True):
-        assert output.completions[0].token_ids == other.completions[0].token_ids
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
     tokens = sum(output.num_output_tokens for output in found)
     assert tokens / (tokens - sum(output.num_accepted_tokens for output in found)) > 1.7

@@ -36,8 +36,8 @@ def test_the_bundled_model_there_and_back(
     assert capsys.readouterr().out == f"{path}: 9.5 MiB, 16.01 bits a weight\n"
     with opened("", kernels="torch") as before, opened(path, kernels="torch") as after:
         expected, found = (llm.generate([PROMPT], GREEDY)[0] for llm in (before, after))
-        assert found.completions[0].token_ids == expected.completions[0].token_ids
-        assert found.completions[0].text == expected.completions[0].text
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert found.outputs[0].text == expected.outputs[0].text
         assert after.default_params == before.default_params
         for llm in (before, after):
             assert llm.resolved.model.eos_token_ids == (0, 4)
@@ -53,7 +53,7 @@ def test_every_type_says_the_same_at_first(type: str, tmp_path: Path) -> None:
     assert main(["export", str(BUNDLED), "-o", str(path), "--type", type]) == 0
     with opened(path) as llm:
         (output,) = llm.generate([PROMPT], GREEDY)
-        assert output.completions[0].text.startswith(" there was a little")
+        assert output.outputs[0].text.startswith(" there was a little")
 
 
 def test_the_chat_template_goes_along(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     found = []
     for model in (tmp_path, path):
         with opened(model, kernels="torch") as llm:
-            found.append(llm.generate([tokens(9)], GREEDY)[0].completions[0].token_ids)
+            found.append(llm.generate([tokens(9)], GREEDY)[0].outputs[0].token_ids)
     assert found[0] == found[1]
 
 

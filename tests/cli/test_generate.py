@@ -265,8 +265,8 @@ def test_a_request_that_fails_inside_the_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (output,) = llm.generate("The fox", llm.default_params.with_changes(max_tokens=2))
-    failed = replace(output.completions[0], finish_reason="error", error="sampler: boom")
-    monkeypatch.setattr(llm, "generate", lambda *_: [replace(output, completions=[failed])])
+    failed = replace(output.outputs[0], finish_reason="error", error="sampler: boom")
+    monkeypatch.setattr(llm, "generate", lambda *_: [replace(output, outputs=[failed])])
     assert main(["generate", "--json", "The fox"]) == 1
     assert capsys.readouterr().err == "kvik: error: request: sampler: boom\n"
 

@@ -48,7 +48,7 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     assert len(report["layers"]) == 42 and all(0 < la["error"] < 0.02 for la in report["layers"])
     with LLM(str(out), device="cpu") as llm:
-        assert llm.generate(["Once upon a time"], GREEDY)[0].completions[0].text
+        assert llm.generate(["Once upon a time"], GREEDY)[0].outputs[0].text
     assert main(["info", str(out), "--device", "cpu"]) == 0
     assert "compressed-tensors: 8 bits, in groups of 64" in capsys.readouterr().out
 

@@ -39,7 +39,7 @@ def generate(llm: LLM) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def undisturbed(llm) -> list[list[int]]:
-    return [output.completions[0].token_ids for output in generate(llm)]
+    return [output.outputs[0].token_ids for output in generate(llm)]
 
 
 def _throw_in_set_up(monkeypatch) -> None:
@@ -149,7 +149,7 @@ def _throw_in_stop_strings(monkeypatch) -> None:
 def test_one_request_fails_alone(llm, undisturbed, throw):
     with pytest.MonkeyPatch.context() as patch:
         throw(patch)
-        outputs = [output.completions[0] for output in generate(llm)]
+        outputs = [output.outputs[0] for output in generate(llm)]
     failed = [i for i, output in enumerate(outputs) if output.error is not None]
     assert len(failed) == 1
     assert outputs[failed[0]].finish_reason == "error"
@@ -158,7 +158,7 @@ def test_one_request_fails_alone(llm, undisturbed, throw):
         if i not in failed:
             assert output.token_ids == undisturbed[i]
     assert llm.stats().kv_usage == 0
-    assert [o.completions[0].token_ids for o in generate(llm)] == undisturbed
+    assert [o.outputs[0].token_ids for o in generate(llm)] == undisturbed
 
 
 def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
@@ -171,11 +171,11 @@ def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
             return output
 
         patch.setattr(graph_of(llm), "run", broken)
-        outputs = [output.completions[0] for output in generate(llm)]
+        outputs = [output.outputs[0] for output in generate(llm)]
     assert all("not finite" in output.error for output in outputs if output.error)
     assert any(output.error for output in outputs)
     assert llm.stats().kv_usage == 0
-    assert [o.completions[0].token_ids for o in generate(llm)] == undisturbed
+    assert [o.outputs[0].token_ids for o in generate(llm)] == undisturbed
 
 
 def graph_of(llm: LLM):
@@ -193,7 +193,7 @@ def test_a_forward_that_fails_ends_its_step_and_the_engine_goes_on(llm, undistur
             return genuine(batch)
 
         patch.setattr(graph_of(llm), "run", broken)
-        outputs = [output.completions[0] for output in generate(llm)]
+        outputs = [output.outputs[0] for output in generate(llm)]
     assert all("device lost" in output.error for output in outputs)
     assert llm.stats().kv_usage == 0
-    assert [o.completions[0].token_ids for o in generate(llm)] == undisturbed
+    assert [o.outputs[0].token_ids for o in generate(llm)] == undisturbed

@@ -61,8 +61,8 @@ def test_text_is_whole_at_the_end(tokenizer, streaming):
     shown, (output,), _ = feed(processor, tokenizer, "naïve 🦊!", FinishReason.LENGTH)
     assert output.text == "naïve 🦊!"
     assert shown == ("naïve 🦊!" if streaming else "")
-    assert output.completions[0].finish_reason == "length"
-    assert output.completions[0].token_ids == tokenizer.encode("naïve 🦊!")
+    assert output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].token_ids == tokenizer.encode("naïve 🦊!")
     assert (output.num_cached_tokens, output.num_preemptions) == (4, 1)
     assert (output.metrics.ttft, output.metrics.e2e) == (2.0, 6.0)
     assert output.metrics.tpot(5) == 1.0
@@ -92,9 +92,9 @@ def test_a_stop_string_ends_the_text_across_tokens(tokenizer, streaming, include
     expected = "ab EN END" if include else "ab EN "
     assert output.text == expected
     assert shown + more == (expected if streaming else shown + more)
-    assert output.completions[0].stop_reason == "END"
-    assert output.completions[0].finish_reason == "stop"
-    assert output.completions[0].token_ids == tokenizer.encode("ab EN END")
+    assert output.outputs[0].stop_reason == "END"
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids == tokenizer.encode("ab EN END")
 
 
 def test_held_back_text_is_released_at_the_end(tokenizer):
@@ -130,7 +130,7 @@ def test_a_stop_string_that_begins_before_min_tokens(tokenizer, min_tokens, text
     out = processor.process(deltas)
     (output,) = out.finished
     assert "".join(delta.text for delta in out.deltas) == output.text == text
-    assert output.completions[0].stop_reason == found
+    assert output.outputs[0].stop_reason == found
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
@@ -138,7 +138,7 @@ def test_the_stopping_token_is_counted_but_not_shown(tokenizer, include, text):
     processor = start(tokenizer, include_stop_str_in_output=include)
     shown, (output,), _ = feed(processor, tokenizer, "abc", FinishReason.STOP)
     assert shown == output.text == text
-    assert len(output.completions[0].token_ids) == 3
+    assert len(output.outputs[0].token_ids) == 3
 
 
 def test_siblings_are_gathered_in_order(tokenizer):
@@ -146,8 +146,8 @@ def test_siblings_are_gathered_in_order(tokenizer):
     _, finished, _ = feed(processor, tokenizer, "second", FinishReason.LENGTH, index=1)
     assert not finished
     _, (output,), _ = feed(processor, tokenizer, "first", FinishReason.STOP, index=0)
-    assert [c.text for c in output.completions] == ["firs", "second"]
-    assert [c.index for c in output.completions] == [0, 1]
+    assert [c.text for c in output.outputs] == ["firs", "second"]
+    assert [c.index for c in output.outputs] == [0, 1]
 
 
 def test_cached_tokens_are_those_of_the_sibling_that_computed_the_prompt(tokenizer):
@@ -184,7 +184,7 @@ def test_a_failing_detokenizer_ends_its_request_alone(tokenizer, monkeypatch):
             RequestDelta("good", 0, ok, FinishReason.LENGTH, report=REPORT),
         ]
     )
-    by_name = {o.request_id: o.completions[0] for o in out.finished}
+    by_name = {o.request_id: o.outputs[0] for o in out.finished}
     assert by_name["bad"].finish_reason == "error"
     assert by_name["bad"].error == "UnicodeError: no such character"
     assert by_name["good"].text == "yy"
@@ -196,7 +196,7 @@ def test_logprobs_are_gathered(tokenizer):
     prompt = [TokenLogprobs(2, -1.5, 3)]
     processor.process([RequestDelta("a", 0, [], prompt_logprobs=prompt)])
     _, (output,), _ = feed(processor, tokenizer, "ab", FinishReason.LENGTH, logprobs=[found])
-    assert output.completions[0].logprobs == [found, found]
+    assert output.outputs[0].logprobs == [found, found]
     assert output.prompt_logprobs == [None, *prompt]
 
 
@@ -204,7 +204,7 @@ def test_without_a_tokenizer_there_are_only_ids():
     processor = start(None)
     out = processor.process([RequestDelta("a", 0, [3], FinishReason.STOP, report=REPORT)])
     assert out.finished[0].text == ""
-    assert out.finished[0].completions[0].token_ids == [3]
+    assert out.finished[0].outputs[0].token_ids == [3]
 
 
 def test_deltas_of_a_discarded_request_are_dropped(tokenizer):
@@ -230,7 +230,7 @@ def test_a_stop_string_cuts_inside_a_delta(tokenizer, reason, min_tokens):
         assert out.to_end == [("a", 0, FinishReason.STOP, None)]
         out = processor.process([RequestDelta("a", 0, [], FinishReason.STOP, report=REPORT)])
     (output,) = out.finished
-    (completion,) = output.completions
+    (completion,) = output.outputs
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "b")
     assert (completion.token_ids, completion.logprobs) == (ids[:kept], logprobs[:kept])
     assert output.text == shown.text == ("abca" if min_tokens else "a")

@@ -41,7 +41,7 @@ def overlapping(request) -> Iterator[tuple[LLM, LateCopies]]:
 def rules(llm: LLM) -> dict[str, SamplingParams]:
     """By what each needs of the tokens before, on the host or on the device."""
     greedy = llm.generate(WORDS[0], SamplingParams(temperature=0, max_tokens=12), progress=False)
-    said = greedy[0].completions[0].token_ids
+    said = greedy[0].outputs[0].token_ids
     common = {"max_tokens": 24, "seed": 7, "ignore_eos": True}
     return {
         "greedy": SamplingParams(temperature=0, max_tokens=24),
@@ -69,7 +69,7 @@ def told(outputs: list[RequestOutput]) -> list[object]:
     return [
         (c.token_ids, c.logprobs, c.finish_reason, c.error, o.prompt_logprobs)
         for o in outputs
-        for c in o.completions
+        for c in o.outputs
     ]
 
 
@@ -171,12 +171,12 @@ def test_a_failure_ends_those_it_concerns(in_turn, overlapping, what, monkeypatc
         if what == "rules":
             patch.setattr(TokenRules, "append", broken_rules)
         (victim,), others = victims(llm)
-    (completion,) = victim.completions
+    (completion,) = victim.outputs
     assert completion.finish_reason == FinishReason.ERROR and completion.error
     found = completion.token_ids
-    assert found == victim_right[0].completions[0].token_ids[: len(found)]
+    assert found == victim_right[0].outputs[0].token_ids[: len(found)]
     if what == "forward":
-        assert all(o.completions[0].finish_reason == FinishReason.ERROR for o in others)
+        assert all(o.outputs[0].finish_reason == FinishReason.ERROR for o in others)
         assert "no room" in completion.error
     else:
         assert len(found) == {"logits": 4, "rules": 0}[what]
@@ -280,7 +280,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
     monkeypatch.setattr("kvik.worker.sampling_table.TokenRules", Grammar)
     params = SamplingParams(logit_bias={3: 0.5}, seed=7, max_tokens=12, ignore_eos=True)
     (right,) = generate(in_turn, [params])
-    ids = right.completions[0].token_ids
+    ids = right.outputs[0].token_ids
     assert len(ids) == 12 and all((b - a) % Grammar.MODULUS == 1 for a, b in pairwise(ids))
     runner, events = llm._client._loop.executor._worker._runner, []
 
@@ -296,7 +296,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
         monkeypatch.setattr(owner, call, noted(event, getattr(owner, call)))
     copies.most_unread = 0
     (found,) = generate(llm, [params])
-    assert found.completions[0].token_ids == ids
+    assert found.outputs[0].token_ids == ids
     assert copies.most_unread == 1
     first, every = ["forward", "fill", "sample"], ["forward", "hear", "fill", "sample"]
     assert events == first + every * 11 + ["hear"]

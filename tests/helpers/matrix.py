@@ -195,7 +195,7 @@ def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[Reques
         for batch in batches:
             outputs = llm.generate([jobs[i][0] for i in batch], [jobs[i][1] for i in batch])
             for i, output in zip(batch, outputs, strict=True):
-                assert all(c.error is None for c in output.completions)
+                assert all(c.error is None for c in output.outputs)
                 found[i] = output
     return [found[i] for i in range(len(jobs))]
 
@@ -250,7 +250,7 @@ def _serve(
             found, stats = serve_recorded(config, rounds, Path(folder) / "flight")
     else:
         found, stats = serve_here(config, rounds)
-    assert all(c.error is None for output in found for c in output.completions)
+    assert all(c.error is None for output in found for c in output.outputs)
     return found, stats
 
 
@@ -268,7 +268,7 @@ def reference_tokens(model: dict[str, object]) -> list[list[int]]:
         max_num_seqs=1,
     ) as llm:
         outputs = run(llm, Column("reference", alone=True), params())
-        return [output.completions[0].token_ids for output in outputs]
+        return [output.outputs[0].token_ids for output in outputs]
 
 
 FORMATS = {

@@ -49,7 +49,7 @@ def expected(model) -> list[list[int]]:
 @pytest.mark.parametrize("column", [*COLUMNS, *SERVED, ALL_OF_IT], ids=lambda column: column.name)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    found = [[c.token_ids for c in output.completions] for output in outputs]
+    found = [[c.token_ids for c in output.outputs] for output in outputs]
     for i, sampling in enumerate(params()):
         assert found[i][0] == expected[i], f"prompt {i}"
         if sampling.greedy:
@@ -82,7 +82,7 @@ def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, 
     for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
         assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
         # Siblings draw with seeds of their own.
-        for completion in output.completions if sampling[i].greedy else output.completions[:1]:
-            assert completion.token_ids == right.completions[0].token_ids, f"prompt {i}"
-            assert completion.logprobs == right.completions[0].logprobs, f"prompt {i}"
+        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
             assert len(completion.logprobs) == NUM_TOKENS

@@ -116,7 +116,7 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     options = TREES if drafter == "tree" else SPECULATION
     outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
     for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
-        tokens = [c.token_ids for c in output.completions]
+        tokens = [c.token_ids for c in output.outputs]
         assert tokens[0] == expected[i], f"prompt {i}"
         if sampling.greedy:
             assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
@@ -153,7 +153,7 @@ def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
     options = {**EAGER, "spec_method": "draft_model", "spec_model": draft, "spec_tokens": TOKENS}
     outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
     for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
-        tokens = [c.token_ids for c in output.completions]
+        tokens = [c.token_ids for c in output.outputs]
         assert tokens[0] == expected[i], f"prompt {i}"
         if sampling.greedy:
             assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
@@ -184,7 +184,7 @@ def without(model, weights) -> Iterator[list[RequestOutput]]:
 def test_native_logprobs_have_the_same_bits_with_drafts(
     model, weights, without, column, drafter, caplog, monkeypatch
 ):
-    texts = [[*out.prompt_token_ids, *out.completions[0].token_ids] for out in without]
+    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in without]
     install(monkeypatch, DRAFTERS[drafter](texts))
     sampling = params_with_logprobs(column.siblings)
     options = TREES if drafter == "tree" else SPECULATION
@@ -193,6 +193,6 @@ def test_native_logprobs_have_the_same_bits_with_drafts(
     assert sum(output.num_accepted_tokens for output in found) > 0
     for i, (output, right) in enumerate(zip(found, without, strict=True)):
         assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        assert output.completions[0].token_ids == right.completions[0].token_ids, f"prompt {i}"
-        assert output.completions[0].logprobs == right.completions[0].logprobs, f"prompt {i}"
-        assert len(output.completions[0].logprobs) == NUM_TOKENS
+        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
+        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"
+        assert len(output.outputs[0].logprobs) == NUM_TOKENS

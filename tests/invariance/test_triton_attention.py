@@ -40,7 +40,7 @@ def tokens(model: Path, rounds: int = 1, **options: Any) -> list[list[int]]:
         for _ in range(rounds):
             outputs = llm.generate(PROMPTS, GREEDY)
         assert rounds == 1 or any(output.num_cached_tokens for output in outputs)
-        return [list(output.completions[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.full

@@ -37,13 +37,13 @@ def test_greedy_tokens_and_log_probabilities_are_equal(
     with LLM(str(folder), kernels=kernels, block_size=block_size, **common) as llm:
         assert llm.resolved.runner.attention_backend == ("cpu" if kernels == "native" else "sdpa")
         outputs = llm.generate(PROMPTS, params)
-        scores = llm.score([[*o.prompt_token_ids, *o.completions[0].token_ids] for o in outputs])
+        scores = llm.score([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs])
     for output, score in zip(outputs, scores, strict=True):
-        ids = [*output.prompt_token_ids, *output.completions[0].token_ids]
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         with torch.inference_mode():
             logits = reference(torch.tensor([ids])).logits[0]  # [tokens, vocab]
         first = len(output.prompt_token_ids) - 1
-        assert logits[first:-1].argmax(-1).tolist() == output.completions[0].token_ids
+        assert logits[first:-1].argmax(-1).tolist() == output.outputs[0].token_ids
         logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         found = torch.tensor([p.logprob for p in score.prompt_logprobs[1:]])
         torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)

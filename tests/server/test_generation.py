@@ -41,7 +41,7 @@ def test_text_and_result(streaming):
             assert output.text in LETTERS * 2
             assert shown in (None, output.text)
             assert list(output.prompt_token_ids) == [0, 1] == list(generation.prompt_token_ids)
-            assert output.completions[0].finish_reason == "length"
+            assert output.outputs[0].finish_reason == "length"
             assert serving.watcher.tokens[generation.request_id] == 8
             assert serving.watcher.ended == {generation.request_id: "length"}
             await serving.at_rest()
@@ -66,7 +66,7 @@ def test_many_streams_get_their_own_text_and_few_pieces():
                 pieces = [deltas async for deltas in generation]
                 assert len(pieces) == 1
                 assert [delta.index for delta in pieces[0]] == list(range(1 + i % 3))
-                for delta, completion in zip(pieces[0], generation.result.completions, strict=True):
+                for delta, completion in zip(pieces[0], generation.result.outputs, strict=True):
                     assert delta.text == completion.text
                     assert delta.token_ids == completion.token_ids
                     assert len(delta.token_ids) == 100
@@ -109,7 +109,7 @@ def test_a_stop_string_ends_one_sibling_early():
             stopped = [i for i in (0, 1) if reasons[i] == ("stop", "DE")]
             assert len(stopped) == 1
             assert "D" not in shown[stopped[0]]
-            assert shown == {c.index: c.text for c in generation.result.completions}
+            assert shown == {c.index: c.text for c in generation.result.outputs}
             await serving.at_rest()
 
     run(test())
@@ -463,7 +463,7 @@ def test_end_of_text_is_not_shown():
         async with generating(executor) as serving:
             generation = await serving.generations.start(wish("A"), "", streaming=True)
             assert set(await text_of(generation)) <= {"B"}
-            assert generation.result.completions[0].finish_reason == "stop"
+            assert generation.result.outputs[0].finish_reason == "stop"
             assert threading.active_count() < 20
 
     run(test())

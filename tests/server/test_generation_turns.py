@@ -29,7 +29,7 @@ def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
             )
             async for _ in generation:
                 pass
-            assert [len(one.token_ids) for one in generation.result.completions] == [20] * 8
+            assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
             await serving.at_rest()
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)

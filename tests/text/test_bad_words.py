@@ -29,7 +29,7 @@ def test_a_bad_word_is_not_written(llm):
     (held,) = llm.generate("Once upon a time", greedy.with_changes(bad_words=[word]))
     assert word in free.text
     banned = bad_word_ids((word,), llm.tokenizer)
-    tokens = held.completions[0].token_ids
+    tokens = held.outputs[0].token_ids
     for ids in banned:
         assert all(tuple(tokens[i : i + len(ids)]) != ids for i in range(len(tokens)))
     assert held.text != free.text

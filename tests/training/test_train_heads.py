@@ -78,7 +78,7 @@ def test_heads_learn_and_the_engine_drafts_with_them(kind, model, windows, tmp_p
     with LLM(**options(model), speculative_config=wish) as llm:
         found = llm.generate(prompts, GREEDY)
     for output, other in zip(found, expected, strict=True):
-        assert output.completions[0].token_ids == other.completions[0].token_ids
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
     assert all(output.num_drafted_tokens > 20 for output in found)
 
 

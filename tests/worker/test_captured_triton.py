@@ -75,14 +75,14 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
         while loop.rest():
             pass
         outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
-        assert all(output.completions[0].error is None for output in outputs)
+        assert all(output.outputs[0].error is None for output in outputs)
         told = llm.stats().graphs
         if graphs is None:
             assert told is None
         else:  # a byte for each, and what they write to
             assert told is not None and told.taken > graphs
             assert told == GraphCounts(graphs, told.taken, ROOMY)
-        return [list(output.completions[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def test_a_model_that_computes_with_torch_runs_eagerly(
     with LLM(**llama, kernels="torch") as llm:
         expected, right = llm.generate(PROMPTS, GREEDY), llm.score(PROMPTS)
     for a, b in zip(found, expected, strict=True):
-        assert a.completions[0].token_ids == b.completions[0].token_ids
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
     assert logprobs_of(scores) == pytest.approx(logprobs_of(right), abs=1e-4)
     assert logprobs_of(scores) != pytest.approx(logprobs_of(plain), abs=1e-1)
 
@@ -307,9 +307,9 @@ def test_prompt_logprobs_from_replayed_hidden_states(llama: dict[str, object], b
         (alone,) = llm.generate([PROMPTS[2]], params)
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-4)
     for a, b in zip(found, expected, strict=True):
-        assert a.completions[0].token_ids == b.completions[0].token_ids
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
     assert alone.prompt_logprobs == found[2].prompt_logprobs
-    assert alone.completions[0].logprobs == found[2].completions[0].logprobs
+    assert alone.outputs[0].logprobs == found[2].outputs[0].logprobs
 
 
 def test_two_engines_do_not_disturb_each_other(llama: dict[str, object]) -> None:
@@ -318,7 +318,7 @@ def test_two_engines_do_not_disturb_each_other(llama: dict[str, object]) -> None
     expected = []
     for config in configs:
         with LLM(**config) as llm:
-            expected.append(llm.generate(PROMPTS[2:], GREEDY)[0].completions[0])
+            expected.append(llm.generate(PROMPTS[2:], GREEDY)[0].outputs[0])
     assert expected[0].token_ids != expected[1].token_ids
     with LLM(**configs[0]) as first, LLM(**configs[1]) as second:
         streams = [llm.stream(PROMPTS[2], GREEDY) for llm in (first, second)]
@@ -327,8 +327,8 @@ def test_two_engines_do_not_disturb_each_other(llama: dict[str, object]) -> None
                 next(stream, None)
         for stream, right in zip(streams, expected, strict=True):
             assert stream.output is not None
-            assert stream.output.completions[0].token_ids == right.token_ids
-            assert stream.output.completions[0].logprobs == right.logprobs
+            assert stream.output.outputs[0].token_ids == right.token_ids
+            assert stream.output.outputs[0].logprobs == right.logprobs
 
 
 def test_close_frees_weights_cache_and_tape(

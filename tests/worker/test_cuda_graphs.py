@@ -51,7 +51,7 @@ def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
     assert again.replayed > OFTEN and len(graphs.captured) >= 1
     for output, expected in zip(found, right, strict=True):
         assert output.prompt_logprobs == expected.prompt_logprobs
-        for completion, wanted in zip(output.completions, expected.completions, strict=True):
+        for completion, wanted in zip(output.outputs, expected.outputs, strict=True):
             assert completion.token_ids == wanted.token_ids
             assert completion.logprobs == wanted.logprobs
 
@@ -92,7 +92,7 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
         assert prompts and min(prompts) > longest
     assert sum(output.num_accepted_tokens for output in found) > 0
     for output, expected in zip(found, right, strict=True):
-        assert output.completions[0].token_ids == expected.completions[0].token_ids
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 # ------------------------------------------------------------------ when what is captured

@@ -69,8 +69,8 @@ def answers(model: Path, **options: Any) -> dict[str, list[list[int]]]:
 
 def asked(llm: LLM, kind: str) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, REQUESTS[kind], progress=False)
-    assert [output.completions[0].error for output in outputs] == [None] * len(PROMPTS)
-    return [list(output.completions[0].token_ids) for output in outputs]
+    assert [output.outputs[0].error for output in outputs] == [None] * len(PROMPTS)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.fixture

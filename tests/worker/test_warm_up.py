@@ -137,7 +137,7 @@ def ask(llm: LLM, *wishes: tuple[tuple[int, ...], list[SamplingParams]]) -> None
     for lengths, params in wishes:
         prompts = [[7 + i % 50 for i in range(length)] for length in lengths]
         outputs = llm.generate(prompts, params[: len(prompts)], progress=False)
-        assert all(output.completions[0].error is None for output in outputs)
+        assert all(output.outputs[0].error is None for output in outputs)
 
 
 def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:

@@ -65,15 +65,15 @@ class LocalAnswer:
         for delta in self._stream:
             yield delta.text
         output = self._stream.output
-        if output is not None and output.completions[0].finish_reason == "error":
-            raise KvikError("request", output.completions[0].error or "failed")
+        if output is not None and output.outputs[0].finish_reason == "error":
+            raise KvikError("request", output.outputs[0].error or "failed")
 
     @property
     def facts(self) -> Facts | None:
         output = self._stream.output
         if output is None:
             return None
-        (completion,) = output.completions
+        (completion,) = output.outputs
         used = len(output.prompt_token_ids) + len(completion.token_ids)
         note = ""
         if completion.finish_reason == "length" and used >= self._limit:

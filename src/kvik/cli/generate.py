@@ -94,14 +94,14 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     """Siblings finish together: they are printed one after another."""
     (output,) = llm.generate([prompt], params)
-    for completion in output.completions:
+    for completion in output.outputs:
         say(f"[{completion.index}]{completion.text}", flush=True)
     return output
 
 
 def _cut_note(output: RequestOutput, params: SamplingParams) -> str | None:
     """What ended a text that might have gone on, if the user named no limit."""
-    cut = [len(c.token_ids) for c in output.completions if c.finish_reason == "length"]
+    cut = [len(c.token_ids) for c in output.outputs if c.finish_reason == "length"]
     if not cut:
         return None
     if params.max_tokens in cut:
@@ -110,7 +110,7 @@ def _cut_note(output: RequestOutput, params: SamplingParams) -> str | None:
 
 
 def _exit_code(output: RequestOutput) -> int:
-    errors = [c.error or "failed" for c in output.completions if c.finish_reason == "error"]
+    errors = [c.error or "failed" for c in output.outputs if c.finish_reason == "error"]
     for error in errors:
         say(f"kvik: error: request: {error}", error=True)
     return 1 if errors else 0

@@ -40,7 +40,7 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
                 "logprobs": _logprobs(completion.logprobs),
                 "speculation": _speculation(completion.speculation),
             }
-            for completion in output.completions
+            for completion in output.outputs
         ],
         "prompt_token_ids": list(output.prompt_token_ids),
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
@@ -84,7 +84,7 @@ def _speculation(found: RequestSpeculation | None) -> dict[str, object] | None:
 def _figures(output: RequestOutput) -> dict[str, float | None]:
     """Seconds, and output tokens over the wall time of the request."""
     metrics, count = output.metrics, output.num_output_tokens
-    longest = max(len(c.token_ids) for c in output.completions)
+    longest = max(len(c.token_ids) for c in output.outputs)
     return {
         "ttft": metrics.ttft,
         "tpot": metrics.tpot(longest),  # siblings run side by side

@@ -118,7 +118,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: Sequence[int]
-    completions: list[CompletionOutput]
+    outputs: list[CompletionOutput]
     num_cached_tokens: int
     num_preemptions: int
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
@@ -129,27 +129,27 @@ class RequestOutput:
     @property
     def text(self) -> str:
         """Text of the first completion."""
-        return self.completions[0].text
+        return self.outputs[0].text
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(c.token_ids) for c in self.completions)
+        return sum(len(c.token_ids) for c in self.outputs)
 
     @property
     def speculation(self) -> RequestSpeculation | None:
         """Of its completions together; None if nobody guessed for any of them."""
-        found = [c.speculation for c in self.completions if c.speculation is not None]
+        found = [c.speculation for c in self.outputs if c.speculation is not None]
         return reduce(operator.add, found) if found else None
 
     @property
     def num_drafted_tokens(self) -> int:
         """Guessed ahead, by speculation."""
-        return sum(c.speculation.drafts.drafts for c in self.completions if c.speculation)
+        return sum(c.speculation.drafts.drafts for c in self.outputs if c.speculation)
 
     @property
     def num_accepted_tokens(self) -> int:
         """Of these, found right. What follows the end of the output is among them."""
-        return sum(c.speculation.drafts.accepted for c in self.completions if c.speculation)
+        return sum(c.speculation.drafts.accepted for c in self.outputs if c.speculation)
 
 
 @dataclass(slots=True)
@@ -396,7 +396,7 @@ def _output(entry: _Entry) -> RequestOutput:
         request_id=entry.request.request_id,
         prompt=entry.prompt,
         prompt_token_ids=entry.request.prompt_token_ids,
-        completions=[c.result for c in entry.completions if c.result is not None],
+        outputs=[c.result for c in entry.completions if c.result is not None],
         num_cached_tokens=first.num_cached_tokens,  # the others share its prompt
         num_preemptions=sum(r.num_preemptions for r in reports),
         prompt_logprobs=prompt_logprobs,

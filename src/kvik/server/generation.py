@@ -442,13 +442,13 @@ class Generations:
         generation.changed.set()
 
     def _finish(self, generation: Generation, output: RequestOutput) -> None:
-        error = next((c.error for c in output.completions if c.error is not None), None)
+        error = next((c.error for c in output.outputs if c.error is not None), None)
         if error is not None:  # its text could not be made, though its tokens were
             self._fail(generation, _failed(output.request_id, error), FinishReason.ERROR)
             return
         generation.result = output
         self._forget(generation)
-        self._observer.finished(generation.record, output, output.completions[0].finish_reason)
+        self._observer.finished(generation.record, output, output.outputs[0].finish_reason)
         generation.changed.set()
 
     def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:

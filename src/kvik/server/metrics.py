@@ -129,7 +129,7 @@ class RequestMetricsObserver:
         self._ended.labels(reason).inc()
         if output is None:
             return
-        times, tokens = output.metrics, [len(one.token_ids) for one in output.completions]
+        times, tokens = output.metrics, [len(one.token_ids) for one in output.outputs]
         prompt, cached = record.num_prompt_tokens, output.num_cached_tokens
         self._prompt_tokens.inc(prompt)
         self._by_source.labels("local_compute").inc(prompt - cached)

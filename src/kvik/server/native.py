@@ -158,7 +158,7 @@ class GenerateFormat:
 
     def _without_text(self, outputs: Sequence[RequestOutput]) -> Generated:
         (output,) = outputs
-        (completion,) = output.completions
+        (completion,) = output.outputs
         seconds = time.monotonic() - self._generation.record.arrived
         count = len(completion.token_ids)
         return Generated(

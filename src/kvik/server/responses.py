@@ -373,7 +373,7 @@ async def wait_for_outputs(
 
 def _num_logprobs(output: RequestOutput) -> int:
     """Log probabilities in the response to a finished request."""
-    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.completions]
+    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.outputs]
     rows.append(output.prompt_logprobs or ())
     # The last entry is as wide as all; the first of a prompt is none.
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)

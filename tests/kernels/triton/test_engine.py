@@ -44,7 +44,7 @@ def tokens(model: Path, **options: Any) -> list[list[int]]:
     common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random", **limits}
     with LLM(str(model), **common, **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING)
-        return [list(output.completions[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.full

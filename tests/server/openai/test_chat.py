@@ -29,7 +29,7 @@ def test_greedy_text_is_that_of_the_library(client: openai.OpenAI, llm: LLM) -> 
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.refusal is None
-    assert answer.choices[0].finish_reason == expected.completions[0].finish_reason
+    assert answer.choices[0].finish_reason == expected.outputs[0].finish_reason
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == expected.num_output_tokens

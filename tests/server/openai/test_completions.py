@@ -23,7 +23,7 @@ def test_greedy_text_is_that_of_the_library(client: openai.OpenAI, llm: LLM) -> 
     params = llm.default_params.with_changes(temperature=0.0, max_tokens=40)
     (expected,) = llm.generate(TEXT, params)
     assert answer.choices[0].text == expected.text
-    assert answer.choices[0].finish_reason == expected.completions[0].finish_reason
+    assert answer.choices[0].finish_reason == expected.outputs[0].finish_reason
     assert answer.object == "text_completion"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == expected.num_output_tokens

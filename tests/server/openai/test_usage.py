@@ -26,7 +26,7 @@ def output(
         request_id="r",
         prompt=None,
         prompt_token_ids=[1] * prompt,
-        completions=completions,
+        outputs=completions,
         num_cached_tokens=cached,
         num_preemptions=0,
         prompt_logprobs=None,

@@ -86,7 +86,7 @@ def test_an_engine_drafts_with_a_public_checkpoint(nan: bool, model: Path, tmp_p
     with LLM(**options(model), speculative_config=wish) as llm:
         assert llm.resolved.speculation is not None
         found = llm.generate([[5, 9, 11]], GREEDY)
-    assert found[0].completions[0].token_ids == expected[0].completions[0].token_ids
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
     assert found[0].num_drafted_tokens > 10
 
 

@@ -244,7 +244,7 @@ class MessageFormat:
         )
 
     def _stop(self, output: RequestOutput) -> tuple[StopReason, str | None]:
-        end = output.completions[0]
+        end = output.outputs[0]
         if isinstance(end.stop_reason, str) and end.stop_reason in self._stop_sequences:
             return "stop_sequence", end.stop_reason
         if end.finish_reason != "length":

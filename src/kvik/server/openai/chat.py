@@ -320,7 +320,7 @@ class ChatFormat:
             id=self._head.id,
             created=self._head.created,
             model=self._head.model,
-            choices=[self._choice(completion) for completion in output.completions],
+            choices=[self._choice(completion) for completion in output.outputs],
             usage=usage_of(outputs),
             system_fingerprint=FINGERPRINT,
             prompt_logprobs=self._of_prompt(output.prompt_logprobs),

@@ -216,7 +216,7 @@ class CompletionFormat:
         choices = [
             self._choice(position, output, completion)
             for position, output in enumerate(outputs)
-            for completion in output.completions
+            for completion in output.outputs
         ]
         return self._completion(choices, usage_of(outputs))
 
