@@ -27,7 +27,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kvik.config.config import MemoryPlan, ResolvedConfig, RunnerConfig
+from kvik.config.config import ResolvedConfig, RunnerConfig
+from kvik.config.memory import MemoryPlan
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import read_model_spec
 from kvik.config.speculative import ResolvedSpeculation

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from kvik.config.config import EngineConfig, ResolvedConfig, check_config, wish_of
+from kvik.config.compute import choose_device
+from kvik.config.config import ASKED, EngineConfig, Notes, ResolvedConfig, check_config, wish_of
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec
-from kvik.config.notes import ASKED, Notes
-from kvik.config.resolve import choose_device, resolve
+from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.engine.client import Engine, InprocClient, Sleep

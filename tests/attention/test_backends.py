@@ -10,7 +10,7 @@ import torch
 from helpers.attention_backends import NAMES, STEPS, make_backend
 
 from kvik.attention.base import AttentionBackend, LayerKV
-from kvik.config.kernels import LANES
+from kvik.config.compute import LANES
 
 
 @pytest.fixture(params=NAMES)

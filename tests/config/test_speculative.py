@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.config.config import EngineConfig, wish_of
+from kvik.config.config import EngineConfig, Notes, wish_of
+from kvik.config.fit import choose_speculation, with_draft_rows
 from kvik.config.memory import StepSize
-from kvik.config.sizes import choose_speculation, with_draft_rows
 from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
 from kvik.errors import ConfigError
 
@@ -115,17 +115,12 @@ def test_drafts_leave_room_for_prompts(
 
 
 def test_a_step_without_room_is_refused() -> None:
-    notes: list[str] = []
-
-    def note(name: str, value: str, reason: str) -> str:
-        notes.append(name)
-        return value
-
+    notes = Notes()
     asked = SpeculativeConfig("ngram", num_speculative_tokens=8)
-    assert choose_speculation(None, SIZE, (), NO_SOURCE, note) is None
+    assert choose_speculation(None, SIZE, (), NO_SOURCE, notes) is None
     with pytest.raises(ConfigError, match="must be at least 6 for 4 requests"):
-        choose_speculation(asked, replace(SIZE, max_num_batched_tokens=5), (), NO_SOURCE, note)
-    found = choose_speculation(asked, replace(SIZE, max_draft_rows=5), (), NO_SOURCE, note)
+        choose_speculation(asked, replace(SIZE, max_num_batched_tokens=5), (), NO_SOURCE, notes)
+    found = choose_speculation(asked, replace(SIZE, max_draft_rows=5), (), NO_SOURCE, notes)
     assert found is not None
     assert (found.num_draft_tokens, found.max_draft_rows) == (5, 5)
-    assert notes == ["speculation", "speculation", "max_draft_rows"]
+    assert [one.name for one in notes.decisions] == ["speculation", "speculation", "max_draft_rows"]

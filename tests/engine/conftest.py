@@ -10,7 +10,8 @@ import pytest
 import uvloop
 from helpers.scripted_engine import Rig as ScriptedRig
 
-from kvik.config.config import MemoryPlan, ResolvedConfig, RunnerConfig
+from kvik.config.config import ResolvedConfig, RunnerConfig
+from kvik.config.memory import MemoryPlan
 from kvik.config.model_spec import ModelSpec
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput

@@ -17,8 +17,8 @@ from helpers.served_columns import (
 )
 
 from kvik import LLM, SamplingParams
+from kvik.config.compute import LANES
 from kvik.config.config import EngineConfig
-from kvik.config.kernels import LANES
 from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.launch import resolve_config

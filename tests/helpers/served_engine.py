@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from kvik.config.config import EngineConfig, MemoryPlan, ResolvedConfig, RunnerConfig
+from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
+from kvik.config.memory import MemoryPlan
 from kvik.config.model_spec import ModelSpec
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput

@@ -20,7 +20,7 @@ from helpers.tiny_models import (
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.sdpa import SdpaAttention
-from kvik.config.kernels import LANES
+from kvik.config.compute import LANES
 from kvik.config.model_spec import read_model_spec
 from kvik.kernels.reference.ops import REFERENCE
 

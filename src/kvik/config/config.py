@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
 
 from kvik.config.graph_sizes import GraphSize
+from kvik.config.memory import MemoryPlan
 from kvik.config.model_spec import MAX_LAYERS, ModelSpec
 from kvik.config.quantization import SCHEMES
 from kvik.config.speculative import (
@@ -247,21 +250,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by part; `total` never exceeds `limit`."""
-
-    limit: int  # what the engine may use
-    weights: int
-    activations: int  # peak of one step
-    kv_cache: int
-    overhead: int  # runtime, tables
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.activations + self.kv_cache + self.overhead
-
-
-@dataclass(frozen=True, slots=True)
 class ResolvedConfig:
     model: ModelSpec
     cache: CacheConfig
@@ -271,3 +259,20 @@ class ResolvedConfig:
     seed: int
     decisions: tuple[Decision, ...]
     speculation: ResolvedSpeculation | None = None  # None: off
+
+
+ASKED = "as asked"
+
+_T = TypeVar("_T")
+
+
+class Notes:
+    """Collects decisions in the order they are made; of what is settled the reason is known."""
+
+    def __init__(self, settled: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.decisions: list[Decision] = []
+        self._settled = settled
+
+    def add(self, name: str, value: _T, reason: str) -> _T:
+        self.decisions.append(Decision(name, str(value), self._settled.get(name, reason)))
+        return value

@@ -329,6 +329,29 @@ SEEN_BYTES_PER_TOKEN = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes the engine may plan with, and their source in words."""
+
+    size: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by part; `total` never exceeds `limit`."""
+
+    limit: int  # what the engine may use
+    weights: int
+    activations: int  # peak of one step
+    kv_cache: int
+    overhead: int  # runtime, tables
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.kv_cache + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
 
@@ -517,6 +540,17 @@ class Footprint:
     def fixed(self, size: StepSize) -> int:
         """Everything beside the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size)
+
+    def plan(self, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
+        """Bytes by part, with a KV cache of so many blocks."""
+        bookkeeping = POOL_BYTES_PER_BLOCK * num_blocks if self.device == "cpu" else 0
+        return MemoryPlan(
+            limit=limit.size,
+            weights=self.weights,
+            activations=self.activations(size),
+            kv_cache=num_blocks * self.block_bytes,
+            overhead=self.overhead(size) + bookkeeping,
+        )
 
     def _loading(self) -> int:
         if self.mapped is not None:

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 import msgspec
 
+from kvik.config.compute import native_reason
 from kvik.config.env import cache_folder
 from kvik.config.files import write_whole
 from kvik.config.hardware import Hardware
-from kvik.config.kernels import native_reason
 from kvik.errors import ConfigError
 
 SCHEMA = 1  # of the file; another one is not read

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvik.config.config import EngineConfig, MemoryPlan
+from kvik.config.compute import computing_in
+from kvik.config.config import EngineConfig, Notes
+from kvik.config.fit import Fit, footprint_of
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import Footprint, StepSize
+from kvik.config.memory import Limit, MemoryPlan, StepSize
 from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.notes import Notes
-from kvik.config.resolve import choose_footprint, memory_plan
-from kvik.config.sizes import Limit, step_size
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
@@ -129,7 +128,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         ConfigError: the model cannot be shared by so many devices, or an unknown format.
     """
     planner = _Planner.of(shape, at)
-    part, footprint, limit = planner.part, planner.footprint, planner.limit.size
+    part, footprint, limit = planner.part, planner.fit.footprint, planner.fit.limit.size
     size = planner.sized(at.context, at.batch)
     parts = planner.planned(size)
 
@@ -158,7 +157,7 @@ def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
         ConfigError: as `memory_of`.
     """
     planner = _Planner.of(shape, at)
-    return planner.planned(planner.sized(at.context, at.batch)).total, planner.limit.size
+    return planner.planned(planner.sized(at.context, at.batch)).total, planner.fit.limit.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +169,7 @@ class _Planner:
     """
 
     part: ModelShape
-    config: EngineConfig
-    footprint: Footprint
-    limit: Limit
-    notes: Notes
+    fit: Fit
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting) -> _Planner:
@@ -183,31 +179,27 @@ class _Planner:
             dtype=working_dtype(shape, at.weight_format),
             quantization=facts.quantization or "none",
         )
-        notes = Notes()
         hardware = at.hardware or hardware_of(at.device)
         on_cpu = at.device.kind == "cpu"
-        _, footprint = choose_footprint(
-            config,
-            StoredModel.of(part, at.weight_format, at.kv_format),
-            hardware,
-            "cpu" if on_cpu else "cuda:0",
-            None if on_cpu else next(iter(hardware.gpus), None),
-            config.dtype,
-            notes,
-        )
-        limit = Limit(int(at.device.memory * at.utilization), "")
-        return cls(part, config, footprint, limit, notes)
+        device = "cpu" if on_cpu else "cuda:0"
+        gpu = None if on_cpu else next(iter(hardware.gpus), None)
+        stored = StoredModel.of(part, at.weight_format, at.kv_format)
+        compute = computing_in(config.dtype, config, stored, hardware, device, gpu, Notes())
+        footprint = footprint_of(config, stored, hardware, compute)
+        return cls(part, Fit(config, footprint, Limit(int(at.device.memory * at.utilization), "")))
 
     def blocks_each(self, size: StepSize) -> int:
-        return self.footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+        return self.fit.footprint.blocks_per_request(
+            size.max_model_len, size.max_num_batched_tokens
+        )
 
     def sized(self, context: int, batch: int) -> StepSize:
-        wishes = replace(self.config, max_model_len=context, max_num_seqs=batch)
-        return step_size(wishes, self.footprint, self.limit, self.notes)
+        wishes = replace(self.fit.config, max_model_len=context, max_num_seqs=batch)
+        return replace(self.fit, config=wishes).step_size(Notes())
 
     def planned(self, size: StepSize) -> MemoryPlan:
         blocks = 1 + size.max_num_seqs * self.blocks_each(size)  # the first is never handed out
-        return memory_plan(self.footprint, size, blocks, self.limit)
+        return self.fit.footprint.plan(size, blocks, self.fit.limit)
 
 
 def working_dtype(shape: ModelShape, weight_format: str) -> str:

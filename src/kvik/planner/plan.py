@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvik.config.config import EngineConfig
+from kvik.config.compute import choose_dtype
+from kvik.config.config import EngineConfig, Notes
 from kvik.config.hardware import Hardware, detect, find_gpus
-from kvik.config.notes import Notes
-from kvik.config.resolve import choose_dtype
-from kvik.config.sizes import Limit
+from kvik.config.memory import Limit
 from kvik.errors import ConfigError
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, Load, cost, parse_load

@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvik.config.config import Decision, MemoryPlan
+from kvik.config.config import Decision
+from kvik.config.memory import MemoryPlan
 from kvik.core.config import SchedulerConfig
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView

@@ -39,7 +39,6 @@ from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
-
 # Parameters that the other routes have for what this one does not give back.
 LEFT_OUT = (
     *("n", "logprobs", "prompt_logprobs", "typical_p", "logit_bias", "allowed_token_ids"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
+from kvik.config.compute import TRITON_CAPABILITY
 from kvik.config.files import can_write
 from kvik.config.hardware import (
     Gpu,
@@ -21,7 +22,6 @@ from kvik.config.hardware import (
     prompt_attention_path,
     save_thresholds,
 )
-from kvik.config.kernels import TRITON_CAPABILITY
 from kvik.errors import ConfigError
 from kvik.options import Integer
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save

@@ -10,8 +10,8 @@ import torch  # before the extension, which then shares torch's threads
 from msgspec.structs import replace
 
 from kvik import __version__
+from kvik.config.compute import native_reason
 from kvik.config.hardware import Hardware
-from kvik.config.kernels import native_reason
 from kvik.planner.calibration import Calibration, ReadRate, this_machine
 from kvik_bench.inprocess.rounds import OTHERS, Watch, disturbance
 from kvik_bench.machine.effort import Effort

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
+from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
-from kvik.config.sizes import MAX_NUM_SEQS
 from kvik.errors import CapacityError
 from kvik.options import options_of
 from kvik.planner.advice import reasons

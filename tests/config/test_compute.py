@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvik.config.built import settled
-from kvik.config.config import Decision, EngineConfig
+from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
+from kvik.config.config import EngineConfig, Notes
 from kvik.config.engine_manifest import Built
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
-from kvik.config.kernels import choose_attention, choose_kernels, torch_prompts
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
 from kvik.config.model_spec import ModelSpec, read_model_spec
@@ -25,12 +24,6 @@ HOPPER = Gpu(0, "H200", 1 << 37, 1 << 37, (9, 0))
 SERVER = replace(LAPTOP, gpus=(HOPPER,), triton=True)
 TURING = replace(SERVER, gpus=(replace(HOPPER, name="T4", capability=(7, 5)),))
 MODEL = read_model_spec(find_model(""))
-
-
-class Notes(list[Decision]):
-    def add(self, name: str, value: str, reason: str) -> str:
-        self.append(Decision(name, value, reason))
-        return value
 
 
 @pytest.mark.parametrize(
@@ -51,17 +44,17 @@ class Notes(list[Decision]):
 )
 def test_chosen_by_facts(hardware, device, dtype, kernels, reason) -> None:
     notes = Notes()
-    assert choose_kernels(EngineConfig(), hardware, MODEL, device, dtype, notes.add) == kernels
-    assert notes[0].name == "kernels" and reason in notes[0].reason
+    assert choose_kernels(EngineConfig(), hardware, MODEL, device, dtype, notes) == kernels
+    assert notes.decisions[0].name == "kernels" and reason in notes.decisions[0].reason
 
 
 def test_asked_for_is_used_even_where_it_is_slow() -> None:
     notes = Notes()
     config = EngineConfig(kernels="native")
-    assert choose_kernels(config, OLD, MODEL, "cpu", "float32", notes.add) == "native"
+    assert choose_kernels(config, OLD, MODEL, "cpu", "float32", notes) == "native"
     config = EngineConfig(kernels="torch")
-    assert choose_kernels(config, LAPTOP, MODEL, "cpu", "float32", notes.add) == "torch"
-    assert {note.reason for note in notes} == {"as asked"}
+    assert choose_kernels(config, LAPTOP, MODEL, "cpu", "float32", notes) == "torch"
+    assert {note.reason for note in notes.decisions} == {"as asked"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,7 @@ def test_asked_for_is_used_even_where_it_is_slow() -> None:
 def test_asked_for_and_impossible(kernels, hardware, device, dtype, match) -> None:
     config = EngineConfig(kernels=kernels)
     with pytest.raises(ConfigError, match=match) as error:
-        choose_kernels(config, hardware, MODEL, device, dtype, Notes().add)
+        choose_kernels(config, hardware, MODEL, device, dtype, Notes())
     assert error.value.field == "kernels"
 
 
@@ -97,14 +90,14 @@ def test_attention_goes_with_the_kernels(kernels, block_size, head_dim, backend,
     spec = replace(read_model_spec(find_model("")), head_dim=head_dim)
     notes = Notes()
     config = EngineConfig(block_size=block_size)
-    assert choose_attention(config, spec, kernels, "bfloat16", None, notes.add) == backend
-    assert reason in notes[0].reason
+    assert choose_attention(config, spec, kernels, "bfloat16", None, notes) == backend
+    assert reason in notes.decisions[0].reason
     asked = replace(config, attention_backend="cpu")
     if backend == "cpu":
-        assert choose_attention(asked, spec, kernels, "bfloat16", None, notes.add) == "cpu"
+        assert choose_attention(asked, spec, kernels, "bfloat16", None, notes) == "cpu"
     else:
         with pytest.raises(ConfigError) as error:
-            choose_attention(asked, spec, kernels, "bfloat16", None, notes.add)
+            choose_attention(asked, spec, kernels, "bfloat16", None, notes)
         assert error.value.field == "attention_backend"
 
 
@@ -127,11 +120,11 @@ def test_attention_on_a_gpu(kernels, kv, head_dim, asked, expected, reason) -> N
     config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
     if expected is ConfigError:
         with pytest.raises(ConfigError, match=reason) as error:
-            choose_attention(config, spec, kernels, "bfloat16", None, notes.add)
+            choose_attention(config, spec, kernels, "bfloat16", None, notes)
         assert error.value.field == "attention_backend"
     else:
-        assert choose_attention(config, spec, kernels, "bfloat16", None, notes.add) == expected
-        assert reason in notes[0].reason
+        assert choose_attention(config, spec, kernels, "bfloat16", None, notes) == expected
+        assert reason in notes.decisions[0].reason
 
 
 MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
@@ -160,12 +153,12 @@ def test_torch_reads_prompts_where_it_was_measured_faster(
     config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
     if expected is ConfigError:
         with pytest.raises(ConfigError, match=reason) as error:
-            choose_attention(config, spec, "triton", dtype, gpu, notes.add)
+            choose_attention(config, spec, "triton", dtype, gpu, notes)
         assert error.value.field == "attention_backend"
         return
-    assert choose_attention(config, spec, "triton", dtype, gpu, notes.add) == expected
+    assert choose_attention(config, spec, "triton", dtype, gpu, notes) == expected
     assert torch_prompts(expected, spec, gpu) == least
-    assert reason in notes[0].reason
+    assert reason in notes.decisions[0].reason
 
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])
@@ -183,8 +176,8 @@ def test_groups_that_tensor_cores_cannot_take(group: int, kernels: str) -> None:
     }
     spec, notes = ModelSpec.from_config(model), Notes()
     config = EngineConfig()
-    assert choose_kernels(config, SERVER, spec, "cuda:0", "float16", notes.add) == kernels
-    assert ("groups of 8" in notes[0].reason) == (group == 8)
+    assert choose_kernels(config, SERVER, spec, "cuda:0", "float16", notes) == kernels
+    assert ("groups of 8" in notes.decisions[0].reason) == (group == 8)
 
 
 def test_attention_in_place_takes_the_same_memory_however_long_contexts_are() -> None:

@@ -1,0 +1,405 @@
+"""What computes, and in what: device, dtype, kernels (native C++, Triton's on a GPU, or torch's),
+attention backend, format of the KV cache. Decided from facts, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvik.config.config import ASKED, EngineConfig, Notes
+from kvik.config.engine_manifest import Built
+from kvik.config.hardware import Gpu, Hardware
+from kvik.config.memory import TRITON_SDPA, Limit, ModelSizes
+from kvik.config.model_spec import SHORT_DTYPES, ModelSpec
+from kvik.config.quantization import SCHEMES, matrix_scheme, weight_bytes
+from kvik.config.units import show_bytes
+from kvik.errors import ConfigError
+from kvik.spec.kv import AUTO, KV_FORMATS
+
+NATIVE_DTYPES = ("float32", "bfloat16")
+LANES = 16  # keys of a block and elements of a head come in multiples of this
+MAX_HEAD_DIM = 256
+# Of Triton's kernels: inputs that share a scale come in multiples of this; GPUs that have bfloat16.
+TRITON_GROUP = 16
+TRITON_CAPABILITY = (8, 0)
+# Tokens from which torch's attention takes prompts where it is asked for and nothing was measured.
+TORCH_FROM = 2048
+FUSED_DTYPES = ("bfloat16", "float16")  # of torch's fused attention
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computes, and in what.
+
+    Attributes:
+        device: "cpu" or "cuda:N". gpu: what that is; None: the CPU.
+        dtype: "float32", "bfloat16" or "float16".
+        kernels: "native", "triton" or "torch".
+        attention: the backend.
+    """
+
+    device: str
+    gpu: Gpu | None
+    dtype: str
+    kernels: str
+    attention: str
+
+    @property
+    def kind(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+
+def choose_compute(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware, notes: Notes
+) -> tuple[Compute, Limit]:
+    """What computes, and the memory that may be planned with.
+
+    Raises:
+        ConfigError: what was asked for is not there, or cannot serve this model.
+    """
+    device, gpu = choose_device(config, hardware, notes)
+    limit = _memory_limit(config, hardware, gpu, notes)
+    dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
+    compute = computing_in(dtype, config, spec, hardware, device, gpu, notes)
+    _choose_kv_format(config, spec, dtype, notes)
+    asked = ASKED if config.quantization != "none" else "the default"
+    words = SCHEMES[config.quantization]
+    words += f" ({spec.quantization})" if spec.quantization else ""
+    notes.add("quantization", config.quantization, f"{asked}: {words}")
+    return compute, limit
+
+
+def computing_in(
+    dtype: str,
+    config: EngineConfig,
+    model: ModelSizes,
+    hardware: Hardware,
+    device: str,
+    gpu: Gpu | None,
+    notes: Notes,
+) -> Compute:
+    """With the kernels and the attention backend that suit a model in this dtype on this device."""
+    kernels = choose_kernels(config, hardware, model, device, dtype, notes)
+    attention = choose_attention(config, model, kernels, dtype, gpu, notes)
+    return Compute(device, gpu, dtype, kernels, attention)
+
+
+def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
+    """ "cpu", or "cuda:N" and what that is."""
+    gpus = {gpu.index: gpu for gpu in hardware.gpus}
+    if config.device == "cpu" or (config.device == "auto" and not gpus):
+        reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
+        return notes.add("device", "cpu", reason), None
+    _, _, wanted = config.device.partition(":")
+    index = int(wanted) if wanted else min(gpus, default=0)
+    if index not in gpus:
+        visible = ", ".join(f"cuda:{i}" for i in sorted(gpus)) or "none"
+        raise ConfigError("device", f"{config.device} is not there (CUDA devices: {visible})")
+    reason = ASKED if wanted else gpus[index].name
+    return notes.add("device", f"cuda:{index}", reason), gpus[index]
+
+
+def _memory_limit(config: EngineConfig, hardware: Hardware, gpu: Gpu | None, notes: Notes) -> Limit:
+    free = gpu.free_memory if gpu else hardware.memory_limit
+    what = "free GPU memory" if gpu else hardware.memory_reason
+    limit = int(free * config.memory_utilization)
+    source = f"{config.memory_utilization:.0%} of {show_bytes(free)} ({what})"
+    notes.add("memory", show_bytes(limit), source)
+    return Limit(limit, source)
+
+
+def choose_dtype(
+    config: EngineConfig,
+    spec: ModelSpec,
+    hardware: Hardware,
+    gpu: Gpu | None,
+    limit: Limit,
+    notes: Notes,
+) -> str:
+    if config.dtype != "auto":
+        return notes.add("dtype", config.dtype, ASKED)
+    if gpu and spec.dtype == "bfloat16" and gpu.capability < (8, 0):
+        return notes.add("dtype", "float16", f"{gpu.name} has no bfloat16")
+    if gpu:
+        return notes.add("dtype", spec.dtype, "the checkpoint's")
+    full = weight_bytes(spec, "float32", config.quantization)
+    if spec.dtype == "float32":
+        if full <= limit.size // 2:
+            return notes.add("dtype", "float32", "the checkpoint's")
+        return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
+    if hardware.fast_bf16:
+        return notes.add("dtype", "bfloat16", "half the bytes to read, and this CPU multiplies it")
+    if native_reason(hardware) is None and config.kernels != "torch":
+        return notes.add("dtype", "bfloat16", "half the bytes to read, widened as they are read")
+    if full <= limit.size // 2:
+        return notes.add("dtype", "float32", "this CPU has no bfloat16 arithmetic")
+    return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
+
+
+def native_reason(hardware: Hardware) -> str | None:
+    """Why the native kernels are no good here; None if they are."""
+    if not hardware.native:
+        return "kvik was installed without its native kernels: was there a C++20 compiler?"
+    if hardware.native_isa == "portable" and "asimd" not in hardware.isa:
+        return "this CPU is not known to have AVX2"
+    return None
+
+
+def triton_reason(
+    config: EngineConfig, hardware: Hardware, model: ModelSizes, device: str
+) -> str | None:
+    """Why Triton's kernels are no good here; None if they are."""
+    if device == "cpu":
+        return "Triton's kernels are for GPUs"
+    if not hardware.triton:
+        return "Triton is not installed: pip install 'kvik[gpu]'"
+    _, _, index = device.partition(":")
+    for gpu in hardware.gpus:
+        if gpu.index == int(index or 0) and gpu.capability < TRITON_CAPABILITY:
+            have, need = (".".join(map(str, c)) for c in (gpu.capability, TRITON_CAPABILITY))
+            return f"{gpu.name} has capability {have}, and Triton's kernels need {need}"
+    for like in model.linear_layers():
+        scheme = matrix_scheme(config.quantization, like.inputs, like.stored, head=like.head)
+        if scheme is not None and scheme.group % TRITON_GROUP:
+            return f"weights in groups of {scheme.group}, which is no multiple of {TRITON_GROUP}"
+    return None
+
+
+def choose_kernels(
+    config: EngineConfig,
+    hardware: Hardware,
+    model: ModelSizes,
+    device: str,
+    dtype: str,
+    notes: Notes,
+) -> str:
+    """ "native", "triton" or "torch".
+
+    Raises:
+        ConfigError: kernels were asked for that cannot run.
+    """
+    triton = triton_reason(config, hardware, model, device)
+    if config.kernels == "triton" and triton is not None:
+        others = "auto, native or torch" if device == "cpu" else "auto or torch"
+        raise ConfigError("kernels", f"triton: {triton}; must be {others} here")
+    if config.kernels == "auto" and triton is None:
+        return notes.add("kernels", "triton", "compiled for this GPU when they first run")
+    refusal = None
+    if device != "cpu":
+        refusal = "native kernels are for CPUs"
+    elif dtype not in NATIVE_DTYPES:
+        refusal = f"native kernels have no {dtype}, only {' and '.join(NATIVE_DTYPES)}"
+    elif not hardware.native:
+        refusal = native_reason(hardware)
+    if config.kernels == "native" and refusal is not None:
+        raise ConfigError("kernels", f"native: {refusal}")
+    if config.kernels != "auto":
+        return notes.add("kernels", config.kernels, ASKED)
+    if device != "cpu":
+        return notes.add("kernels", "torch", str(triton))
+    refusal = refusal or native_reason(hardware)
+    if refusal is not None:
+        return notes.add("kernels", "torch", refusal)
+    isa = hardware.native_isa
+    reason = "C++" if isa == "portable" else f"C++; this CPU has {isa}"
+    return notes.add("kernels", "native", reason)
+
+
+def choose_attention(
+    config: EngineConfig,
+    model: ModelSizes,
+    kernels: str,
+    dtype: str,
+    gpu: Gpu | None,
+    notes: Notes,
+) -> str:
+    """The attention backend.
+
+    Args:
+        kernels, dtype, gpu: that the engine runs with; no GPU: on the CPU.
+
+    Raises:
+        ConfigError: "cpu", "triton" or "triton+sdpa" was asked for and cannot serve this model,
+            dtype or block size.
+    """
+    if kernels == "triton" or config.attention_backend in ("triton", TRITON_SDPA):
+        return _triton_or_sdpa(config, model, kernels, dtype, gpu, notes)
+    refusal = None
+    if kernels != "native":
+        refusal = "it needs the native kernels"
+    elif config.kv_cache_dtype == "fp16":
+        refusal = "its cache has no fp16"
+    elif config.block_size % LANES:
+        refusal = f"block_size {config.block_size} is no multiple of {LANES}"
+    elif model.head_dim % LANES or model.head_dim > MAX_HEAD_DIM:
+        refusal = f"head_dim {model.head_dim} is no multiple of {LANES} up to {MAX_HEAD_DIM}"
+    if config.attention_backend == "cpu" and refusal is not None:
+        raise ConfigError("attention_backend", f"cpu: {refusal}")
+    if config.attention_backend != "auto":
+        return notes.add("attention_backend", config.attention_backend, ASKED)
+    if refusal is None:
+        return notes.add("attention_backend", "cpu", "native kernels on a cache laid out for them")
+    reason = "the fastest of torch" if kernels != "native" else f"not cpu, as {refusal}"
+    return notes.add("attention_backend", "sdpa", reason)
+
+
+def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | None:
+    """From how many tokens on torch's attention takes fresh prompts beside Triton's; None: none."""
+    if backend != TRITON_SDPA:
+        return None
+    measured = None if gpu is None else dict(gpu.torch_prompts).get(model.head_dim)
+    return measured or TORCH_FROM
+
+
+def _triton_or_sdpa(
+    config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
+) -> str:
+    dim, refusal = model.head_dim, None
+    # Rotation and rounding work on halves of a head; of four bits a half is whole bytes.
+    multiple = 4 if config.kv_cache_dtype == "int4" else 2
+    if kernels != "triton":
+        refusal = "it needs the Triton kernels"
+    elif dim % multiple or dim > MAX_HEAD_DIM:
+        refusal = f"head_dim {dim} is no multiple of {multiple} up to {MAX_HEAD_DIM}"
+    unfit = refusal or _no_torch_prompts(config, dtype)
+    asked = config.attention_backend
+    if asked == "triton" and refusal is not None:
+        raise ConfigError("attention_backend", f"triton: {refusal}")
+    if asked == TRITON_SDPA and unfit is not None:
+        raise ConfigError("attention_backend", f"{TRITON_SDPA}: {unfit}")
+    if asked == "cpu":
+        raise ConfigError("attention_backend", "cpu: it needs the native kernels")
+    if asked != "auto":
+        return notes.add("attention_backend", asked, ASKED)
+    if refusal is not None:
+        return notes.add("attention_backend", "sdpa", f"not triton, as {refusal}")
+    least = None if gpu is None else dict(gpu.torch_prompts).get(dim)
+    if gpu is not None and least is not None and unfit is None:
+        reason = f"torch's was measured faster for prompts of {least} tokens and more"
+        return notes.add("attention_backend", TRITON_SDPA, f"{reason} on {gpu.name}")
+    return notes.add("attention_backend", "triton", "reads the paged cache in place")
+
+
+def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
+    """Why torch's fused kernels cannot take prompts; None if they can."""
+    kv = config.kv_cache_dtype
+    if dtype not in FUSED_DTYPES:
+        return f"torch's fused kernels have no {dtype}"
+    if kv not in ("auto", SHORT_DTYPES[dtype]):
+        return f"keys that are stored as {kv} are read by Triton's alone"
+    return None
+
+
+BUILT_IN = "as the engine folder was built"
+# What a field is when its user left the choice to kvik.
+LEFT_OPEN: Mapping[str, str] = {
+    "dtype": "auto",
+    "kernels": "auto",
+    "quantization": "none",
+    "device": "auto",
+}
+REBUILD = "build another one from the model itself: kvik build MODEL -o ENGINE"
+
+
+def built_in(built: Built) -> dict[str, str]:
+    """Fields of `EngineConfig` that are settled, and their values."""
+    found = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
+    return found | {"device": "cpu"} if built.kernels == "native" else found
+
+
+def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineConfig:
+    """The wishes with what is built in.
+
+    Raises:
+        ConfigError: something else was asked for, or cannot run here.
+    """
+    values = built_in(built)
+    for name, value in values.items():
+        asked = getattr(config, name)
+        if asked not in (value, LEFT_OPEN[name]):
+            raise ConfigError(
+                name,
+                f"is {value} in this engine folder, not {asked}: leave it out, or {REBUILD} "
+                f"--{name} {asked}",
+            )
+    if built.quantization not in SCHEMES:
+        raise ConfigError(
+            "quantization",
+            f"{built.quantization!r} of this engine folder is unknown to this kvik: {REBUILD}",
+        )
+    if built.kernels == "native" and not hardware.native:
+        raise ConfigError(
+            "kernels",
+            "this engine folder is for the native kernels, which kvik was installed without: "
+            f"{REBUILD}",
+        )
+    if built.kernels == "triton" and not hardware.triton:
+        raise ConfigError(
+            "kernels",
+            "this engine folder is for Triton's kernels, and Triton is not installed: "
+            f"pip install 'kvik[gpu]', or {REBUILD}",
+        )
+    return replace(
+        config,
+        dtype=built.dtype,
+        kernels=built.kernels,
+        quantization=built.quantization,
+        device=values.get("device", config.device),
+    )
+
+
+def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> None:
+    """Whether a draft model in an engine folder can run beside a model.
+
+    Args:
+        dtype, kernels: of the model.
+        quantization: asked for of the draft model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    asked = {"dtype": dtype, "kernels": kernels}
+    if quantization != LEFT_OPEN["quantization"]:
+        asked["quantization"] = quantization
+    values = built_in(built)
+    for name, value in asked.items():
+        if values[name] != value:
+            raise ConfigError(
+                "spec_model",
+                f"{name} is {values[name]} in its engine folder and must be {value}: {REBUILD} "
+                f"--{name} {value}",
+            )
+
+
+def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: Notes) -> None:
+    """Write down what was asked for.
+
+    Raises:
+        ConfigError: the model has no such layers, or heads that the format cannot store.
+    """
+    name, skipped = config.kv_cache_dtype, sorted(set(config.kv_cache_dtype_skip_layers))
+    for layer in skipped:
+        if layer >= spec.num_layers:
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers",
+                f"must name layers from 0 to {spec.num_layers - 1}, not {layer}",
+            )
+    if name == AUTO:
+        if skipped:
+            raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
+        notes.add("kv_cache_dtype", dtype, f"the model's{_calibrated(spec)}")
+        return
+    if name == "int4" and spec.head_dim % 2:
+        raise ConfigError("kv_cache_dtype", f"int4 needs heads of even size, not {spec.head_dim}")
+    reason = f"as asked: keys and values {KV_FORMATS[name].meaning}"
+    if skipped:
+        reason += f"; layers {', '.join(map(str, skipped))} in {dtype}"
+    notes.add("kv_cache_dtype", name, reason + _calibrated(spec))
+
+
+def _calibrated(spec: ModelSpec) -> str:
+    """What becomes of scales that the checkpoint has for keys and values."""
+    if spec.quantization is None or not spec.quantization.kv_scales:
+        return ""
+    return "; the checkpoint's calibrated scales are not needed: each vector has its own"

@@ -1,0 +1,493 @@
+"""How much fits: requests, tokens and drafts of a step, the longest request, blocks of the KV
+cache; and what to say when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from kvik.config.compute import LANES, MAX_HEAD_DIM, Compute, check_draft
+from kvik.config.config import ASKED, EngineConfig, Notes, wish_of
+from kvik.config.hardware import Hardware
+from kvik.config.memory import (
+    CUDA_BUILD_BYTES,
+    RUNTIME_BYTES,
+    THREAD_BYTES,
+    TRITON_BACKENDS,
+    Footprint,
+    HeadsFootprint,
+    Limit,
+    ModelSizes,
+    StepSize,
+)
+from kvik.config.speculative import (
+    DEFAULT_TOKENS,
+    OFF,
+    DraftSource,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    Typical,
+)
+from kvik.config.units import GIB, show_bytes
+from kvik.errors import CapacityError, ConfigError
+from kvik.spec.kv import AUTO, KVGroup, KVKind
+
+MAX_NUM_SEQS = 256
+CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic
+MIN_BUDGET = 64  # tokens of a step below which even one request crawls
+MIN_CONTEXT = 256  # a planned context shorter than this is of no use to anyone
+# Of a computer's memory, which has other work to do, the KV cache takes by default at most this
+# share of what is left, and no more than keeps it in proportion to the model.
+CPU_KV_SHARE = 0.5
+CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
+# Drafts of a step beyond which it is bound by arithmetic, so that wrong ones cost what right ones
+# gain. Each is a row of logits.
+MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
+NO_GRAPHS = "no request would fit into memory beside them; decoding takes longer"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fits an engine into memory.
+
+    Attributes:
+        config: what was asked for.
+        footprint: bytes that the engine takes.
+    """
+
+    config: EngineConfig
+    footprint: Footprint
+    limit: Limit
+
+    def decide(self, notes: Notes) -> tuple[Footprint, StepSize, int]:
+        """The largest step that fits, its longest request, and the blocks of the KV cache.
+
+        Returns:
+            The footprint, without captured steps where they would not fit; the step; the blocks.
+
+        Raises:
+            CapacityError: not even one request fits.
+            ConfigError: something was asked for that contradicts the model or another field.
+        """
+        fit = self._captured_if_it_fits()
+        size = fit.sizes(notes)
+        num_blocks = fit.num_blocks(size, notes)
+        size = fit.cut_seqs(size, num_blocks, notes)
+        fit.note_graphs(size, notes)
+        return fit.footprint, size, num_blocks
+
+    def _captured_if_it_fits(self) -> Fit:
+        """Without captured steps where no request fits beside them and they were not asked for: an
+        engine that starts is worth more than a fast one that does not."""
+        if self.footprint.device == "cpu" or self.config.graph_memory is not None:
+            return self
+        try:
+            self.sizes(Notes())
+        except CapacityError:
+            return replace(self, footprint=replace(self.footprint, graph_memory=0))
+        return self
+
+    def sizes(self, notes: Notes) -> StepSize:
+        """A step, and its longest request."""
+        size = self.step_size(notes)
+        return replace(size, max_model_len=self._max_model_len(size, notes))
+
+    def step_size(self, notes: Notes) -> StepSize:
+        """Requests and tokens of a step, cut so that the tensors of a step take at most a quarter
+        of what the weights leave. `max_model_len` of the result is only a first guess."""
+        config, footprint = self.config, self.footprint
+        context = footprint.spec.max_context
+        default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
+        wish = wish_of(config)
+        # Tokens of a request.
+        each, drafts = (1, 0) if wish is None else (2, 2 * draft_tokens(wish))
+        batch = config.batch_size if config.policy in ("static", "dynamic") else 0
+        least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
+        size = StepSize(
+            max_model_len=config.max_model_len or min(context, 4096),
+            max_num_seqs=config.max_num_seqs
+            or max(1, min(MAX_NUM_SEQS, (config.max_num_batched_tokens or GPU_BUDGET) // each)),
+            max_num_batched_tokens=config.max_num_batched_tokens or max(default, least),
+        )
+        if batch:
+            if config.max_num_seqs is None:
+                size = replace(size, max_num_seqs=max(size.max_num_seqs, batch))
+            elif batch > config.max_num_seqs:
+                raise ConfigError(
+                    "batch_size",
+                    f"must be at most max_num_seqs ({config.max_num_seqs}), not {batch}",
+                )
+        size = with_draft_rows(wish, size, footprint.device)
+        asked = size
+        room = (self.limit.size - footprint.weights - footprint.overhead(size)) // 4
+        floor = max(MIN_BUDGET, least)
+        while footprint.activations(size) > room:
+            smaller = []
+            if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
+                tokens = size.max_num_batched_tokens // 2
+                most = max(tokens // each, config.max_num_seqs or batch or 1)
+                seqs = min(size.max_num_seqs, most)
+                smaller.append(replace(size, max_num_batched_tokens=tokens, max_num_seqs=seqs))
+            if config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
+                seqs = max(size.max_num_seqs // 2, config.batch_size)
+                smaller.append(replace(size, max_num_seqs=seqs))
+            if not smaller:
+                break
+            smaller = [with_draft_rows(wish, one, footprint.device) for one in smaller]
+            size = min(smaller, key=footprint.activations)
+        reason = "enough to keep the arithmetic units busy"
+        if size.max_num_batched_tokens < asked.max_num_batched_tokens:
+            reason = "a larger step would take over a quarter of the memory left by the weights"
+        if config.max_num_batched_tokens is not None:
+            reason = ASKED
+        notes.add("max_num_batched_tokens", size.max_num_batched_tokens, reason)
+        return size
+
+    def _max_model_len(self, size: StepSize, notes: Notes) -> int:
+        """The asked-for context if it fits, else the longest that does."""
+        config = self.config
+        context = self.footprint.spec.max_context
+        if config.max_model_len is not None and config.max_model_len > context:
+            raise ConfigError(
+                "max_model_len",
+                f"must be at most the model's context of {context}, not {config.max_model_len}",
+            )
+        wanted = config.max_model_len or context
+        longest = self._longest(lambda length: replace(size, max_model_len=length), wanted)
+        least = wanted
+        if config.max_model_len is None:
+            small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
+            least = 1 if small_cache else min(wanted, MIN_CONTEXT)
+        if longest < least:
+            # What the error offers must fit when it is asked for, with the step sized for that.
+            offer = self._longest(self._asked, least)
+            raise self._capacity_error(replace(size, max_model_len=least), offer)
+        if config.max_model_len is not None:
+            return notes.add("max_model_len", wanted, ASKED)
+        if longest == wanted:
+            return notes.add("max_model_len", wanted, "the model's context")
+        limiter = "the memory left"
+        if config.num_blocks is not None or config.kv_cache_memory is not None:
+            limiter = "the KV cache asked for"
+        reason = f"what {limiter} holds, of the model's context of {context}"
+        return notes.add("max_model_len", longest, reason)
+
+    def _asked(self, length: int) -> StepSize:
+        """The step of a user who asks for a context of `length`."""
+        asking = replace(self, config=replace(self.config, max_model_len=length))
+        return replace(asking.step_size(Notes()), max_model_len=length)
+
+    def _longest(self, size_for: Callable[[int], StepSize], most: int) -> int:
+        """A long context, up to `most`, of which one request fits; 0 if none is found.
+
+        It is the longest if a longer context never fits better, as with steps of a fixed size.
+        """
+
+        def fits(length: int) -> bool:
+            trial = size_for(length)
+            one = 1 + self.footprint.blocks_per_request(length, trial.max_num_batched_tokens)
+            enough = self._cache_bytes(trial) >= one * self.footprint.block_cost
+            return enough and self._needed(trial) <= self.limit.size
+
+        if fits(most):
+            return most
+        low, high = 0, most  # fits(low) or low == 0; not fits(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        # Whole blocks: a longer context could not be told apart from this one.
+        whole = low - low % self.footprint.block_size
+        return whole if whole and fits(whole) else low
+
+    def num_blocks(self, size: StepSize, notes: Notes) -> int:
+        """At least one request of `max_model_len`, at most what all requests together can use."""
+        config, footprint = self.config, self.footprint
+        if config.num_blocks is not None:
+            return notes.add("num_blocks", config.num_blocks, ASKED)
+        per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
+        cost = footprint.block_cost
+        if config.kv_cache_memory is not None:
+            asked = show_bytes(config.kv_cache_memory)
+            count, reason = config.kv_cache_memory // cost, f"kv_cache_memory of {asked}"
+        else:
+            room = self.limit.size - footprint.fixed(size)
+            bounds = [(room // cost, "all memory left")]
+            if footprint.device == "cpu":
+                proportion = max(CPU_KV_FLOOR, CPU_KV_PER_WEIGHTS * footprint.weights)
+                bounds += [
+                    (int(room * CPU_KV_SHARE) // cost, f"{CPU_KV_SHARE:.0%} of the memory left"),
+                    (proportion // cost, f"{show_bytes(proportion)}, in proportion to the weights"),
+                ]
+            count, reason = min(bounds)
+            if count <= per_request:
+                count, reason = 1 + per_request, "one request of max_model_len"
+        useful = 1 + size.max_num_seqs * per_request
+        if count >= useful:
+            count = useful
+            reason = f"all that {size.max_num_seqs} requests of max_model_len can use"
+        tokens = (count - 1) * footprint.block_size // len(footprint.groups)
+        notes.add("num_blocks", count, f"{reason}; {tokens} tokens")
+        return count
+
+    def cut_seqs(self, size: StepSize, num_blocks: int, notes: Notes) -> StepSize:
+        """No more requests at a time than there are blocks to give them."""
+        if self.config.max_num_seqs is not None:
+            notes.add("max_num_seqs", self.config.max_num_seqs, ASKED)
+            return size
+        count = min(size.max_num_seqs, num_blocks - 1)
+        reason = "more would wait for each other's memory or arithmetic"
+        if count < size.max_num_seqs:
+            reason = "one block for each at least"
+        elif count < MAX_NUM_SEQS:
+            reason = "sampling for more would take too much memory, or more tokens than a step has"
+        notes.add("max_num_seqs", count, reason)
+        size = replace(size, max_num_seqs=count)
+        return with_draft_rows(wish_of(self.config), size, self.footprint.device)
+
+    def note_graphs(self, size: StepSize, notes: Notes) -> None:
+        """Note which forwards are captured, where any can be."""
+        config, footprint = self.config, self.footprint
+        able = replace(footprint, graph_memory=None)
+        sizes, drafting = able.graph_sizes(size), able.draft_graph_sizes(size)
+        if footprint.graph_memory == 0 and (sizes or drafting):
+            notes.add("cuda_graphs", "none", ASKED if config.graph_memory == 0 else NO_GRAPHS)
+        elif sizes or drafting:
+            what = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
+            value, replayed = what, "drafts are made by replays"
+            if sizes:
+                value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
+                value += f", {what}" if drafting else ""
+                judging = " and judging" if size.max_draft_rows else ""
+                replayed = f"decoding{judging} steps are replays"
+            taken = show_bytes(footprint.graphs(size))
+            planned = "are planned" if footprint.graph_memory is None else "were asked for"
+            notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")
+
+    def _cache_bytes(self, size: StepSize) -> int:
+        """The KV cache that was asked for, else the smallest that holds one request."""
+        config, footprint = self.config, self.footprint
+        if config.kv_cache_memory is not None:
+            return config.kv_cache_memory
+        blocks = config.num_blocks
+        if blocks is None:
+            length, chunk = size.max_model_len, size.max_num_batched_tokens
+            blocks = 1 + footprint.blocks_per_request(length, chunk)
+        return blocks * footprint.block_cost
+
+    def _needed(self, size: StepSize) -> int:
+        return self.footprint.fixed(size) + self._cache_bytes(size)
+
+    def _capacity_error(self, size: StepSize, longest: int) -> CapacityError:
+        """The error for a `size` that does not fit.
+
+        Args:
+            longest: the longest context that would fit with all else as it is; 0 if none does.
+        """
+        config, footprint = self.config, self.footprint
+        length = size.max_model_len
+        enough = 1 + footprint.blocks_per_request(length, size.max_num_batched_tokens)
+        if config.num_blocks is not None and config.num_blocks < enough:
+            return CapacityError(
+                "num_blocks",
+                f"must be at least {enough} to hold {length} tokens, not {config.num_blocks}",
+            )
+        enough_bytes = enough * footprint.block_cost
+        if config.kv_cache_memory is not None and config.kv_cache_memory < enough_bytes:
+            return CapacityError(
+                "kv_cache_memory",
+                f"must be at least {enough_bytes} bytes to hold {length} tokens, "
+                f"not {config.kv_cache_memory}",
+            )
+        needed = self._needed(size)
+        allowed = f"{show_bytes(self.limit.size)} are allowed: {self.limit.source}"
+        if config.max_model_len is not None and longest > 0:
+            return CapacityError(
+                "max_model_len",
+                f"{length} tokens need {show_bytes(needed)}, {allowed}; up to {longest} would fit",
+            )
+        graphs = footprint.graphs(size)
+        captured = (f"{show_bytes(graphs)} for CUDA graphs",) if graphs else ()
+        parts = ", ".join(
+            (
+                f"{show_bytes(footprint.weights)} of weights in {footprint.stored_as}",
+                f"{show_bytes(footprint.activations(size))} for a step",
+                f"{show_bytes(self._cache_bytes(size))} of KV cache",
+                *captured,
+                f"{show_bytes(footprint.overhead(size) - graphs)} for the runtime",
+            )
+        )
+        text = f"{show_bytes(needed)} are needed ({parts}), {allowed}"
+        return CapacityError("memory", f"{text}; {self._what_would_fit(size)} would fit")
+
+    def _what_would_fit(self, size: StepSize) -> str:
+        """The smallest change that helps."""
+        config = replace(self.config, num_blocks=None, kv_cache_memory=None)
+        free = replace(self, config=config)
+        half = replace(free, footprint=replace(self.footprint, dtype="bfloat16"))
+        eager = replace(self.footprint, graph_memory=0)
+        small = replace(size, max_num_seqs=1, max_num_batched_tokens=MIN_BUDGET)
+        one_by_one = f"max_num_seqs=1 with max_num_batched_tokens={MIN_BUDGET}"
+        also = "" if config == self.config else " and a smaller KV cache"
+        for advice, fit, trial in (
+            ("a smaller KV cache", free, size),
+            ("a smaller graph_memory", replace(self, footprint=eager), size),
+            (f"a smaller graph_memory{also}", replace(free, footprint=eager), size),
+            (f"{one_by_one}{also}", free, small),
+            (f"dtype=bfloat16{also}", half, size),
+            (f"dtype=bfloat16, {one_by_one}{also}", half, small),
+        ):
+            if fit._needed(trial) <= self.limit.size:
+                return advice
+        needed, share = self._needed(size), self.config.memory_utilization
+        if needed * share <= self.limit.size:
+            return "a higher memory_utilization"
+        return f"a smaller model, or {show_bytes(int(needed / share))} of memory,"
+
+
+def footprint_of(
+    config: EngineConfig,
+    model: ModelSizes,
+    hardware: Hardware,
+    compute: Compute,
+    mapped: int | None = None,
+) -> Footprint:
+    """What the engine takes, without drafts.
+
+    Args:
+        mapped: bytes of weights that are read in place; None: they are loaded.
+    """
+    runtime = RUNTIME_BYTES[compute.kind]
+    if compute.kind == "cpu":
+        runtime += THREAD_BYTES * (config.threads or hardware.cores)
+        runtime += CUDA_BUILD_BYTES if hardware.cuda_build else 0
+    return Footprint(
+        model,
+        compute.dtype,
+        config.quantization,
+        compute.kind,
+        compute.attention,
+        config.block_size,
+        runtime,
+        config.kv_cache_dtype,
+        config.kv_cache_dtype_skip_layers,
+        compute.kernels,
+        mapped=mapped,
+        graph_memory=config.graph_memory,
+    )
+
+
+def draft_tokens(wish: SpeculativeConfig) -> int:
+    """Most drafts of a request in one step."""
+    return wish.num_speculative_tokens or DEFAULT_TOKENS[wish.method]
+
+
+def with_draft_rows(wish: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
+    """The step with as many drafts as are of use. Half of the tokens that decoding requests leave
+    of it are kept for prompts, which could starve otherwise.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    if wish is None:
+        return size
+    tokens, seqs = size.max_num_batched_tokens, size.max_num_seqs
+    most = min(seqs * draft_tokens(wish), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
+    most = max(0, most)
+    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(wish)))
+
+
+def with_drafter(
+    footprint: Footprint, wish: SpeculativeConfig | None, source: DraftSource
+) -> Footprint:
+    """What the engine takes with a draft model, or with heads.
+
+    Raises:
+        ConfigError: the draft model cannot run beside the target.
+    """
+    if wish is not None and source.heads is not None:
+        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(wish))
+        return replace(footprint, heads=heads)
+    if wish is None or source.spec is None:
+        return footprint
+    _shared_group(footprint.groups)
+    dim, backend = source.spec.head_dim, footprint.attention_backend
+    large = backend in ("cpu", *TRITON_BACKENDS) and dim > MAX_HEAD_DIM
+    if large or (backend == "cpu" and dim % LANES):
+        raise ConfigError(
+            "spec_model", f"its heads of {dim} need attention_backend sdpa, for both models"
+        )
+    built = source.spec.built
+    if built is not None:
+        check_draft(built, footprint.dtype, footprint.kernels, wish.quantization)
+    draft = replace(
+        footprint,
+        spec=source.spec,
+        quantization=built.quantization if built else wish.quantization,
+        runtime=0,
+        kv_format=AUTO,
+        kv_skipped=(),
+        mapped=built.weight_bytes if built else None,
+    )
+    return replace(footprint, draft=draft)
+
+
+def _shared_group(groups: tuple[KVGroup, ...]) -> int:
+    """The target's KV group that keeps every key."""
+    for index, group in enumerate(groups):
+        if group.spec.kind is KVKind.FULL:
+            return index
+    raise ConfigError(
+        "spec_method",
+        "draft_model needs a model with layers that see every key; ngram and suffix do not",
+    )
+
+
+def choose_speculation(
+    wish: SpeculativeConfig | None,
+    size: StepSize,
+    groups: tuple[KVGroup, ...],
+    source: DraftSource,
+    notes: Notes,
+) -> ResolvedSpeculation | None:
+    """Args:
+        size: of a step, its drafts included.
+        groups: of the target's KV cache.
+
+    Raises:
+        ConfigError: a step has no room for drafts.
+    """
+    if wish is None:
+        notes.add("speculation", OFF, "the default: see spec_method")
+        return None
+    if size.max_draft_rows == 0:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"must be at least {size.max_num_seqs + 2} for {size.max_num_seqs} requests and their "
+            f"drafts, not {size.max_num_batched_tokens}",
+        )
+    most = min(draft_tokens(wish), size.max_draft_rows)
+    reason = ASKED if wish.num_speculative_tokens else f"{ASKED}, with the method's default"
+    notes.add("speculation", wish.method, f"{reason}: up to {most} tokens of a request in a step")
+    rows = f"{size.max_draft_rows} drafts"
+    notes.add("max_draft_rows", rows, "of all requests in a step, with room left for prompts")
+    typical = None
+    if wish.typical_acceptance:
+        typical = Typical(wish.typical_epsilon, wish.typical_delta)
+        effect = "lossy: changes the distribution of requests that sample without a seed"
+        notes.add("typical_acceptance", "on", f"{effect}; {ASKED}")
+    return ResolvedSpeculation(
+        method=wish.method,
+        num_draft_tokens=most,
+        max_draft_rows=size.max_draft_rows,
+        adaptive=wish.adaptive,
+        # A draft model runs ahead in blocks that it shares with the target.
+        num_lookahead_tokens=most if wish.method == "draft_model" else 0,
+        source=source,
+        draft_step=size.of_draft_model,
+        draft_group=_shared_group(groups) if source.spec is not None else 0,
+        quantization=wish.quantization,
+        ngram_min=wish.ngram_min,
+        ngram_max=wish.ngram_max,
+        shared=wish.shared,
+        typical=typical,
+    )
