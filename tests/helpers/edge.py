@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kvik.errors import CapacityError, Overflow, OverloadError, ParamError
 from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
 from kvik.server.keys import read_keys
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of
 from kvik.server.server import Drain
 
 KEY = {"authorization": "Bearer right"}

@@ -21,9 +21,8 @@ from kvik.server import body
 from kvik.server.app import App, AppConfig
 from kvik.server.body import parse_json, read_body
 from kvik.server.errors import HttpError
-from kvik.server.exchange import BodyBudget, BodyLimits
 from kvik.server.keys import Keys
-from kvik.server.route import Route
+from kvik.server.route import BodyBudget, BodyLimits, Route
 from kvik.server.server import Drain
 
 LIMITS = BodyLimits(max_bytes=1 << 20, max_values=10_000, max_keys=1000, max_depth=20)

@@ -16,10 +16,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvik.server.app import App, AppConfig
 from kvik.server.body import read_body
-from kvik.server.exchange import BodyLimits
 from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.keys import Keys
-from kvik.server.route import Route
+from kvik.server.route import BodyLimits, Route
 from kvik.server.run import bind
 from kvik.server.server import Drain
 

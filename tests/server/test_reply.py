@@ -19,11 +19,10 @@ from starlette.requests import Request
 from kvik.core.sampling_params import SamplingParams
 from kvik.server.admission import Degradation
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of
 from kvik.server.generation import GenerationRequest, RequestLimits
 from kvik.server.native import GenerateFormat, GenerateRequest, generate
 from kvik.server.responses import StreamReply, StreamTimeouts
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of
 
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 

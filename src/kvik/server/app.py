@@ -1,8 +1,8 @@
-"""The edge of the server: every request passes here once on its way in, and its answer out.
+"""The application: every request enters and every response leaves here.
 
-In this order: the request gets its id, the Host and the origin are checked, the route is found, the
-caller's key is checked unless the route is open, and only then the handler runs and may read the
-body. A path or method that nobody answers needs a key too, so that a stranger learns nothing.
+In this order: the request gets its id, Host and Origin are checked, the route is found, the API key
+is checked unless the route is open, and only then the handler runs and may read the body. Unknown
+paths need a key too, so that they tell a stranger nothing.
 """
 
 from __future__ import annotations
@@ -14,131 +14,107 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from kvik.errors import KvikError, UnavailableError
 from kvik.server import engine_view, health, native, openapi, playground
 from kvik.server.anthropic import messages
 from kvik.server.errors import HttpError, describe, escaped, escaped_traceback, in_messages
-from kvik.server.exchange import (
-    CLOSE_EXTENSION,
+from kvik.server.guards import Hosts, Origins
+from kvik.server.keys import Caller, Keys
+from kvik.server.metrics import Metrics, RequestMetricsObserver
+from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
+from kvik.server.route import (
     DEFAULT_LIMITS,
     SCOPE_KEY,
     BodyBudget,
     BodyLimits,
     RequestContext,
+    Route,
+    break_connection,
 )
-from kvik.server.guards import Hosts, Origins
-from kvik.server.keys import Caller, Keys
-from kvik.server.metrics import Metrics, RequestMetricsObserver
-from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
-from kvik.server.route import Route, RouteTable
 from kvik.server.server import Drain, Server
 
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("kvik.access")
+
 SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
+PROBES = ("/health", "/ping", "/ready", "/metrics")
+MAX_LOGGED_PATH = 200
+MAX_REPORTED_FIELDS = 256  # unknown fields of which the log warns, once each
+
+
+class RouteTable:
+    """Method and path -> route. Paths match exactly: case and doubled slashes matter."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        patterns: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
+            if route.method in methods:
+                raise ValueError(f"{route.method} {route.path} has two routes")
+            methods[route.method] = route
+        for methods in (*self._exact.values(), *patterns.values()):
+            if "GET" in methods:
+                methods.setdefault("HEAD", methods["GET"])  # the protocol leaves out the body
+        self._patterns = [(*compile_path(path)[::2], methods) for path, methods in patterns.items()]
+
+    def methods(self, path: str) -> tuple[Mapping[str, Route], Mapping[str, Any]]:
+        """The routes of a path by method, and the parameters in the path."""
+        if path in self._exact:
+            return self._exact[path], {}
+        for regex, convertors, methods in self._patterns:
+            if match := regex.fullmatch(path):
+                return methods, {k: convertors[k].convert(v) for k, v in match.groupdict().items()}
+        return {}, {}
 
 
 class ResponseSender:
-    """Wraps `send` of one request.
+    """Sends a response with the headers that all have.
+
+    Args:
+        headers: further headers.
 
     Attributes:
-        status: None until it has begun.
+        status: None until the response has begun.
         num_bytes: of the body so far.
     """
 
-    def __init__(
-        self,
-        send: Send,
-        exchange: RequestContext,
-        request_id: str | None,
-        headers: Mapping[str, str],
-    ) -> None:
-        """Args:
-        request_id: what the client calls its request; sent back if it is harmless.
-        headers: to add.
-        """
+    def __init__(self, send: Send, context: RequestContext, headers: Mapping[str, str]) -> None:
         self.status: int | None = None
         self.num_bytes = 0
         self._send = send
-        self._exchange = exchange
-        theirs = request_id is not None and SAFE_ID.fullmatch(request_id)
-        self._echoed = request_id if theirs else exchange.request_id
+        self._context = context
         self._headers = headers
-
-    @property
-    def started(self) -> bool:
-        return self.status is not None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message["headers"], *self._own_headers()]}
+            headers = dict(self._headers)
+            if self._context.ignored_fields:
+                headers["x-kvik-ignored-fields"] = ", ".join(self._context.ignored_fields)
+            own = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+            message = {**message, "headers": [*message["headers"], *own]}
         else:
             self.num_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = {
-            "date": formatdate(usegmt=True),
-            "x-request-id": self._echoed,
-            "x-kvik-request-id": self._exchange.request_id,
-            **self._headers,
-        }
-        if self._exchange.ignored_fields:
-            headers["x-kvik-ignored-fields"] = ", ".join(self._exchange.ignored_fields)
-        return [(name.encode(), str(value).encode("latin-1")) for name, value in headers.items()]
-
-
-_access_log = logging.getLogger("kvik.access")
-PROBES = ("/health", "/ping", "/ready", "/metrics")
-MAX_PATH = 200
-MAX_REMEMBERED = 256  # unknown fields that are told of once each
-
-
-class AccessLog:
-    def __init__(self) -> None:
-        self._ignored: set[str] = set()
-
-    def add(
-        self, request: Request, exchange: RequestContext, answer: ResponseSender, seconds: float
-    ) -> None:
-        """Args:
-        seconds: from the request's head to the answer's end.
-        """
-        # Load balancers ask for the server's health every few seconds.
-        dull = request.scope["path"] in PROBES and answer.status == 200
-        _access_log.log(
-            logging.DEBUG if dull else logging.INFO,
-            "%s %s %s %s %.1f ms %d bytes %s",
-            exchange.request_id,
-            escaped(request.method, 16),
-            escaped(request.scope["path"], MAX_PATH),
-            answer.status or "unanswered",
-            seconds * 1000,
-            answer.num_bytes,
-            exchange.caller.name,
-        )
-        for name in exchange.ignored_fields:
-            if name not in self._ignored and len(self._ignored) < MAX_REMEMBERED:
-                self._ignored.add(name)
-                _access_log.warning("the field %s of requests is unknown and ignored", name)
-
-
-log = logging.getLogger(__name__)
-NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
-
 
 @dataclass(frozen=True, slots=True)
 class AppConfig:
-    """How an app meets the world.
+    """How an app may be reached.
 
     Attributes:
-        host: it listens on; "" is every address.
-        allowed_host: names under which it may be reached, beside those that are always known.
-        cors_origin: pages that may use it.
+        host: the address it listens on; "" is every address.
+        allowed_host: host names to accept beside those that are always known.
+        cors_origin: origins of the pages that may use it.
         admin: every route that is not open needs the key of an administrator.
     """
 
@@ -150,91 +126,90 @@ class AppConfig:
 
 
 def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
-    """What everybody sees of a server, on its main port."""
+    """The application on the main port."""
     config = server.config
-    edge = AppConfig(config.host, config.allowed_host, config.cors_origin, limits=limits)
-    return App(routes, server.keys, server.drain, edge)
+    app_config = AppConfig(config.host, config.allowed_host, config.cors_origin, limits=limits)
+    return App(routes, server.keys, server.drain, app_config)
 
 
 class App:
     """An ASGI application over a table of routes."""
 
-    def __init__(self, routes: Sequence[Route], keys: Keys, drain: Drain, edge: AppConfig) -> None:
+    def __init__(
+        self, routes: Sequence[Route], keys: Keys, drain: Drain, config: AppConfig
+    ) -> None:
         self.routes = tuple(routes)
+        self.origins = Origins(config.cors_origin)
         self._table = RouteTable(routes)
         self._keys = keys
         self._drain = drain
-        self._edge = edge
-        self._hosts = Hosts(edge.host, edge.allowed_host, keyed=keys.needed)
-        self.origins = Origins(edge.cors_origin)
-        self._budget = BodyBudget(edge.limits)
-        self._log = AccessLog()
+        self._admin = config.admin
+        self._hosts = Hosts(config.host, config.allowed_host, keyed=keys.needed)
+        self._budget = BodyBudget(config.limits)
+        self._reported_fields: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # none is served: refused before it is open
+        if scope["type"] == "websocket":  # no route is a websocket
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
-        exchange = RequestContext(secrets.token_hex(16), self._budget)
-        scope[SCOPE_KEY] = exchange
+        context = RequestContext(secrets.token_hex(16), self._budget)
+        scope[SCOPE_KEY] = context
         request = Request(scope, receive)
-        theirs = request.headers.get("x-request-id")
-        answer = ResponseSender(send, exchange, theirs, self._added_headers(request, exchange))
+        sender = ResponseSender(send, context, self._headers(request, context))
         start = time.perf_counter()
         self._drain.enter()
         try:
-            await self._answer(request, exchange, answer)
+            await self._serve(request, context, sender)
         finally:
             self._drain.leave()
-            seconds = time.perf_counter() - start
-            self._log.add(request, exchange, answer, seconds)
+            self._log_access(request, context, sender, time.perf_counter() - start)
 
-    async def _answer(
-        self, request: Request, exchange: RequestContext, answer: ResponseSender
+    async def _serve(
+        self, request: Request, context: RequestContext, sender: ResponseSender
     ) -> None:
         try:
-            response = await self._respond(request, exchange)
-            await response(request.scope, request.receive, answer.send)
+            response = await self._respond(request, context)
+            await response(request.scope, request.receive, sender.send)
         except ClientDisconnect:
-            pass  # nobody is left to tell
+            pass
         except Exception as error:
-            told = describe(error)
             if not isinstance(error, KvikError):
-                _log_failure(exchange, error)
-            if not answer.started:
-                response = told.response(anthropic=in_messages(request.scope["path"]))
-                await response(request.scope, request.receive, answer.send)
-                return
-            # What came so far is no whole answer: the client must not take it for one.
-            close = request.scope.get("extensions", {}).get(CLOSE_EXTENSION)
-            if close is not None:
-                close()
+                text = escaped_traceback(error)
+                log.error("request %s failed:\n%s", context.request_id, text)
+            if sender.status is None:
+                anthropic = in_messages(request.scope["path"])
+                response = describe(error).response(anthropic=anthropic)
+                await response(request.scope, request.receive, sender.send)
+            else:  # the client must not take what was sent for a complete response
+                break_connection(request.scope)
 
-    async def _respond(self, request: Request, exchange: RequestContext) -> Response:
-        headers = request.headers
+    async def _respond(self, request: Request, context: RequestContext) -> Response:
+        headers, path = request.headers, request.scope["path"]
         self._hosts.check(headers, request.scope["http_version"])
         if request.method == "OPTIONS":
             allowed = self.origins.preflight(headers)
             if allowed is not None:
                 return Response(status_code=204, headers=allowed)
-        route, params, methods = self._table.find(request.method, request.scope["path"])
+        methods, params = self._table.methods(path)
+        route = methods.get(request.method)
         if route is None or not route.open:
             self.origins.check(headers)
-            exchange.caller = self._authenticate(request, route)
+            context.caller = self._authenticate(request, route)
         if route is None:
-            raise self._no_route(request.scope["path"], methods)
+            raise self._no_route(path, methods)
         if self._drain.started and not (route.open or route.operator):
             raise UnavailableError("server", "is being stopped")
         request.scope["path_params"] = params
         return await route.handler(request)
 
-    def _no_route(self, path: str, methods: Sequence[str]) -> HttpError:
+    def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
         if methods:
-            allowed = ", ".join(methods)
+            allowed = ", ".join(sorted(methods))
             message = f"this path takes {allowed}"
             return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
         message = "there is nothing at this path"
-        if self._table.find("", f"/v1{path}")[2]:
+        if self._table.methods(f"/v1{path}")[0]:
             message += "; there is below /v1, which belongs to the base URL that a client is given"
         return HttpError(404, message, code="not_found")
 
@@ -244,19 +219,44 @@ class App:
             message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, code="invalid_api_key", headers=NO_CREDENTIALS)
         operator = self._keys.needed and route is not None and route.operator
-        if (operator or self._edge.admin) and not caller.is_admin:
+        if (operator or self._admin) and not caller.is_admin:
             raise HttpError(403, "the key of an administrator is needed", code="admin_key_needed")
         return caller
 
-    def _added_headers(self, request: Request, exchange: RequestContext) -> Mapping[str, str]:
-        headers = dict(self.origins.headers(request.headers))
+    def _headers(self, request: Request, context: RequestContext) -> Mapping[str, str]:
+        """What every response has."""
+        client_id = request.headers.get("x-request-id", "")
+        headers = {
+            "date": formatdate(usegmt=True),
+            "x-request-id": client_id if SAFE_ID.fullmatch(client_id) else context.request_id,
+            "x-kvik-request-id": context.request_id,
+            **self.origins.headers(request.headers),
+        }
         if in_messages(request.scope["path"]):
-            headers["request-id"] = exchange.request_id
+            headers["request-id"] = context.request_id
         return headers
 
-
-def _log_failure(exchange: RequestContext, error: Exception) -> None:
-    log.error("request %s failed:\n%s", exchange.request_id, escaped_traceback(error))
+    def _log_access(
+        self, request: Request, context: RequestContext, sender: ResponseSender, seconds: float
+    ) -> None:
+        """One line for each response, without prompts and query strings, and all escaped."""
+        # Load balancers ask for the server's health every few seconds.
+        is_probe = request.scope["path"] in PROBES and sender.status == 200
+        access_log.log(
+            logging.DEBUG if is_probe else logging.INFO,
+            "%s %s %s %s %.1f ms %d bytes %s",
+            context.request_id,
+            escaped(request.method, 16),
+            escaped(request.scope["path"], MAX_LOGGED_PATH),
+            sender.status or "unanswered",
+            seconds * 1000,
+            sender.num_bytes,
+            context.caller.name,
+        )
+        fields = [name for name in context.ignored_fields if name not in self._reported_fields]
+        for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
+            self._reported_fields.add(name)
+            access_log.warning("the field %s of requests is unknown and ignored", name)
 
 
 def all_routes(server: Server, requests: RequestMetricsObserver) -> list[Route]:

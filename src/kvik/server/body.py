@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from kvik.server.errors import HttpError, escaped
-from kvik.server.exchange import BodyLimits, BodyShare, context_of
+from kvik.server.route import BodyLimits, BodyShare, context_of
 from kvik.server.unhonoured import NOTHING, Table, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -61,16 +61,16 @@ async def read_chosen(
         choose: from the JSON object to its kind, and the fields that are not honoured; may raise
             `HttpError`.
     """
-    exchange = context_of(request)
-    _check_headers(request, exchange.budget.limits)
-    with exchange.budget.share() as share:
-        data = await _read(request, exchange.budget.limits, share)
-        limits = exchange.budget.limits
+    context = context_of(request)
+    _check_headers(request, context.budget.limits)
+    with context.budget.share() as share:
+        data = await _read(request, context.budget.limits, share)
+        limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)
         else:  # others have their turn between its steps
             body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
-    exchange.ignored_fields += ignored
+    context.ignored_fields += ignored
     return body
 
 

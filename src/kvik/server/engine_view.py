@@ -21,9 +21,8 @@ from kvik.core.config import SchedulerConfig
 from kvik.engine.async_client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
 from kvik.errors import OverloadError, UnavailableError
-from kvik.server.exchange import CLOSE_EXTENSION
 from kvik.server.responses import CONTENT_TYPE, json_event
-from kvik.server.route import Route
+from kvik.server.route import Route, break_connection
 from kvik.server.server import Drain, Server
 
 INTERVAL = 0.4  # seconds between two events
@@ -171,9 +170,7 @@ class WatchedStream(StreamingResponse):
                 async with asyncio.timeout(SEND_SECONDS):
                     await send(message)
             except TimeoutError:
-                close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
-                if close is not None:
-                    close()
+                break_connection(scope)
                 raise ClientDisconnect from None
 
         try:

@@ -1,4 +1,4 @@
-"""One connection: HTTP/1.1 as uvicorn parses it, within bounds that no client can stretch."""
+"""One connection: HTTP/1.1 as uvicorn parses it, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvik.server.errors import HttpError, describe
-from kvik.server.exchange import CLOSE_EXTENSION
+from kvik.server.route import CLOSE_EXTENSION
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Attributes:
-    max_connections: open at the same time; beyond it, the one that is idle longest has to go.
-    max_headers: of one request.
-    max_head_bytes: of its first line and its headers.
-    head_seconds: until they are there.
-    idle_seconds: between two requests. What is left of a body after an early answer is thrown away
-        meanwhile, for `head_seconds` at most.
-    linger_seconds: that a client who is refused has to read why.
-    unread_seconds: that an answer waits for a client which does not read it. Streams look after
-        that themselves, and sooner.
+    """Limits of connections.
+
+    Attributes:
+        max_connections: open at the same time; beyond it, the longest idle one is closed.
+        max_headers: of one request.
+        max_head_bytes: of its first line and its headers.
+        head_seconds: until they are complete.
+        idle_seconds: between two requests. The rest of a body after an early response is discarded
+            meanwhile, for at most `head_seconds`.
+        linger_seconds: for a refused client to read the error.
+        unread_seconds: that a response waits for a client that does not read it. Streams have a
+            shorter limit of their own.
     """
 
     max_connections: int = 4096
@@ -46,7 +48,7 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-FIRST_PEER_CHECK = 0.25  # seconds after which a client that sends no more is looked at again
+FIRST_PEER_CHECK = 0.25  # seconds until a client that closed its half is checked
 LONGEST_PEER_CHECK = 15.0
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 ErrorHeaders = Callable[[Headers], Mapping[str, str]]
@@ -57,8 +59,8 @@ class Connections:
     """What the connections of a server share.
 
     Attributes:
-        error_headers: the headers to add to an error, from those of the request as far as they
-            were read: a page of another origin may read the error only if it has some.
+        error_headers: returns headers to add to an error, given those of the request that were
+            read. Without them a page of another origin cannot read the error.
         idle: connections without a request, idle longest first.
     """
 
@@ -68,7 +70,7 @@ class Connections:
 
 
 class _ResponseTransport:
-    """The transport, as an answer sees it: how it is closed is for the connection to say."""
+    """The transport of a response; closing it is left to the connection."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -77,23 +79,23 @@ class _ResponseTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """Refuses what breaks the bounds, and closes what only waits."""
+    """A connection that refuses what exceeds its limits and closes when nothing comes."""
 
     def __init__(self, config: Config, state: ServerState, shared: Connections) -> None:
         super().__init__(config, state, {})
         self._shared = shared
         self._limits = shared.limits
         self._timer: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._in_head = False  # of a request whose headers are not complete
         self._in_body = False
-        self._num_begun = 0
-        self._fed_bytes = 0  # while in the head: what came of it, as far as that can be told
-        self._head_bytes = 0  # of what the parser has told of
+        self._num_requests = 0
+        self._fed_bytes = 0  # received since the head began, an upper bound of its size
+        self._head_bytes = 0  # that the parser reported
         self._refusal: HttpError | None = None
-        self._leaving = False  # all is answered; what still comes is thrown away
+        self._lingering = False  # the last response was written; input is discarded
 
-    # the connection
+    # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,32 +105,38 @@ class Connection(HttpToolsProtocol):
                 return
             next(iter(self._shared.idle)).abort()
         self._shared.idle[self] = None
-        self._after(self._limits.head_seconds, self._head_is_late)
+        self._set_timer(self._limits.head_seconds, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._after(None)
-        self._stop_unread()
+        self._set_timer(None)
+        self._stop_unread_timer()
         self._shared.idle.pop(self, None)
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open when the client sends no more. It may have closed one
-        half and wait for its answer, or all and be gone, which looks the same from here."""
-        if self._leaving or self._in_body or not self._is_busy():
+        """Whether to keep the connection when the client sends no more.
+
+        The client may have closed one half and wait for its response, or be gone; both look the
+        same from here.
+        """
+        if self._lingering or self._in_body or not self._is_busy():
             return False
         self.cycle.keep_alive = False
-        if sys.platform == "linux":  # elsewhere these are not there, or are called otherwise
+        if sys.platform == "linux":  # other systems lack these or name them differently
             line = self.transport.get_extra_info("socket")
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        self._look(FIRST_PEER_CHECK)
+        self._check_peer(FIRST_PEER_CHECK)
         return True
 
-    def _look(self, seconds: float) -> None:
-        """Break the connection if the client is gone. A system whose program is gone refuses what
-        it is sent, so an answer that has not begun sends an interim one, which clients skip (RFC
-        9110, section 15.2). HTTP/1.0 has none: there, keepalive finds out."""
+    def _check_peer(self, seconds: float) -> None:
+        """Break the connection if the client is gone.
+
+        The system of a client that is gone rejects what it is sent, so as long as the response has
+        not begun this sends an interim response, which clients skip (RFC 9110, section 15.2).
+        HTTP/1.0 has none: there only TCP keepalive detects it.
+        """
         if self.transport.is_closing() or not self._is_busy():
             return
         line = self.transport.get_extra_info("socket")
@@ -138,39 +146,39 @@ class Connection(HttpToolsProtocol):
         begun = self.pipeline or self.cycle.response_started
         if not begun and self.scope["http_version"] != "1.0":
             self.transport.write(CONTINUE)
-        self._after(seconds, partial(self._look, min(4 * seconds, LONGEST_PEER_CHECK)))
+        self._set_timer(seconds, partial(self._check_peer, min(4 * seconds, LONGEST_PEER_CHECK)))
 
     def abort(self) -> None:
-        """Break it, with what was not sent."""
+        """Break the connection and drop what was not sent."""
         self._shared.idle.pop(self, None)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._leaving or self.transport.is_closing():
-            return  # thrown away
-        began, between = self._num_begun, not (self._in_head or self._in_body)
+        if self._lingering or self.transport.is_closing():
+            return  # discarded
+        began, between = self._num_requests, not (self._in_head or self._in_body)
         if self._in_head:
             self._fed_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._refusal is not None:
             return
-        if between and self._num_begun == began + 1:
+        if between and self._num_requests == began + 1:
             self._fed_bytes = len(data)
-        # The parser tells of a header when it is complete, so an endless one is seen only here.
+        # The parser reports only complete headers, so an endless one is noticed only here.
         if self._in_head and self._fed_bytes > self._limits.max_head_bytes:
             self._refuse(self._large_head())
         elif self._timer is None and not self._is_busy() and not self.transport.is_closing():
-            self._after(self._limits.head_seconds, self._head_is_late)
+            self._set_timer(self._limits.head_seconds, self._on_head_timeout)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         loop, seconds = self.loop, self._limits.unread_seconds
-        self._unread = self._unread or loop.call_later(seconds, self.abort)
+        self._unread_timer = self._unread_timer or loop.call_later(seconds, self.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_unread()
+        self._stop_unread_timer()
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
@@ -178,13 +186,13 @@ class Connection(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    # one request
+    # One request
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {CLOSE_EXTENSION: self.abort}  # type: ignore[dict-item]
         self._in_head = self._in_body = True
-        self._num_begun += 1
+        self._num_requests += 1
         self._fed_bytes = self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -197,43 +205,45 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._after(None)
+        self._set_timer(None)
         self._shared.idle.pop(self, None)
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
             if self.scope["http_version"] == "1.0":
-                _without_chunks(self.cycle)
-            self.cycle.transport = _ResponseTransport(self.transport, self._answered)  # type: ignore[assignment]
+                _disable_chunks(self.cycle)
+            self.cycle.transport = _ResponseTransport(self.transport, self._on_last_response)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._leaving:
+        if self._lingering:
             return
         super().on_response_complete()
         if self.transport.is_closing():
-            self._after(self._limits.unread_seconds, self.abort)
+            self._set_timer(self._limits.unread_seconds, self.abort)
         elif not self._is_busy():
-            self._rest()
+            self._become_idle()
 
     def _should_upgrade(self) -> bool:
-        return True  # that is, `_feed` looks after it
+        return True  # `_feed` handles it
 
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except HttpParserError:
-            # The parser's own words say nothing to a client.
+            # The parser's own message means nothing to a client.
             self._refuse(self._refusal or HttpError(400, "this is no valid HTTP/1.1 request"))
         except HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
+            self._ignore_upgrade(data[upgrade.args[0] :])
 
-    def _stay(self, rest: bytes) -> None:
-        """Go on as if another protocol had not been asked for, which a server may. Some clients
-        always ask for HTTP/2, with their body behind it; the parser would not read that."""
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse the request again without its upgrade headers, as a server may.
+
+        Some clients always offer HTTP/2 and send their body after that; the parser stops there.
+        """
         kept = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
         if len(kept) == len(self.headers):  # CONNECT
             self._refuse(HttpError(400, "this is no proxy"))
@@ -244,7 +254,7 @@ class Connection(HttpToolsProtocol):
         head = b"%b %b HTTP/1.1\r\n" % (self.scope["method"].encode(), self.url)
         self._feed(head + b"".join(b"%b: %b\r\n" % field for field in kept) + b"\r\n" + rest)
 
-    # the bounds
+    # The limits
 
     def _check_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -260,22 +270,22 @@ class Connection(HttpToolsProtocol):
         message = f"more than {limits.max_headers} headers or {limits.max_head_bytes} bytes of them"
         return HttpError(431, message)
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         if self._in_head:
             message = f"the headers did not come within {self._limits.head_seconds:g} seconds"
             self._refuse(HttpError(408, message))
         else:
-            self.transport.close()  # nothing came: there is nothing to answer
+            self.transport.close()  # no request has begun
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer, take nothing more, and close when the client had the time to read it."""
+        """Send an error, read nothing more, and close once the client had time to read it."""
         self._refusal = error
         self._shared.idle.pop(self, None)
         if self._is_busy():
             if self.pipeline or self.cycle.response_started:
-                self.transport.close()  # an answer is under way: another cannot be put into it
+                self.transport.close()  # a response is under way
                 return
-            self.cycle.disconnected = True  # the handler hears that nobody is there
+            self.cycle.disconnected = True  # the handler sees a disconnect
             self.cycle.message_event.set()
         response = describe(error).response()
         response.headers.update(self._shared.error_headers(Headers(raw=self.headers or [])))
@@ -283,50 +293,52 @@ class Connection(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         self.transport.write(b"%b%b\r\n%b" % (head, lines, bytes(response.body)))
-        self._leave()
+        self._linger()
 
-    def _answered(self) -> None:
-        """After an answer that is the last one of this connection."""
+    def _on_last_response(self) -> None:
+        """Close after the last response of this connection."""
         if self._in_body and not self.transport.is_closing():
-            self._leave()
+            self._linger()
         else:
             self.transport.close()
 
-    def _leave(self) -> None:
-        """Close when the client had the time to read what was written: bytes of its own that nobody
-        took would break the connection at once, and the answer be lost."""
-        self._leaving = True
+    def _linger(self) -> None:
+        """Close once the client had time to read the response.
+
+        Closing at once with unread input resets the connection, and the response would be lost.
+        """
+        self._lingering = True
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._after(self._limits.linger_seconds, self.abort)
+        self._set_timer(self._limits.linger_seconds, self.abort)
 
-    def _rest(self) -> None:
-        """Between two requests; uvicorn's timer ends that."""
+    def _become_idle(self) -> None:
+        """Wait for the next request; uvicorn's timer limits that."""
         self._shared.idle.pop(self, None)
         self._shared.idle[self] = None
         if self._in_head:  # the next one has begun
-            self._after(self._limits.head_seconds, self._head_is_late)
+            self._set_timer(self._limits.head_seconds, self._on_head_timeout)
         else:
-            self._after(None)
+            self._set_timer(None)
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _after(self, seconds: float | None, call: Callable[[], None] = lambda: None) -> None:
-        """Call it then, in place of what was to be called before; None: nothing."""
+    def _set_timer(self, seconds: float | None, call: Callable[[], None] = lambda: None) -> None:
+        """Replace the timer; None: by none."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, call)
 
-    def _stop_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
 
-def _without_chunks(cycle: RequestResponseCycle) -> None:
-    """Let the answer to a client of HTTP/1.0 end with the connection: it knows no chunks."""
+def _disable_chunks(cycle: RequestResponseCycle) -> None:
+    """End the response with the connection: HTTP/1.0 has no chunked encoding."""
     send = cycle.send
 
     async def plain(message: ASGISendEvent) -> None:

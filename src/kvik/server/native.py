@@ -14,7 +14,6 @@ from starlette.responses import Response
 from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
 from kvik.server.openai.fields import (
@@ -35,7 +34,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
 )
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
@@ -44,8 +43,6 @@ LEFT_OUT = (
     *("n", "logprobs", "prompt_logprobs", "typical_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "skip_special_tokens", "include_stop_str_in_output"),
 )
-
-
 _PARAMETERS: Any = parameters_struct(LEFT_OUT)
 
 

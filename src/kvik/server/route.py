@@ -1,35 +1,36 @@
-"""One row of the route table."""
+"""Routes, and the context of a request that a handler sees."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import msgspec
-from starlette.convertors import Convertor
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import compile_path
+from starlette.types import Scope
+
+from kvik.errors import OverloadError
+from kvik.server.keys import ANONYMOUS, Caller
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who answers a method on a path, and what `/openapi.json` says of it.
+    """The handler of a method on a path, and its description for `/openapi.json`.
 
     Attributes:
-        path: as in Starlette: "/v1/models/{model:path}" puts `model` into `request.path_params`.
-        handler: takes the request, gives the answer. It may raise any `KvikError`.
+        path: as in Starlette: "/v1/models/{model:path}" sets `request.path_params["model"]`.
+        handler: takes the request and returns the response. It may raise any `KvikError`.
         method: GET also serves HEAD.
-        open: served without an API key. Whatever is not said to be open needs one.
-        operator: shows how all callers use the server. Where there are keys it needs that of an
-            administrator, and it is served while the server stops.
-        body: what `read_body` decodes; None: there is none.
-        answer: what a JSON answer looks like, where it is described.
-        note: what it is for, in one sentence.
+        open: served without an API key.
+        operator: shows how all callers use the server. Where there are keys it needs an
+            administrator's, and it is served while the server stops.
+        body: what `read_body` decodes; None: no body.
+        answer: the JSON of a response, if it is described.
+        note: one sentence for the documentation.
     """
 
     path: str
@@ -42,42 +43,111 @@ class Route:
     note: str = ""
 
 
-Found = tuple[Route | None, Mapping[str, Any], Sequence[str]]
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of the bodies of requests.
+
+    Attributes:
+        max_bytes: of one body.
+        seconds: until it is complete.
+        max_values: JSON values in it; each takes many times its text in memory.
+        max_keys: keys of its objects, and at most as many arrays and objects.
+        max_depth: of nested arrays and objects.
+        small_bytes: a body up to this size is not counted, and is decoded at once.
+        total_bytes: of all larger bodies that are being read at the same time.
+    """
+
+    max_bytes: int = 32 << 20
+    seconds: float = 30.0
+    max_values: int = 1 << 20
+    max_keys: int = 1 << 17
+    max_depth: int = 64
+    small_bytes: int = 64 << 10
+    total_bytes: int = 256 << 20
 
 
-class RouteTable:
-    """Paths are compared to the letter: another case or a doubled slash is another path."""
+DEFAULT_LIMITS = BodyLimits()
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._exact: dict[str, dict[str, Route]] = {}
-        self._patterns: list[
-            tuple[re.Pattern[str], dict[str, Convertor[Any]], dict[str, Route]]
-        ] = []
-        patterns: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            rows = patterns if "{" in route.path else self._exact
-            methods = rows.setdefault(route.path, {})
-            if route.method in methods:
-                raise ValueError(f"{route.method} {route.path} has two routes")
-            methods[route.method] = route
-        for methods in (*self._exact.values(), *patterns.values()):
-            if "GET" in methods:
-                methods.setdefault("HEAD", methods["GET"])  # the protocol leaves out the body
-        for path, methods in patterns.items():
-            regex, _, convertors = compile_path(path)
-            self._patterns.append((regex, convertors, methods))
 
-    def find(self, method: str, path: str) -> Found:
-        """The route and what its path holds; without one, the methods that the path takes."""
-        methods = self._exact.get(path)
-        params: dict[str, Any] = {}
-        if methods is None:
-            for regex, convertors, candidates in self._patterns:
-                match = regex.fullmatch(path)
-                if match:
-                    methods = candidates
-                    params = {k: convertors[k].convert(v) for k, v in match.groupdict().items()}
-                    break
-        if methods is None:
-            return None, {}, ()
-        return methods.get(method), params, sorted(methods)
+class BodyBudget:
+    """Counts the bytes of large bodies, so that many of them cannot fill the memory."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self.limits = limits
+        self.num_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.num_bytes -= share.num_bytes
+
+
+class BodyShare:
+    """The part of the budget that one body takes."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """The body has `num_bytes` now.
+
+        Raises:
+            OverloadError: all bodies together are too large.
+        """
+        budget = self._budget
+        if num_bytes <= budget.limits.small_bytes:
+            return
+        if budget.num_bytes - self.num_bytes + num_bytes > budget.limits.total_bytes:
+            raise OverloadError("body", "too many large requests at once", 1.0, own=False)
+        budget.num_bytes += num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
+
+
+SCOPE_KEY = "kvik.context"
+CLOSE_EXTENSION = "kvik.close"  # of the scope: breaks the connection, whatever waits to be sent
+MAX_TRACE_PARENT = 128  # characters; known versions have 55
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What the application knows of a request.
+
+    Attributes:
+        request_id: random; also the header `x-kvik-request-id`.
+        caller: set before a handler runs.
+        budget: for reading the body.
+        ignored_fields: unknown fields of the body; also the header `x-kvik-ignored-fields`.
+    """
+
+    request_id: str
+    budget: BodyBudget
+    caller: Caller = ANONYMOUS
+    ignored_fields: list[str] = field(default_factory=list)
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context of a request that came through the application."""
+    context: RequestContext = request.scope[SCOPE_KEY]
+    return context
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sent a request."""
+    return context_of(request).caller
+
+
+def trace_parent_of(request: Request) -> str | None:
+    """The caller's trace (W3C Trace Context), if it names one; only its length is checked."""
+    header = request.headers.get("traceparent")
+    return header if header and len(header) <= MAX_TRACE_PARENT else None
+
+
+def break_connection(scope: Scope) -> None:
+    """Break the connection of a response that cannot be completed."""
+    close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
+    if close is not None:
+        close()

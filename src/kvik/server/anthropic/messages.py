@@ -24,7 +24,6 @@ from kvik.server.anthropic.conversation import (
 )
 from kvik.server.body import read_body
 from kvik.server.errors import rename_fields
-from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.responses import (
     HOLE,
@@ -34,7 +33,7 @@ from kvik.server.responses import (
     json_response,
     offload,
 )
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, STRUCTURED, TOOLS, Table, missing
 

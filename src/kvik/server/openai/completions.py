@@ -16,7 +16,6 @@ from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.errors import rename_fields
-from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.openai.answers import (
     FINGERPRINT,
     PromptLogprobs,
@@ -51,7 +50,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer

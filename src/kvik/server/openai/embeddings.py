@@ -17,12 +17,11 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import normalise
 from kvik.errors import ParamError
 from kvik.server.body import read_body
-from kvik.server.exchange import caller_of, trace_parent_of
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.fields import DeadlineMs, Name, Priority, Prompt
 from kvik.server.openai.requests import all_prompt_ids, split_prompts
 from kvik.server.responses import offload, wait_for_outputs
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 

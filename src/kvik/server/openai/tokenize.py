@@ -12,13 +12,12 @@ from starlette.responses import Response
 from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
-from kvik.server.exchange import caller_of
 from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.chat import Message, Variable, conversation_ids
 from kvik.server.openai.fields import Name, TokenId
 from kvik.server.openai.requests import prompt_ids
 from kvik.server.responses import json_response, offload
-from kvik.server.route import Route
+from kvik.server.route import Route, caller_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import TOOLS, Table
 from kvik.text.chat_template import MAX_MESSAGES
