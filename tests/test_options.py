@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,17 @@ from kvik.config.speculative import SpeculativeConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ConfigError
 from kvik.options import (
-    Choice,
     Flag,
     Integer,
     Integers,
     JsonObject,
     Number,
+    OneOf,
     Text,
-    Texts,
+    TextList,
     normalised,
     option,
     options_of,
-    read_option_file,
     unknown,
 )
 
@@ -38,8 +36,8 @@ class Example:
     size: int | None = option(None, Integer(1, 9), "bytes.", {"unit": "B"})
     left: float = option(0.5, Number(0, 1, above=True), "one side.")
     right: bool = option(True, Flag(), "the other side.")
-    word: str = option("a", Choice(("a", "b"), {"c": "b"}, {"d": "must not be d"}), "a letter.")
-    words: tuple[str, ...] = option((), Texts(Text("lower case", "[a-z]+")), "several.")
+    word: str = option("a", OneOf(("a", "b"), {"c": "b"}, {"d": "must not be d"}), "a letter.")
+    words: tuple[str, ...] = option((), TextList(Text("lower case", "[a-z]+")), "several.")
     places: tuple[int, ...] = option((), Integers(Integer(0, 3), "places"), "several.")
     rest: Mapping[str, object] | None = option(None, JsonObject("{}"), "what else.")
 
@@ -131,96 +129,3 @@ def test_an_unknown_name_comes_with_the_nearest() -> None:
         "is no option (did you mean top_p? known: top_k, top_p)"
     )
     assert unknown("colour", "option", ["top_k"]) == "is no option (known: top_k)"
-
-
-KINDS = (EngineConfig, ServerConfig)
-
-
-def read(folder: Path, text: str) -> dict[type, dict[str, object]]:
-    file = folder / "kvik.toml"
-    file.write_text(text)
-    return read_option_file(str(file), KINDS)
-
-
-def test_each_type_is_read(tmp_path: Path) -> None:
-    found = read(
-        tmp_path,
-        """
-        model = "owner/name"
-        max-model-len = "4k"
-        max_num_seqs = 8
-        memory_utilization = 0.5
-        max-wait = 1
-        enable-prefix-caching = false
-        kv_cache_dtype_skip_layers = [0, 1]
-        num_blocks = "none"
-        port = 80
-        api-key = ["a", "b,c"]
-        cors_origin = "https://a.example"
-        [speculative_config]
-        method = "ngram"
-        num_speculative_tokens = 8
-        """,
-    )
-    assert found[EngineConfig] == {
-        "model": "owner/name",
-        "max_model_len": 4096,
-        "max_num_seqs": 8,
-        "memory_utilization": 0.5,
-        "max_wait": 1.0,
-        "enable_prefix_caching": False,
-        "kv_cache_dtype_skip_layers": (0, 1),
-        "num_blocks": None,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 8},
-    }
-    assert found[ServerConfig] == {
-        "port": 80,
-        "api_key": ("a", "b,c"),
-        "cors_origin": ("https://a.example",),
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("prot = 80", "unknown key 'prot', which is no option (did you mean port? known: model, "),
-        ("[server]\nport = 80", "unknown key 'server'"),
-        ('port = "eighty"', "port in "),
-        ("port = 80.5", "must be an integer"),
-        ("port = true", "must be an integer"),
-        ("port = [80]\nhost = 1", "must be text"),
-        ("enable_prefix_caching = 1", "must be true or false"),
-        ('enable_prefix_caching = "yes"', "must be true or false"),
-        ("host = 127", "must be text"),
-        ("cors_origin = [1]", "must be text"),
-        ("host = ['a', 'b']", "must be text"),
-        ("speculative_config = 1", "must be a JSON object"),
-        ("max_num_seqs = 2024-01-01", "must be an integer"),
-        ("port = 1\nport = 2", "is not TOML"),
-        ("max-model-len = 1\nmax_model_len = 2", "sets max_model_len twice"),
-        ("port =", "is not TOML"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, part: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, text)
-    assert error.value.field == "config"
-    assert part in error.value.message
-    assert "\n" not in error.value.message
-
-
-def test_a_key_is_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, "api_key = [12345]")
-    assert "12345" not in error.value.message
-
-
-def test_no_file() -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_option_file("/no/such/file.toml", KINDS)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not TOML"):
-        read_option_file(str(tmp_path / "x"), KINDS)

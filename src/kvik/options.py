@@ -8,16 +8,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvik.errors import MAX_SHOWN, ConfigError, KvikError, shown
+from kvik.errors import KvikError, shown
 
 # A fact: one use of the flag takes all that follows it, as in vLLM; others would swallow a prompt.
 TAKES_SEVERAL = "takes_several"
@@ -132,7 +130,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
-class Choice(Kind):
+class OneOf(Kind):
     """One of some words.
 
     Attributes:
@@ -154,7 +152,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
-class Texts(Kind):
+class TextList(Kind):
     """Strings, each given by itself."""
 
     entry: Kind = Text()
@@ -300,60 +298,3 @@ def unknown(name: str, what: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"is no {what} ({hint}known: {', '.join(known)})"
-
-
-def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, object]]:
-    """The options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as the
-    flag is.
-
-    Args:
-        kinds: dataclasses of options, whose names are all different.
-
-    Raises:
-        ConfigError: the file cannot be read, is no TOML, or has an unknown key or a wrong value.
-    """
-    try:
-        values = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("config", f"{path!r} is not TOML: {error}") from None
-    owners = {one.name: (kind, one) for kind in kinds for one in options_of(kind)}
-    found: dict[type, dict[str, object]] = {kind: {} for kind in kinds}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in owners:
-            text = unknown(name, "option", owners)
-            raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
-        kind, owner = owners[name]
-        if name in found[kind]:
-            raise ConfigError("config", f"{path!r} sets {name} twice")
-        try:
-            found[kind][name] = _toml_value(owner, value)
-        except (ValueError, TypeError):
-            text = f"{name} in {path!r} must be {owner.expects}, not {str(value)[:MAX_SHOWN]!r}"
-            if name == "api_key":  # whose value may be one
-                text = f"{name} in {path!r} must be a list of texts"
-            raise ConfigError("config", text) from None
-    return found
-
-
-def _toml_value(option: Option, value: object) -> object:
-    """As `Option.parse`, which reads text; what TOML knows the type of must be of that type."""
-    kind = option.kind
-    if isinstance(kind, Flag):
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-    if kind.repeats:
-        entries: list[Any] = value if isinstance(value, list) else [value]
-        if not all(isinstance(entry, str) for entry in entries):
-            raise ValueError
-        return tuple(option.parse(entry) for entry in entries)
-    if isinstance(value, str):
-        return option.parse(value)
-    if isinstance(value, bool) or kind.expects == Kind.expects:
-        raise ValueError
-    if isinstance(value, list):
-        return option.parse(",".join(map(str, value)))
-    return option.parse(json.dumps(value) if isinstance(value, Mapping) else str(value))

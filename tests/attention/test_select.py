@@ -10,7 +10,7 @@ from kvik.attention.select import BACKENDS, NATIVE, TRITON, TRITON_SDPA, select
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.options import Choice, options_of
+from kvik.options import OneOf, options_of
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_by_name(dtype: torch.dtype) -> None:
 def test_every_backend_can_be_asked_for() -> None:
     names = {backend.caps.name for backend in BACKENDS}
     (kind,) = (one.kind for one in options_of(EngineConfig) if one.name == "attention_backend")
-    allowed = kind.allowed if isinstance(kind, Choice) else ()
+    allowed = kind.allowed if isinstance(kind, OneOf) else ()
     assert {"auto", NATIVE, TRITON, TRITON_SDPA, *names} == set(allowed)
 
 

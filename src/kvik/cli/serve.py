@@ -21,13 +21,13 @@ from kvik.cli.flags import (
 )
 from kvik.cli.terminal import visible
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.env import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.engine.printer import Printer
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
-from kvik.options import read_option_file
 from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.app import all_routes, make_app
 from kvik.server.guards import is_loopback

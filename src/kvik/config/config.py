@@ -21,12 +21,12 @@ from kvik.config.speculative import (
 from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
 from kvik.options import (
-    Choice,
     Flag,
     Integer,
     Integers,
     JsonObject,
     Number,
+    OneOf,
     Text,
     normalised,
     option,
@@ -45,12 +45,12 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        Choice(("auto", "float32", "bfloat16", "float16")),
+        OneOf(("auto", "float32", "bfloat16", "float16")),
         '"auto", "float32", "bfloat16" or "float16".',
     )
     quantization: str = option(
         "none",
-        Choice(tuple(SCHEMES)),
+        OneOf(tuple(SCHEMES)),
         'of the weights as they are loaded: "none" (as stored), "int8" (activations too), '
         '"int8-weight-only", "int4" or "fp8".',
     )
@@ -90,7 +90,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         AUTO,
-        Choice(
+        OneOf(
             (AUTO, *KV_FORMATS),
             SYNONYMS,
             {
@@ -111,7 +111,7 @@ class EngineConfig:
     )
     policy: str = option(
         "fcfs",
-        Choice(POLICIES),
+        OneOf(POLICIES),
         'who is served first: "fcfs", "priority" (smaller `priority` of a request first; the other '
         'policies do not read it), "shortest-prefill-first", "longest-prefix-match", "static" or '
         '"dynamic".',
@@ -138,12 +138,12 @@ class EngineConfig:
     )
     kernels: str = option(
         "auto",
-        Choice(("auto", "native", "triton", "torch")),
+        OneOf(("auto", "native", "triton", "torch")),
         '"auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".',
     )
     attention_backend: str = option(
         "auto",
-        Choice(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
+        OneOf(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
         '"auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch\'s for long '
         'prompts), "sdpa" or "reference".',
     )
@@ -152,7 +152,7 @@ class EngineConfig:
     )
     load_format: str = option(
         "safetensors",
-        Choice(("safetensors", "random")),
+        OneOf(("safetensors", "random")),
         '"safetensors", or "random" for weights drawn from `seed`, or from 0 without it (for '
         "benchmarks).",
     )
@@ -171,7 +171,7 @@ class EngineConfig:
     )
     spec_method: str | None = option(
         None,
-        Choice(METHODS),
+        OneOf(METHODS),
         'what guesses tokens ahead: "draft_model", "ngram", "suffix", "medusa", "eagle" or "off".',
     )
     spec_model: str | None = option(

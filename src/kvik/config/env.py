@@ -1,24 +1,28 @@
-"""The only place that reads the environment. KVIK_MAX_MODEL_LEN=4096 sets `max_model_len`.
+"""Options that come from outside the program: KVIK_ variables (KVIK_MAX_MODEL_LEN=4096 sets
+`max_model_len`) and a TOML file.
 
-What else the system alone knows is read here too: a seed nobody can foresee.
+No other module reads the environment. Facts that only the system knows are read here too, such as a
+random seed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
-from kvik.errors import ConfigError
-from kvik.options import Option, options_of, unknown
+from kvik.errors import MAX_SHOWN, ConfigError
+from kvik.options import Flag, Kind, Option, options_of, unknown
 
 PREFIX = "KVIK_"
 # What Kubernetes sets in every pod beside a service that is called kvik: KVIK_PORT=tcp://10.0.0.1:80
@@ -81,6 +85,63 @@ def _parse(option: Option, text: str) -> object:
     if not entries:  # whose key did not come where it should is not served without one
         raise ValueError(text)
     return entries
+
+
+def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, object]]:
+    """The options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as the
+    flag is.
+
+    Args:
+        kinds: dataclasses of options, whose names are all different.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or has an unknown key or a wrong value.
+    """
+    try:
+        values = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("config", f"{path!r} is not TOML: {error}") from None
+    owners = {one.name: (kind, one) for kind in kinds for one in options_of(kind)}
+    found: dict[type, dict[str, object]] = {kind: {} for kind in kinds}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in owners:
+            text = unknown(name, "option", owners)
+            raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
+        kind, owner = owners[name]
+        if name in found[kind]:
+            raise ConfigError("config", f"{path!r} sets {name} twice")
+        try:
+            found[kind][name] = _toml_value(owner, value)
+        except (ValueError, TypeError):
+            text = f"{name} in {path!r} must be {owner.expects}, not {str(value)[:MAX_SHOWN]!r}"
+            if name == "api_key":  # whose value may be one
+                text = f"{name} in {path!r} must be a list of texts"
+            raise ConfigError("config", text) from None
+    return found
+
+
+def _toml_value(option: Option, value: object) -> object:
+    """As `Option.parse`, which reads text; what TOML knows the type of must be of that type."""
+    kind = option.kind
+    if isinstance(kind, Flag):
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+    if kind.repeats:
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, str) for entry in entries):
+            raise ValueError
+        return tuple(option.parse(entry) for entry in entries)
+    if isinstance(value, str):
+        return option.parse(value)
+    if isinstance(value, bool) or kind.expects == Kind.expects:
+        raise ValueError
+    if isinstance(value, list):
+        return option.parse(",".join(map(str, value)))
+    return option.parse(json.dumps(value) if isinstance(value, Mapping) else str(value))
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:

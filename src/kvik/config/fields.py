@@ -9,7 +9,7 @@ from typing import Any
 
 from kvik.config.files import regular
 from kvik.errors import ModelError, shown
-from kvik.options import Choice, Flag, Integer, Kind, Number
+from kvik.options import Flag, Integer, Kind, Number, OneOf
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
 
@@ -74,7 +74,7 @@ class Fields:
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
-        value: str = self._checked(key, Choice(tuple(allowed)), default)
+        value: str = self._checked(key, OneOf(tuple(allowed)), default)
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from kvik.errors import ConfigError
 from kvik.options import (
     TAKES_SEVERAL,
-    Choice,
     Flag,
     Integer,
     Kind,
     Number,
+    OneOf,
     Text,
-    Texts,
+    TextList,
     bad_value,
     normalised,
     option,
@@ -43,14 +43,14 @@ class ServerConfig:
     host: str = option("127.0.0.1", Text(), "address to listen on; 0.0.0.0 is every one.")
     allowed_host: tuple[str, ...] = option(
         (),
-        Texts(HOST_NAME),
+        TextList(HOST_NAME),
         "a name under which the server may be reached, as gpu.example.org; * is any. Without keys "
         "others are refused, but for addresses, localhost and the machine's name.",
     )
     port: int = option(8000, PORT, "to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = option(
         (),
-        Texts(),
+        TextList(),
         "a key that clients must send; without any, everybody may use the server. A flag shows it "
         "to everybody on the machine (ps); rather set KVIK_API_KEY, where commas separate several.",
     )
@@ -62,7 +62,7 @@ class ServerConfig:
     )
     served_model_name: tuple[str, ...] = option(
         (),
-        Texts(ModelName()),
+        TextList(ModelName()),
         "what clients call the model, one name or several; the first one is what answers call it.",
         {TAKES_SEVERAL: True},
     )
@@ -81,12 +81,12 @@ class ServerConfig:
     )
     cors_origin: tuple[str, ...] = option(
         (),
-        Texts(ORIGIN),
+        TextList(ORIGIN),
         "origin of web pages that may use the server, as https://example.org; * is any.",
     )
     metrics_compat: str = option(
         "none",
-        Choice(("none", "vllm")),
+        OneOf(("none", "vllm")),
         'also expose metrics under the names that "vllm" gives them; or "none".',
     )
     record: str | None = option(
@@ -110,7 +110,7 @@ class ServerConfig:
     )
     log_level: str = option(
         "info",
-        Choice(("debug", "info", "warning", "error")),
+        OneOf(("debug", "info", "warning", "error")),
         '"debug", "info", "warning" or "error".',
     )
 

@@ -15,7 +15,7 @@ from kvik.config.memory import StepSize
 from kvik.config.model_spec import ModelSpec
 from kvik.config.quantization import SCHEMES
 from kvik.errors import ConfigError, shown
-from kvik.options import Choice, Flag, Integer, Number, Text, option, options_of, unknown
+from kvik.options import Flag, Integer, Number, OneOf, Text, option, options_of, unknown
 
 WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
 OFF = "off"
@@ -42,7 +42,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
 class SpeculativeConfig:
     """Wishes, as the fields of `speculative_config`."""
 
-    method: str = option(OFF, Choice(METHODS), "one of `METHODS`.")
+    method: str = option(OFF, OneOf(METHODS), "one of `METHODS`.")
     model: str = option(
         "",
         Text("a folder or a hub id"),
@@ -60,7 +60,7 @@ class SpeculativeConfig:
         "fewer drafts for requests whose drafts fail, none while they would cost time.",
     )
     quantization: str = option(
-        "none", Choice(tuple(SCHEMES)), "of the draft model's weights.", DRAFT_MODEL_ALONE
+        "none", OneOf(tuple(SCHEMES)), "of the draft model's weights.", DRAFT_MODEL_ALONE
     )
     ngram_min: int = option(
         1, Integer(1, MAX_NGRAM), "fewest tokens at the end of a text to look up.", NGRAM_ALONE

@@ -87,7 +87,7 @@ class BadWords(Kind):
         return tuple(word if isinstance(word, str) else ids.checked(word) for word in words)
 
 
-class StopStrings(Kind):
+class StopList(Kind):
     """Strings, or one; None is none."""
 
     repeats = True
@@ -259,7 +259,7 @@ class SamplingParams:
         stored="max_new_tokens",
     )
     stop: tuple[str, ...] = _parameter(
-        (), StopStrings(), "strings that end the output (not included in the text)."
+        (), StopList(), "strings that end the output (not included in the text)."
     )
     stop_token_ids: tuple[int, ...] = _parameter(
         (), TokenIds(), "ids that end the output, like EOS."

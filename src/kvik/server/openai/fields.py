@@ -21,7 +21,7 @@ from kvik.core.sampling_params import (
     TOKEN_ID,
     BadWords,
     LogitBias,
-    StopStrings,
+    StopList,
     TokenIds,
 )
 from kvik.errors import ParamError
@@ -63,7 +63,7 @@ def json_type(kind: Kind) -> Any:
             return dict[int, Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]]
         case BadWords():
             return Annotated[list[Word | TokenIdList], Meta(max_length=MAX_LIST_ENTRIES)]
-        case StopStrings():
+        case StopList():
             return Word | Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
     raise TypeError(kind)
 
