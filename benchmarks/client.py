@@ -17,12 +17,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from kvik_bench.load.arrivals import poisson
 from kvik_bench.load.drive import Budget, OpenLoop, RunLog, drive
-from kvik_bench.load.lengths import DrawnLengths, Length
 from kvik_bench.load.openai_target import OpenAITarget, Server, connected
-from kvik_bench.load.serve_report import MAX_CPU_SHARE, Measured
-from kvik_bench.load.workload import RandomWorkload, WordFiller
+from kvik_bench.load.serve import MAX_CPU_SHARE, Measured
+from kvik_bench.load.workload import DrawnLengths, Length, RandomWorkload, WordFiller, poisson
 
 GAP = 0.02  # seconds between the tokens of an answer
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -78,7 +78,7 @@ def calibrate(threads: int | None, path: Path) -> None:
     from kvik.config.hardware import detect
     from kvik.planner.calibration import save
     from kvik_bench.machine.calibrate import calibrate
-    from kvik_bench.machine.effort import FULL
+    from kvik_bench.machine.stage import FULL
 
     hardware = detect()
     found, remarks = calibrate(hardware, threads or hardware.cores, FULL, lambda share, what: None)
@@ -115,7 +115,7 @@ def measure(
     from kvik.planner.roofline import decode, prefill, step_time
     from kvik_bench.inprocess.rounds import OTHERS, Watch
     from kvik_bench.machine.calibrate import make_stage
-    from kvik_bench.machine.effort import FULL
+    from kvik_bench.machine.stage import FULL
 
     facts = load(calibration)
     device = cpu_device(facts, facts.machine, 0)

@@ -33,10 +33,10 @@ from kvik.planner.speculation import speed_up
 from kvik.worker.drafters import registry
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
-from kvik_bench.inprocess.guessing import Pair
 from kvik_bench.inprocess.inproc import loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import DECODE
+from kvik_bench.inprocess.speculation import Pair
 
 sys.path.append(str(Path(__file__).parent / "cpu" / "peers"))
 import shapes

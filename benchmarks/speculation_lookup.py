@@ -32,9 +32,9 @@ from kvik.worker import worker
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampler import LaunchedTokens
 from kvik.worker.step_inputs import AtOnce
-from kvik_bench.inprocess.guessing import Pair
 from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure
+from kvik_bench.inprocess.speculation import Pair
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer

@@ -32,10 +32,9 @@ from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
-from kvik_bench.inprocess.jobs import Requests, fixed
+from kvik_bench.inprocess.jobs import Pieces, Requests, fixed
 from kvik_bench.inprocess.measures import OUTPUT
-from kvik_bench.inprocess.pieces import Pieces
-from kvik_bench.load.lengths import DrawnLengths, parse_length
+from kvik_bench.load.workload import DrawnLengths, parse_length
 
 LONGEST, TOGETHER = 768, 32
 DRAFT = "stories-draft"  # beside the bundled model

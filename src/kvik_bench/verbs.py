@@ -3,13 +3,13 @@
 # verb -> (its module, what it does)
 VERBS = {
     "compare": ("kvik_bench.cli.compare", "models and formats: size, quality and speed"),
-    "spec-report": ("kvik_bench.cli.spec_report", "what guessing ahead gains a model here"),
+    "spec-report": ("kvik_bench.inprocess.speculation", "what guessing ahead gains a model here"),
     "calibrate": ("kvik_bench.cli.calibrate", "measure what this machine can do"),
-    "bench latency": ("kvik_bench.cli.latency", "time one batch at a time"),
-    "bench throughput": ("kvik_bench.cli.throughput", "tokens a second of many requests"),
+    "bench latency": ("kvik_bench.inprocess.latency", "time one batch at a time"),
+    "bench throughput": ("kvik_bench.inprocess.throughput", "tokens a second of many requests"),
     "bench serve": ("kvik_bench.cli.serve", "put a load on a server by its URL"),
-    "bench startup": ("kvik_bench.cli.startup", "seconds to the first token, by part"),
-    "bench batching": ("kvik_bench.cli.batching", "static, dynamic and continuous batching"),
-    "bench compare": ("kvik_bench.cli.peers", "kvik beside other engines"),
-    "bench techniques": ("kvik_bench.cli.techniques", "what each technique brings"),
+    "bench startup": ("kvik_bench.inprocess.startup", "seconds to the first token, by part"),
+    "bench batching": ("kvik_bench.inprocess.batching", "static, dynamic and continuous batching"),
+    "bench compare": ("kvik_bench.peers.compare", "kvik beside other engines"),
+    "bench techniques": ("kvik_bench.inprocess.techniques", "what each technique brings"),
 }

@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     from kvik_bench.machine.calibrate import calibrate
-    from kvik_bench.machine.effort import FULL, QUICK
+    from kvik_bench.machine.stage import FULL, QUICK
 
     hardware = detect()
     threads = arguments.threads or hardware.cores

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.evaluate.bar import reading_bar
     from kvik_bench.inprocess.models import Comparison, Decoding
     from kvik_bench.inprocess.rounds import check_repeats
-    from kvik_bench.report.facts import run_facts
+    from kvik_bench.report.result import run_facts
 
     check_repeats(arguments.repeats, 0)
     if arguments.output_tokens < 2:

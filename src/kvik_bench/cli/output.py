@@ -6,12 +6,28 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvik.cli.flags import Parser, add_engine_flags
 from kvik.cli.terminal import say
 from kvik.config.files import can_write, write_whole
 from kvik.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvik_bench.report.result import Result
+
+
+def engine_parser(verb: str, description: str, repeats: int) -> Parser:
+    """Return the parser of a verb that measures an engine here; the verb adds the flags of its
+    load.
+
+    Args:
+        repeats: measurements, unless `--repeats` says otherwise.
+    """
+    parser = Parser(verb, "[MODEL]", description)
+    add_model(parser)
+    add_run_flags(parser, repeats)
+    add_output_flags(parser)
+    add_engine_flags(parser)
+    return parser
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +99,7 @@ def _write_files(result: Result, arguments: argparse.Namespace) -> None:
         for path in write_plots(result, Path(arguments.plot)):
             say(f"wrote {path}", error=True)
     if arguments.html:
-        from kvik_bench.report.html import as_html
+        from kvik_bench.report.plots import as_html
 
         _write(Path(arguments.html), as_html(result), "html")
 

@@ -19,11 +19,10 @@ from kvik.interrupts import ended_like_ctrl_c
 from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output, integers, write_out
 
 if TYPE_CHECKING:
-    from kvik_bench.load.arrivals import TraceRow
     from kvik_bench.load.drive import RunLog
     from kvik_bench.load.openai_target import Server
     from kvik_bench.load.serve import Level, LoadTest
-    from kvik_bench.load.workload import Filler, Workload
+    from kvik_bench.load.workload import Filler, TraceRow, Workload
 
 
 # The flags of `kvik bench serve`, and which of them go together.
@@ -208,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("bench serve", "needs aiohttp: pip install 'kvik[bench]'") from None
 
     from kvik_bench.load.serve import ServeBench
-    from kvik_bench.report.facts import run_facts
+    from kvik_bench.report.result import run_facts
 
     bench = ServeBench(_test(arguments), _server(arguments))
     facts = {**run_facts(), **_facts(arguments)}
@@ -244,8 +243,7 @@ class Progress:
 
 def _server(arguments: argparse.Namespace) -> Server:
     from kvik.planner.slo import parse_seconds
-    from kvik_bench.load.dialect import Dialect
-    from kvik_bench.load.openai_target import Server
+    from kvik_bench.load.openai_target import Dialect, Server
 
     remote = RemoteServer.at(arguments.url, arguments.api_key)
     try:
@@ -294,7 +292,7 @@ def _test(arguments: argparse.Namespace) -> LoadTest:
 def _levels_and_workload(
     arguments: argparse.Namespace, think_time: float
 ) -> tuple[tuple[Level, ...], Callable[[str], Workload]]:
-    from kvik_bench.load.arrivals import read_trace
+    from kvik_bench.load.workload import read_trace
 
     check_together(arguments)
     if arguments.trace:
@@ -318,7 +316,7 @@ def _closed_level(users: int, think_time: float) -> Level:
 
 
 def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
-    from kvik_bench.load import arrivals
+    from kvik_bench.load import workload as arrivals
     from kvik_bench.load.drive import OpenLoop
     from kvik_bench.load.serve import Level
 
@@ -347,8 +345,15 @@ def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Lev
 
 def _workload(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Callable[[str], Workload]:
     """Lengths are those of the trace, if there is one."""
-    from kvik_bench.load.lengths import DrawnLengths, Lengths, TraceLengths, parse_length
-    from kvik_bench.load.workload import RandomWorkload, TextWorkload, read_texts
+    from kvik_bench.load.workload import (
+        DrawnLengths,
+        Lengths,
+        RandomWorkload,
+        TextWorkload,
+        TraceLengths,
+        parse_length,
+        read_texts,
+    )
 
     prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
     output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)

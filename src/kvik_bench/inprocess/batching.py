@@ -1,17 +1,26 @@
-"""Static, dynamic and continuous batching under one load that comes in real time."""
+"""`kvik bench batching [MODEL]`: static, dynamic and continuous batching under one load that comes
+in real time."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig
 from kvik.engine.client import Engine
 from kvik.errors import ParamError
-from kvik.launch import reschedule
+from kvik.launch import reschedule, resolve_config
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    write_out,
+)
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Job, Run, run_jobs
-from kvik_bench.inprocess.jobs import Requests
+from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.jobs import Requests, refuse_varied
 from kvik_bench.inprocess.measures import (
     E2ES,
     OUTPUT,
@@ -25,10 +34,17 @@ from kvik_bench.inprocess.measures import (
     ratios,
 )
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.load.arrivals import poisson
 from kvik_bench.load.metrics import e2es, ttfts
-from kvik_bench.report.facts import engine_facts, peak_memory
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.load.workload import DrawnLengths, parse_length, poisson
+from kvik_bench.report.result import (
+    Chart,
+    Figure,
+    Result,
+    Row,
+    engine_facts,
+    peak_memory,
+    run_facts,
+)
 from kvik_bench.report.table import show_figure
 
 MAX_RATE = 1e6  # requests a second
@@ -163,3 +179,49 @@ def _row(
             "due, s": tuple(due),
         },
     )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "bench batching",
+        "Serve the same requests, which come at random times, with static, dynamic and continuous "
+        "batching in turn. --batch-size limits the requests at a time for all three.",
+        repeats=3,
+    )
+    add = parser.add_argument
+    add("--num-requests", type=int, default=48, metavar="N", help="of each round (48)")
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests a second, in the mean (as many as continuous batching can just serve)",
+    )
+    add(
+        "--prompt-tokens",
+        default="16..128",
+        metavar="LENGTH",
+        help="512, 100..200, normal:512:64 or lognormal:512:0.8 (16..128)",
+    )
+    add("--output-tokens", default="8..128", metavar="LENGTH", help="likewise (8..128)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    rounds = Rounds(arguments.repeats, arguments.warmup)
+    check_rate(arguments.rate)
+    prompt = parse_length("prompt_tokens", arguments.prompt_tokens)
+    output = parse_length("output_tokens", arguments.output_tokens)
+    seed = str(arguments.seed)
+    load = Requests(arguments.num_requests, DrawnLengths(prompt, output, seed), seed=seed)
+    options = engine_options(arguments, arguments.model)
+    refuse_varied(options, "policy", "max_num_seqs")
+    config = EngineConfig(**options)
+    resolved = resolve_config(replace(config, max_num_seqs=config.batch_size))
+    load.check(resolved)
+    with loaded(resolved) as engine:
+        result = measure_batching(
+            engine, load, arguments.rate, rounds, run_facts(), Ceilings.of(resolved)
+        )
+    write_out(result, arguments)
+    return 0

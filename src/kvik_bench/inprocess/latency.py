@@ -1,15 +1,24 @@
-"""One batch at a time: how long its prompts take, and then each token."""
+"""`kvik bench latency [MODEL]`: time one batch at a time, prompts and tokens apart."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvik.config.config import ResolvedConfig
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.client import Engine
 from kvik.errors import ParamError
+from kvik.launch import resolve_config
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    integers,
+    write_out,
+)
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Run, run_jobs
+from kvik_bench.inprocess.inproc import Run, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import (
     DECODE,
@@ -25,8 +34,15 @@ from kvik_bench.inprocess.measures import (
 )
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import token_times
-from kvik_bench.report.facts import engine_facts, peak_memory
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import (
+    Chart,
+    Figure,
+    Result,
+    Row,
+    engine_facts,
+    peak_memory,
+    run_facts,
+)
 from kvik_bench.report.table import show_figure
 
 CHARTS = (
@@ -104,3 +120,39 @@ def _row(
     series = {"ITL, ms": tuple(gaps)} if gaps else {}
     achieved = ceilings.achieved(found)
     return Row(f"batch {batch}", measured + predicted + achieved, {}, series)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "bench latency",
+        "Time one batch at a time: the first token, each token after it, and the whole answer.",
+        repeats=3,
+    )
+    parser.add_argument(
+        "--batch",
+        type=integers,
+        default=(1, 8, 32),
+        metavar="N,N",
+        help="requests sent at the same time, one size after another (1,8,32)",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=128, metavar="N", help="of each request (128)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=64, metavar="N", help="of each request (64)"
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    rounds = Rounds(arguments.repeats, arguments.warmup)
+    load = LatencyLoad(
+        arguments.batch, arguments.prompt_tokens, arguments.output_tokens, arguments.seed
+    )
+    resolved = resolve_config(EngineConfig(**engine_options(arguments, arguments.model)))
+    load.check(resolved)
+    with loaded(resolved) as engine:
+        result = measure_latency(engine, load, rounds, run_facts(), Ceilings.of(resolved))
+    write_out(result, arguments)
+    return 0

@@ -1,27 +1,193 @@
-"""The same requests with and without guessing ahead, in turn: what it gains, and what its
-acceptance and its costs let expect.
+"""`kvik spec-report [MODEL]`: the same requests with and without guessing ahead, in turn: what it
+gains, and what its acceptance and its costs let expect.
 
 Both engines stay loaded, so that they take turns within seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
-from kvik.config.config import ResolvedConfig
+from kvik.cli.eval import text_name, texts_of
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.speculative import WISHES
 from kvik.config.units import show_bytes
+from kvik.core.types import DraftCounts
+from kvik.engine.stats import SpeculationStats
 from kvik.errors import ConfigError, ParamError
-from kvik_bench.inprocess.guessing import Pair
-from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
-from kvik_bench.inprocess.jobs import check_context
-from kvik_bench.inprocess.measures import DECODE, OUTPUT, figures, ratios
+from kvik.launch import load_tokenizer, resolve_config
+from kvik.planner.speculation import expected_tokens
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    integers,
+    write_out,
+)
+from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.jobs import Pieces, RandomPieces, check_context, refuse_varied
+from kvik_bench.inprocess.measures import DECODE, OUTPUT, decode_seconds, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.report.facts import engine_facts, peak_memory
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import (
+    Chart,
+    Figure,
+    Result,
+    Row,
+    engine_facts,
+    peak_memory,
+    run_facts,
+)
 from kvik_bench.report.table import show_figure
+
+# What guessing ahead did in a run, beside the same requests without it.
+#
+# The formula is that of `planner/speculation.py`. Its costs are measured: of a step and of making
+# its drafts, both over a step of the engine without speculation.
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same work in one round, without and with speculation."""
+
+    plain: Run
+    guessing: Run
+    trees: bool  # drafts of a request form a tree
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return _since(self._stats[0].drafts, self._stats[1].drafts)
+
+    @property
+    def decoded(self) -> int:
+        """A request's part of a step, counted for all: one for each token that was no draft."""
+        requests = len(self.guessing.answers)
+        tokens = sum(map(len, self.guessing.answers)) - requests
+        return tokens - self.drafts.accepted
+
+    @property
+    def share(self) -> float:
+        """Of these, with drafts."""
+        return min(1.0, self.drafts.rows / self.decoded)
+
+    @property
+    def depth(self) -> float:
+        """Drafts of a check that could all be right: K."""
+        if self.trees:
+            return float(self.num_places)
+        return self.drafts.drafts / max(1, self.drafts.rows)
+
+    @property
+    def acceptance(self) -> float:
+        """How likely a draft is right if those before it were. Of checks with more drafts, as many
+        are taken to have come so far as of all."""
+        drafts = self.drafts
+        tried, before = 0.0, 0
+        for i in range(self.num_places):
+            count, right = drafts.at[i], drafts.accepted_at[i]
+            tried += count if i == 0 else before * count / drafts.at[i - 1]
+            before = right
+        return drafts.accepted / tried if tried else 0.0
+
+    @property
+    def num_places(self) -> int:
+        """Drafts one after another that were checked, or, of a tree, right."""
+        places = self.drafts.accepted_at if self.trees else self.drafts.at
+        return sum(1 for count in places if count)
+
+    @property
+    def draft_cost(self) -> float:
+        """Time of one draft in depth, for all requests, over that of a plain step."""
+        drafted = self._steps * self.share * self.depth
+        return self._making / self._plain_step / drafted if drafted else 0.0
+
+    @property
+    def step_cost(self) -> float:
+        """Time of a step over that of a plain one, without making drafts."""
+        return (decode_seconds(self.guessing) - self._making) / self._steps / self._plain_step
+
+    @property
+    def predicted(self) -> float:
+        """With all costs as they were measured."""
+        return self._expected(self.step_cost)
+
+    @property
+    def if_free(self) -> float:
+        """As in theorem 3.8, which takes a check to cost no more than a step without drafts."""
+        return self._expected(1.0)
+
+    def _expected(self, step_cost: float) -> float:
+        tokens = 1.0 + self.share * (self._tokens_of_check - 1.0)
+        return tokens / (step_cost + self.share * self.depth * self.draft_cost)
+
+    @property
+    def _tokens_of_check(self) -> float:
+        """By the formula, in the mean of the checks, each with its own number of drafts."""
+        if self.trees:
+            return expected_tokens(self.acceptance, self.num_places)
+        at = [*self.drafts.at, 0]
+        checks = [at[i] - at[i + 1] for i in range(len(at) - 1)]  # with i + 1 drafts
+        tokens = [expected_tokens(self.acceptance, i + 1) for i in range(len(checks))]
+        pairs = zip(checks, tokens, strict=True)
+        return sum(count * of for count, of in pairs) / max(1, self.drafts.rows)
+
+    @property
+    def own_estimate(self) -> float | None:
+        """By the engine, which knows what its steps without drafts take."""
+        before, after = self._stats
+        seconds = after.seconds - before.seconds
+        return (after.plain_seconds - before.plain_seconds) / seconds if seconds else None
+
+    @property
+    def equal(self) -> float:
+        pairs = zip(self.plain.answers, self.guessing.answers, strict=True)
+        tokens = [a == b for one, other in pairs for a, b in zip(one, other, strict=True)]
+        return sum(tokens) / len(tokens)
+
+    @property
+    def _stats(self) -> tuple[SpeculationStats, SpeculationStats]:
+        before, after = self.guessing.before.speculation, self.guessing.after.speculation
+        assert before is not None and after is not None
+        return before, after
+
+    @property
+    def _plain_steps(self) -> int:
+        """That did not read prompts."""
+        return max(map(len, self.plain.answers)) - 1
+
+    @property
+    def _plain_step(self) -> float:
+        return decode_seconds(self.plain) / self._plain_steps
+
+    @property
+    def _steps(self) -> int:
+        plain = self.plain.after.steps - self.plain.before.steps
+        steps = self.guessing.after.steps - self.guessing.before.steps
+        return max(1, steps - (plain - self._plain_steps))
+
+    @property
+    def _making(self) -> float:
+        """Seconds of making drafts."""
+        before, after = self._stats
+        return after.proposing - before.proposing
+
+
+def _since(before: DraftCounts, after: DraftCounts) -> DraftCounts:
+    def places(now: list[int], then: list[int]) -> list[int]:
+        return [count - (then[i] if i < len(then) else 0) for i, count in enumerate(now)]
+
+    return DraftCounts(
+        after.rows - before.rows,
+        after.drafts - before.drafts,
+        after.accepted - before.accepted,
+        places(after.at, before.at),
+        places(after.accepted_at, before.accepted_at),
+    )
+
 
 ROUND_BY_ROUND = "with speculation / without, round by round"
 UP_TO = "of the checks with so many drafts, those in which this one and all before it were right"
@@ -262,3 +428,70 @@ def _remarks(batch: int, pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"batch {batch}: no drafts were made, as none paid or none were found."
     if any(pair.equal < 1 for pair in pairs):
         yield f"batch {batch}: not all tokens are those of the engine without speculation."
+
+
+DEFAULT_METHOD = "ngram"  # which any model has
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "spec-report",
+        "Serve the same requests without speculation and with it, in turn: how often drafts are "
+        f"right, what they cost, and the speed-up. --spec-method says how ({DEFAULT_METHOD}). "
+        "Requests are greedy.",
+        repeats=5,
+    )
+    add = parser.add_argument
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='what prompts are pieces of: plain text, or .jsonl with a field "text" in each line '
+        "(default: a story that ships with kvik)",
+    )
+    add("--batch", type=integers, default=(1, 8), metavar="A,B", help="requests together (1,8)")
+    add("--prompt-tokens", type=int, default=64, metavar="N", help="of each, at most (64)")
+    add("--output-tokens", type=int, default=128, metavar="N", help="of each (128)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    rounds = Rounds(arguments.repeats, arguments.warmup)
+    options = engine_options(arguments, arguments.model)
+    # What one run leaves in the cache would serve the next one.
+    refuse_varied(options, "enable_prefix_caching")
+    config = EngineConfig(**options, enable_prefix_caching=False)
+    if all(getattr(config, name) is None for name in WISHES):
+        config = replace(config, spec_method=DEFAULT_METHOD)
+    guessing = resolve_config(config)
+    if guessing.speculation is None:
+        raise ConfigError("spec_method", "must name a method: off has nothing to report")
+    plain = resolve_config(
+        replace(
+            config, speculative_config=None, spec_method=None, spec_model=None, spec_tokens=None
+        )
+    )
+    prompts, source = _prompts(arguments, plain)
+    load = SpeculationLoad(
+        prompts,
+        arguments.batch,
+        arguments.prompt_tokens,
+        arguments.output_tokens,
+    )
+    facts = {**run_facts(), "prompts from": source}
+    write_out(measure_speculation(plain, guessing, load, rounds, facts), arguments)
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[Prompts, str]:
+    """And where they come from."""
+
+    seed, sizes = str(arguments.seed), (arguments.prompt_tokens, arguments.output_tokens)
+    texts, tokenizer = texts_of(arguments), load_tokenizer(resolved)
+    if tokenizer is not None:
+        return Pieces.of(tokenizer, texts, *sizes, seed), text_name(arguments)
+    if arguments.data is not None:
+        raise ConfigError("data", "cannot be read: the model has no tokenizer")
+    random = RandomPieces(resolved.model.vocab_size, *sizes, seed)
+    return random, "random tokens: the model has no tokenizer"

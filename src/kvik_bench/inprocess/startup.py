@@ -1,7 +1,9 @@
-"""From the start of a process to its first token, by part; every time in a fresh process."""
+"""`kvik bench startup [MODEL]`: from the start of a process to its first token, by part; every time
+in a fresh process."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import time
@@ -9,15 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from kvik.config.config import ResolvedConfig
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.child import python_command
 from kvik.errors import KvikError
+from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    write_out,
+)
 from kvik_bench.inprocess.ceilings import ceiling_notes
+from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.workload import TokenFiller
-from kvik_bench.report.facts import engine_facts
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import Chart, Figure, Result, Row, engine_facts, run_facts
 from kvik_bench.report.table import show_figure
 
 PARTS: Mapping[str, str] = {
@@ -141,3 +150,29 @@ def _loading(resolved: ResolvedConfig, starts: list[Start]) -> tuple[list[str], 
         f"Weights were loaded at {show_figure(figure)} GB/s, {share:.2%} of what memory can be "
         f"read with ({ceiling:.1f} GB/s).",
     ], figure
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "bench startup",
+        "Start fresh processes, and time each part of the way to the first token. Files are in the "
+        "page cache after the warm-up.",
+        repeats=5,
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=16, metavar="N", help="of the request (16)"
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    rounds = Rounds(arguments.repeats, arguments.warmup)
+    options = engine_options(arguments, arguments.model)
+    resolved = resolve_config(EngineConfig(**options))
+    Requests(1, fixed(arguments.prompt_tokens, 1)).check(resolved)
+    result = measure_startup(
+        options, resolved, arguments.prompt_tokens, rounds, arguments.seed, run_facts()
+    )
+    write_out(result, arguments)
+    return 0

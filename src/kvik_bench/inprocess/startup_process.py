@@ -33,7 +33,7 @@ def main() -> None:
     mark()
     engine.client.close()
 
-    from kvik_bench.report.facts import peak_bytes
+    from kvik_bench.report.result import peak_bytes
 
     print(json.dumps({"marks": marks, "peak_bytes": peak_bytes()}))
 

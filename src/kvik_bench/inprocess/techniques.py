@@ -1,4 +1,5 @@
-"""The techniques of LLM inference turned on one by one, under one load: a ladder of rungs.
+"""`kvik bench techniques [MODEL]`: the techniques of LLM inference turned on one by one, under one
+load: a ladder of rungs.
 
 A rung keeps what the one before it has. Rungs with the weights as they are stored must give the
 same tokens; this is checked.
@@ -6,24 +7,38 @@ same tokens; this is checked.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from kvik.config.config import ResolvedConfig
-from kvik.config.speculative import OFF
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.speculative import OFF, WISHES
 from kvik.engine.client import Engine
 from kvik.errors import KvikError, ParamError
-from kvik.launch import reschedule
+from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    write_out,
+)
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
-from kvik_bench.inprocess.jobs import Requests
+from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
 from kvik_bench.inprocess.measures import E2E, OUTPUT, PREFIX_HITS, TPOT, TTFT, figures, ratios
-from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.inprocess.rounds import Rounds, check_repeats
 from kvik_bench.load.records import RequestRecord
-from kvik_bench.report.facts import engine_facts, peak_memory
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import (
+    Chart,
+    Figure,
+    Result,
+    Row,
+    engine_facts,
+    peak_memory,
+    run_facts,
+)
 from kvik_bench.report.table import show_figure
 
 PLAIN = "none"  # weights as they are stored
@@ -314,3 +329,48 @@ def _verdict(plain: Sequence[Rung], equal: Mapping[str, Sequence[float]]) -> str
     if not other:
         return f"All rungs with plain weights gave the same tokens: {_names(plain)}."
     return f"Not the same tokens as the rungs before: {_names(other)}."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "bench techniques",
+        "Turn the techniques on one by one, and measure the same requests with each: no KV cache, "
+        "KV cache, continuous batching, prefix cache, speculation, quantised weights.",
+        repeats=3,
+    )
+    add = parser.add_argument
+    add("--num-requests", type=int, default=16, metavar="N", help="that share a prefix (16)")
+    add("--prefix-tokens", type=int, default=96, metavar="N", help="that they share (96)")
+    add("--prompt-tokens", type=int, default=32, metavar="N", help="of their own (32)")
+    add("--output-tokens", type=int, default=32, metavar="N", help="of each request (32)")
+    add(
+        "--alone",
+        type=int,
+        default=2,
+        metavar="N",
+        help="so many of them where one is served after the other (2)",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    check_repeats(arguments.repeats, arguments.warmup)
+    options = engine_options(arguments, arguments.model)
+    refuse_varied(options, "quantization", "enable_prefix_caching", "policy", *WISHES)
+    config = EngineConfig(**options)
+    requests = Requests(
+        arguments.num_requests,
+        fixed(arguments.prompt_tokens, arguments.output_tokens),
+        arguments.prefix_tokens,
+        seed=str(arguments.seed),
+    )
+    ladder = Ladder(
+        LadderLoad(requests, arguments.alone),
+        lambda loading: resolve_config(
+            replace(config, quantization=loading.quantization, spec_method=loading.speculation)
+        ),
+        arguments.warmup,
+    )
+    write_out(ladder.measure(Rounds(arguments.repeats, 0), run_facts()), arguments)
+    return 0

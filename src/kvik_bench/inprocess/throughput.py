@@ -1,12 +1,23 @@
-"""Many requests that are all there at the start: how fast they are done."""
+"""`kvik bench throughput [MODEL]`: serve many requests that are all there at the start."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
+from kvik.cli.flags import engine_options
+from kvik.config.config import EngineConfig
 from kvik.engine.client import Engine
+from kvik.errors import ConfigError
+from kvik.launch import resolve_config
+from kvik_bench.cli.output import (
+    check_output,
+    engine_parser,
+    write_out,
+)
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Run, run_jobs
+from kvik_bench.inprocess.inproc import Run, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
 from kvik_bench.inprocess.measures import (
     E2ES,
@@ -24,8 +35,14 @@ from kvik_bench.inprocess.measures import (
 )
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import e2es, ttfts
-from kvik_bench.report.facts import engine_facts, peak_memory
-from kvik_bench.report.result import Chart, Result, Row
+from kvik_bench.load.workload import (
+    DrawnLengths,
+    Lengths,
+    TraceLengths,
+    parse_length,
+    read_trace,
+)
+from kvik_bench.report.result import Chart, Result, Row, engine_facts, peak_memory, run_facts
 
 MEASURES = (
     *(REQUESTS, INPUT, OUTPUT, TOTAL, WALL, *TTFTS, *E2ES),
@@ -69,4 +86,71 @@ def measure_throughput(
         (row,),
         (*rounds.remarks, *ceilings.notes, ceilings.remark("The load", runs)),
         CHARTS,
+    )
+
+
+COUNT, PROMPT_TOKENS, OUTPUT_TOKENS = 128, "128", "64"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = engine_parser(
+        "bench throughput",
+        "Serve many requests that are all there at the start, as fast as the engine can.",
+        repeats=3,
+    )
+    add = parser.add_argument
+    add("--num-requests", type=int, metavar="N", help=f"({COUNT}, or all of a trace)")
+    add(
+        "--prompt-tokens",
+        metavar="LENGTH",
+        help=f"512, 100..200, normal:512:64 or lognormal:512:0.8 ({PROMPT_TOKENS})",
+    )
+    add("--output-tokens", metavar="LENGTH", help=f"likewise ({OUTPUT_TOKENS})")
+    add("--prefix-tokens", type=int, default=0, metavar="N", help="more, shared by many prompts")
+    add("--prefixes", type=int, default=1, metavar="N", help="different ones (1)")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="lengths from a csv file with TIMESTAMP, ContextTokens, GeneratedTokens; its times "
+        "do not count",
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    rounds = Rounds(arguments.repeats, arguments.warmup)
+    load = _load(arguments)
+    resolved = resolve_config(EngineConfig(**engine_options(arguments, arguments.model)))
+    load.check(resolved)
+    with loaded(resolved) as engine:
+        result = measure_throughput(engine, load, rounds, run_facts(), Ceilings.of(resolved))
+    write_out(result, arguments)
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> Requests:
+
+    lengths: Lengths
+    count, field = arguments.num_requests, "prompt_tokens"
+    if arguments.trace is None:
+        prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
+        output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
+        lengths = DrawnLengths(prompt, output, str(arguments.seed))
+        count = COUNT if count is None else count
+    else:
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(name, "cannot be together with --trace")
+        rows = read_trace(arguments.trace)
+        lengths, field = TraceLengths(rows), "trace"
+        count = len(rows) if count is None else count
+    return Requests(
+        count,
+        lengths,
+        arguments.prefix_tokens,
+        arguments.prefixes,
+        str(arguments.seed),
+        field,
     )

@@ -16,8 +16,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
-from kvik_bench.load.target import Target
-from kvik_bench.load.workload import Conversation, Workload
+from kvik_bench.load.workload import Conversation, LoadRequest, Workload
+
+# Where requests go, behind one protocol.
+
+
+class Target(Protocol):
+    """Something that answers requests."""
+
+    async def send(self, request: LoadRequest, record: RequestRecord) -> str | None:
+        """Send one request, once, and fill the record while the answer comes.
+
+        Stamps `sent` as late as it can. Never raises for what the server does: it notes that as the
+        record's error and returns None. Else it returns the answer's text. When cancelled, it
+        leaves the record as it is and raises `CancelledError`.
+        """
+
 
 FAILURE_PAUSE = 0.1  # seconds
 START_GAP = 0.001  # seconds: about what the client takes to open a connection and send

@@ -5,17 +5,289 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvik.planner.slo import Slo
-from kvik_bench.load import serve_report
+from kvik_bench.load import metrics
 from kvik_bench.load.drive import Budget, ClosedLoop, Load, RunLog, drive
+from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, Spread
 from kvik_bench.load.openai_target import OpenAITarget, Server, accepted, connected, first_model
-from kvik_bench.load.serve_report import Measured
+from kvik_bench.load.records import RequestRecord
 from kvik_bench.load.workload import Workload
-from kvik_bench.report.result import Result
+from kvik_bench.report.result import Chart, Figure, Result, Row
+
+# A load test as a result: figures with their definitions, and what to think of them in words.
+
+# Above these the client may have shaped what it measured.
+MAX_LAG = 0.010  # seconds, 99th percentile
+MAX_CPU_SHARE = 0.85  # of one core: Python runs on one
+
+# Of prompts that share nothing: what a chat template, equal for all, may come to.
+MAX_CACHED_SHARE = 0.5
+
+# Of the tokens that were asked for: with less, answers ended by themselves.
+MIN_ANSWERED_SHARE = 0.95
+
+MAX_SERIES = 5000  # values kept of a distribution for plots
+
+CPU_SHARE = "processor time of the client / wall time; it cannot use more than one core"
+LOOP_LAG = "how late the client's event loop woke up, sampled: the error of every time above"
+HELD = "how long requests that were due waited because too many were in flight"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of a load, once it is over."""
+
+    log: RunLog
+    metrics: LoadMetrics
+    loop_lag: Spread | None
+
+    @classmethod
+    def of(cls, log: RunLog, slo: Slo | None) -> Measured:
+        summary = metrics.summarise(log.records, log.started, log.ended, slo)
+        return cls(log, summary, metrics.spread(np.asarray(log.loop_lag)))
+
+
+def row(label: str, runs: Sequence[Measured], slo: Slo | None) -> Row:
+    """A load, measured once or more often."""
+    figures = [
+        Figure(name, unit, tuple(getattr(run.metrics, field) for run in runs), "more", definition)
+        for name, unit, field, definition in _rates(slo)
+    ]
+    for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e")):
+        figures += _spread_figures(name, [getattr(run.metrics, key) for run in runs], key)
+        if key == "itl" and _several_tokens(runs):
+            per_token = [run.metrics.itl_token for run in runs]
+            figures += _spread_figures("ITL per token", per_token, "itl_token")
+    figures += _client_figures(runs)
+    records = [record for run in runs for record in run.log.records if record.completed]
+    return Row(label, tuple(figures), _row_facts(runs), _series(records))
+
+
+def _rates(slo: Slo | None) -> list[tuple[str, str, str, str]]:
+    """(name, unit, field of the metrics, definition)."""
+    rates = [
+        ("request throughput", "requests/s", "request_rate", DEFINITIONS["request_rate"]),
+        ("output throughput", "tokens/s", "output_rate", DEFINITIONS["output_rate"]),
+        ("input throughput", "tokens/s", "input_rate", DEFINITIONS["input_rate"]),
+        ("total throughput", "tokens/s", "total_rate", DEFINITIONS["total_rate"]),
+    ]
+    if slo is not None:
+        rates.append(("goodput", "requests/s", "goodput", f"{DEFINITIONS['goodput']}; SLO: {slo}"))
+    return rates
+
+
+def charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
+    """Of several loads the curve of latency over throughput, of all the distributions."""
+    curves = (
+        Chart("curve", "latency over throughput", "TTFT p50", "output throughput"),
+        Chart("curve", "time per token over throughput", "TPOT p50", "output throughput"),
+    )
+    distributions = (
+        Chart("ecdf", "time to first token", "TTFT, ms"),
+        Chart("ecdf", "time between tokens", "ITL, ms"),
+        Chart("ecdf", "whole answers", "E2E, ms"),
+        Chart("points", "time to first token as the run went on", "TTFT, ms", "sent, s"),
+    )
+    return (*curves, *distributions) if len(rows) > 1 else distributions
+
+
+def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
+    """What a reader must know before believing the figures of a load.
+
+    Args:
+        fresh: prompts share nothing with one another, so a prefix cache should know none.
+    """
+    found = _errors(runs) + _client_limits(runs)
+    completed = sum(run.metrics.completed for run in runs)
+    held = [record.held for run in runs for record in run.log.records if record.held > 0]
+    total = sum(run.metrics.requests for run in runs)
+    if held:
+        found.append(
+            f"{len(held)} of {total} requests were held back, up to {max(held):.1f} s, because as "
+            "many as allowed were in flight: the server does not keep up with this load"
+        )
+    share = _cached_share(runs)
+    if fresh and share is not None and share > MAX_CACHED_SHARE:
+        found.append(
+            f"the server found {share:.0%} of the prompt tokens in its prefix cache, though these "
+            "prompts share nothing: has it seen them before, in a run with the same --seed?"
+        )
+    found += _short_answers(runs)
+    assumed = sum(run.metrics.assumed for run in runs)
+    if assumed:
+        found.append(
+            f"in {assumed} of {completed} answers the server did not count tokens: one was assumed "
+            "for each chunk"
+        )
+    uneven = sum(run.metrics.uneven for run in runs)
+    if uneven:
+        found.append(
+            f"in {uneven} of {completed} answers chunks and tokens differ in number: ITL is that "
+            "of chunks, TPOT that of tokens"
+        )
+    interrupted = sum(run.metrics.interrupted for run in runs)
+    if interrupted:
+        found.append(
+            f"{interrupted} of {total} requests were interrupted and count only by their tokens"
+        )
+    return [f"{label}: {text}." for text in found]
+
+
+def _errors(runs: Sequence[Measured]) -> list[str]:
+    total = sum(run.metrics.requests for run in runs)
+    kinds: dict[str, int] = {}
+    for run in runs:
+        for kind, count in run.metrics.errors.items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    found = []
+    for kind, count in kinds.items():
+        examples = (r.detail for run in runs for r in run.log.records if r.error == kind)
+        example = next(filter(None, examples), "")
+        because = f" ({example})" if example else ""
+        found.append(f"{count} of {total} requests failed: {kind}{because}")
+    if found and any(run.metrics.completed for run in runs):
+        found.append(
+            "times are those of completed requests alone: where the slow ones fail, the server "
+            "looks faster than it is"
+        )
+    return found
+
+
+def _short_answers(runs: Sequence[Measured]) -> list[str]:
+    """A server may take `ignore_eos` without a word and know nothing of it."""
+    done = [r for run in runs for r in run.log.records if r.completed and r.asked_tokens]
+    asked = sum(record.asked_tokens or 0 for record in done)
+    got = sum(record.num_output_tokens for record in done)
+    if got >= MIN_ANSWERED_SHARE * asked:
+        return []
+    return [
+        f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
+        "lighter than it should be: this server has no `ignore_eos` (--extra-body can say it in "
+        "its own words, such as a logit_bias against the end of text), has no room for more, or "
+        "ends a request when another one comes"
+    ]
+
+
+def _client_limits(runs: Sequence[Measured]) -> list[str]:
+    """Whether the client itself was the bottleneck, in any of the runs."""
+    found = []
+    share = max(run.log.cpu_share for run in runs)
+    if share > MAX_CPU_SHARE:
+        found.append(f"it used {share:.0%} of a core, and it cannot use more than one")
+    lag = max((run.metrics.lag.p99 for run in runs if run.metrics.lag), default=0.0)
+    if lag > MAX_LAG:
+        found.append(f"it sent requests up to {lag * 1e3:.0f} ms late (p99)")
+    loop_lag = max((run.loop_lag.p99 for run in runs if run.loop_lag), default=0.0)
+    if loop_lag > MAX_LAG:
+        found.append(f"its event loop woke up to {loop_lag * 1e3:.0f} ms late (p99)")
+    if not found:
+        return []
+    if share < MAX_CPU_SHARE / 2:
+        found.append(
+            f"it used {share:.0%} of a core on the whole: other processes, or much at once, held "
+            "it up"
+        )
+    return [
+        f"THE CLIENT WAS A BOTTLENECK: {'; '.join(found)}. What it measured may be its own delay: "
+        "use less load, an idle machine, or several clients"
+    ]
+
+
+def _client_figures(runs: Sequence[Measured]) -> list[Figure]:
+    figures = [
+        *_percentile("send lag p99", [run.metrics.lag for run in runs], DEFINITIONS["lag"]),
+        *_percentile("event loop lag p99", [run.loop_lag for run in runs], LOOP_LAG),
+        Figure(
+            "client CPU",
+            "%",
+            tuple(100 * run.log.cpu_share for run in runs),
+            "less",
+            CPU_SHARE,
+        ),
+    ]
+    held = [metrics.spread(np.array([r.held for r in run.log.records])) for run in runs]
+    if any(spread and spread.highest > 0 for spread in held):
+        figures += _percentile("held p99", held, HELD)
+    return figures
+
+
+def _percentile(name: str, spreads: Sequence[Spread | None], definition: str) -> list[Figure]:
+    values = tuple(spread.p99 * 1e3 for spread in spreads if spread is not None)
+    return [Figure(name, "ms", values, "less", definition)] if values else []
+
+
+def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> list[Figure]:
+    """Mean and percentiles in milliseconds; nothing when no run has them."""
+    given = [spread for spread in spreads if spread is not None]
+    if not given:
+        return []
+    columns = {
+        "mean": tuple(spread.mean * 1e3 for spread in given),
+        "p50": tuple(spread.p50 * 1e3 for spread in given),
+        "p90": tuple(spread.p90 * 1e3 for spread in given),
+        "p99": tuple(spread.p99 * 1e3 for spread in given),
+    }
+    return [
+        Figure(f"{name} {column}", "ms", values, "less", DEFINITIONS[field])
+        for column, values in columns.items()
+    ]
+
+
+def _several_tokens(runs: Sequence[Measured]) -> bool:
+    """Whether any chunk after the first brought more than one token."""
+    return any(max(record.tokens[1:], default=1) > 1 for run in runs for record in run.log.records)
+
+
+def _row_facts(runs: Sequence[Measured]) -> Mapping[str, str]:
+    completed = sum(run.metrics.completed for run in runs)
+    failed = sum(sum(run.metrics.errors.values()) for run in runs)
+    prompt_tokens = sum(run.metrics.prompt_tokens for run in runs)
+    output_tokens = sum(run.metrics.output_tokens for run in runs)
+    facts = {
+        "requests": f"{completed} completed, {failed} failed",
+        "wall time": f"{sum(run.metrics.seconds for run in runs):.1f} s",
+        "tokens": f"{prompt_tokens:,} in, {output_tokens:,} out",
+    }
+    share = _cached_share(runs)
+    if share is not None:
+        facts["prefix cache"] = f"{share:.0%} of the prompt tokens"
+    return facts
+
+
+def _cached_share(runs: Sequence[Measured]) -> float | None:
+    """Of the prompt tokens; None where the server does not tell."""
+    prompt_tokens = sum(run.metrics.prompt_tokens for run in runs)
+    cached = [run.metrics.cached_tokens for run in runs if run.metrics.cached_tokens is not None]
+    return sum(cached) / prompt_tokens if cached and prompt_tokens else None
+
+
+def _series(records: Sequence[RequestRecord]) -> Mapping[str, tuple[float, ...]]:
+    """Distributions for plots, thinned evenly when they are long."""
+    first = min((record.due for record in records), default=0.0)
+    begun = [record for record in records if record.ttft is not None]
+    series = {
+        "TTFT, ms": metrics.ttfts(begun) * 1e3,
+        "TPOT, ms": metrics.tpots(records) * 1e3,
+        "ITL, ms": np.sort(metrics.gaps(records)) * 1e3,  # sorted: thinning keeps its shape
+        "E2E, ms": metrics.e2es(records) * 1e3,
+        "sent, s": np.array([record.sent - first for record in begun]),
+    }
+    return {name: _thinned(values) for name, values in series.items() if len(values)}
+
+
+def _thinned(values: NDArray[np.float64]) -> tuple[float, ...]:
+    if len(values) <= MAX_SERIES:
+        return tuple(values.tolist())
+    places = np.linspace(0, len(values) - 1, MAX_SERIES).astype(np.int64)
+    return tuple(values[places].tolist())
+
 
 PROBE_TOKENS = 2
 WATCH_PERIOD = 0.5  # seconds between two looks of whoever shows the progress
@@ -97,21 +369,20 @@ class ServeBench:
 
     def result(self, facts: Mapping[str, str]) -> Result:
         slo = self.test.slo
-        rows, remarks = [], []
+        rows: list[Row] = []
+        notes: list[str] = []
         for label, logs in self.logs.items():
             runs = [Measured.of(log, slo) for log in logs if log.records]
             if runs:
-                rows.append(serve_report.row(label, runs, slo))
-                remarks += serve_report.remarks(label, runs, fresh=self.test.fresh)
+                rows.append(row(label, runs, slo))
+                notes += remarks(label, runs, fresh=self.test.fresh)
         own = {
             "url": self.server.url,
             "model": self.server.model,
             "endpoint": self.server.endpoint,
             "fields sent": ", ".join([*self.server.dialect.names(), *self.server.extra]),
         }
-        return Result(
-            "serve", {**facts, **own}, tuple(rows), tuple(remarks), serve_report.charts(rows)
-        )
+        return Result("serve", {**facts, **own}, tuple(rows), tuple(notes), charts(rows))
 
 
 async def _watch(watch: Watch | None, label: str, log: RunLog) -> None:

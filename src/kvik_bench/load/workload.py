@@ -6,18 +6,229 @@ connections. Only the answers that a later turn of a conversation repeats are th
 
 from __future__ import annotations
 
+import csv
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from kvik.errors import ParamError
-from kvik_bench.load.lengths import Length, Lengths
-from kvik_bench.load.words import WORDS
+
+# Common English words: with the space before it, each is one token in most vocabularies.
+
+_TEXT: Final = """
+about above across action after again against age air almost alone along already also always among
+animal another answer any apple arm around art ask away baby back bad ball bank base bed been
+before begin behind below best better between big bird black blood blue board boat body book born
+both bottom box boy break bright bring brother brown build bus busy buy call came can car care
+carry case cat cause center chair chance change check child city class clean clear close coat cold
+color come common cook cool copy corn could count country course cover cross cry cut dance dark
+day dead deal dear deep did different dinner do doctor dog done door down draw dream dress drink
+drive drop dry each ear early earth east easy eat edge egg eight else end enough even evening ever
+every eye face fact fall family far farm fast father fear feel feet few field fight fill find fine
+finger finish fire first fish five floor flower fly follow food foot for form found four free
+fresh friend from front fruit full game garden gave get girl give glad glass go gold gone good got
+grass great green ground group grow had hair half hand happy hard has hat have he head hear heart
+heat heavy help her here high hill him his hold hole home hope horse hot hour house how hundred
+ice idea if in inside into is it job join jump just keep kind king kitchen knew know lady lake
+land large last late laugh lay lead learn leave left leg less let letter life light like line list
+little live long look lost lot love low made make man many map mark may mean meat meet men middle
+might mile milk mind minute miss money month moon more morning most mother mountain mouth move
+much music must my name near neck need never new next nice night nine no north nose not note
+nothing now number of off often oil old on once one only open or other our out over own page paper
+park part party pass past pay people person picture piece place plan plant play point poor power
+press pretty pull push put question quick quiet rain ran reach read ready real red rest rich ride
+right ring river road rock room round run safe said salt same sand sat save saw say school sea
+second see seed sell send set seven shall she ship shoe shop short should show side sign sing
+sister sit six skin sky sleep slow small smile snow so soft some son song soon sound south space
+speak spring stand star start stay step still stone stop store story street strong such summer sun
+sure table take talk tall teach tell ten than thank that the their them then there these they
+thing think this three through time to today together told too took top town tree trip true try
+turn two uncle under until up us use very voice wait walk wall want war warm was wash watch water
+way we wear week well went were west what wheel when where which white who why wide wife wild will
+wind window winter wish with woman wood word work world would write year yellow yes yet you young
+your
+"""
+
+WORDS: Final = tuple(_TEXT.split())
+
+
+# When requests are due in an open loop: seconds after the start, whatever the server does.
+
+TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+def constant(rate: float) -> Iterator[float]:
+    return (i / rate for i in count())
+
+
+def poisson(rate: float, seed: str) -> Iterator[float]:
+    """Independent arrivals: exponential gaps."""
+    rng = random.Random(seed)
+    return accumulate(rng.expovariate(rate) for _ in count())
+
+
+def bursts(rate: float, burstiness: float, seed: str) -> Iterator[float]:
+    """Gamma gaps with mean 1/rate and a coefficient of variation of `burstiness`.
+
+    1 is Poisson; above 1 requests come in bursts, below 1 more evenly.
+    """
+    rng = random.Random(seed)
+    shape = burstiness**-2
+    scale = 1.0 / (rate * shape)
+    return accumulate(rng.gammavariate(shape, scale) for _ in count())
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a recorded load."""
+
+    offset: float  # seconds after the first
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list[TraceRow]:
+    """A trace in the csv format of Azure's LLM inference traces (Patel et al., Splitwise, 2023).
+
+    Args:
+        speed: 2 replays it twice as fast.
+        limit: the first so many rows.
+
+    Raises:
+        ParamError: the file cannot be read, or a row is not understood or goes back in time.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            if tuple(header[: len(TRACE_COLUMNS)]) != TRACE_COLUMNS:
+                raise ParamError("trace", f"must begin with the line {','.join(TRACE_COLUMNS)}")
+            read = [
+                _read_row(row, reader.line_num)
+                for row, _ in zip(reader, count() if limit is None else range(limit), strict=False)
+                if row
+            ]
+    except OSError as error:
+        raise ParamError("trace", f"cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise ParamError("trace", "must be a csv file") from None
+    if not read:
+        raise ParamError("trace", "has no rows")
+    if any(later[0] < earlier[0] for earlier, later in pairwise(read)):
+        raise ParamError("trace", "must be sorted by TIMESTAMP")
+    first = read[0][0]
+    return [TraceRow((time - first).total_seconds() / speed, p, o) for time, p, o in read]
+
+
+def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
+    try:
+        time = datetime.fromisoformat(row[0].strip())
+        if time.tzinfo is None:  # as in Azure's trace of 2023; that of 2024 names UTC
+            time = time.replace(tzinfo=UTC)
+        prompt_tokens, output_tokens = int(row[1]), int(row[2])
+        if prompt_tokens < 1 or output_tokens < 1:
+            raise ValueError
+    except (ValueError, IndexError):
+        shown = ",".join(row)[:60]
+        raise ParamError("trace", f"line {line} is not understood: {shown!r}") from None
+    return time, prompt_tokens, output_tokens
+
+
+# How long prompts and answers are: drawn from a distribution, or taken from a trace.
+
+MAX_TOKENS = 1 << 22
+
+
+class Lengths(Protocol):
+    """How many tokens a request has; a function of its numbers alone, not of the time."""
+
+    def of(self, index: int, turn: int) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer, in a turn of conversation `index`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A distribution of token counts, never below 1.
+
+    Attributes:
+        kind: "fixed" (a), "uniform" (a to b, both included), "normal" (mean a, standard deviation
+            b) or "lognormal" (median a, standard deviation b of the logarithm).
+    """
+
+    kind: str
+    a: float
+    b: float = 0.0
+
+    def draw(self, rng: random.Random) -> int:
+        if self.kind == "fixed":
+            return int(self.a)
+        if self.kind == "uniform":
+            return rng.randint(int(self.a), int(self.b))
+        if self.kind == "normal":
+            value = rng.normalvariate(self.a, self.b)
+        else:
+            value = self.a * rng.lognormvariate(0.0, self.b)
+        return min(max(round(value), 1), MAX_TOKENS)
+
+
+def parse_length(field: str, text: str) -> Length:
+    """ "512", "100..200", "normal:512:64" or "lognormal:512:0.8" -> Length.
+
+    Raises:
+        ParamError: anything else, or counts outside 1 to 4,194,304.
+    """
+    name, *numbers = text.split(":")
+    try:
+        if name in ("normal", "lognormal"):
+            a, b = map(float, numbers)
+            length = Length(name, a, b)
+        elif ".." in text:
+            low, _, high = text.partition("..")
+            length = Length("uniform", int(low), int(high))
+        else:
+            length = Length("fixed", int(text))
+    except ValueError:
+        length = Length("fixed", 0)
+    in_range = 1 <= length.a <= MAX_TOKENS and 0 <= length.b <= MAX_TOKENS
+    if not in_range or (length.kind == "uniform" and length.b < length.a):
+        raise ParamError(
+            field,
+            f"must be like 512, 100..200, normal:512:64 (mean, deviation) or lognormal:512:0.8 "
+            f"(median, deviation of the logarithm), not {text[:60]!r}",
+        )
+    return length
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLengths:
+    """Independent draws for each request."""
+
+    prompt: Length
+    output: Length
+    seed: str
+
+    def of(self, index: int, turn: int) -> tuple[int, int]:
+        rng = random.Random(f"{self.seed}/lengths/{index}/{turn}")
+        return self.prompt.draw(rng), self.output.draw(rng)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """Row after row of a trace."""
+
+    rows: Sequence[TraceRow]
+
+    def of(self, index: int, turn: int) -> tuple[int, int]:
+        row = self.rows[index % len(self.rows)]
+        return row.prompt_tokens, row.output_tokens
+
 
 Content = str | list[int]  # text, or token ids
 

@@ -23,8 +23,16 @@ from kvik.kernels.weights import (
 from kvik.planner.calibration import CACHED, AttentionPace, LinearPace
 from kvik.planner.formats import weight_facts
 from kvik_bench.inprocess.rounds import undisturbed
-from kvik_bench.machine.effort import Effort
-from kvik_bench.machine.stage import BLOCK_SIZE, REPEATED, Attended, Call, Limits, Stage, Track
+from kvik_bench.machine.stage import (
+    BLOCK_SIZE,
+    REPEATED,
+    Attended,
+    Call,
+    Effort,
+    Limits,
+    Stage,
+    Track,
+)
 
 CPU = torch.device("cpu")
 PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for samples that are long, and how many at least

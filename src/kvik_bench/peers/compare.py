@@ -1,4 +1,5 @@
-"""kvik beside other engines on this machine: the same prompts, threads and precision, interleaved.
+"""`kvik bench compare [MODEL]`: kvik beside other engines on this machine: the same prompts,
+threads and precision, interleaved.
 
 In each round every engine runs every workload in a fresh process, one process at a time, and the
 order of the engines moves on by one: a machine that drifts treats all alike, and ratios are taken
@@ -7,19 +8,38 @@ within rounds. What the times mean is said in engines/protocol.py.
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
+from kvik.cli.flags import Parser
+from kvik.cli.terminal import say
+from kvik.config.hardware import detect
+from kvik.config.model_source import find_model
+from kvik.config.model_spec import SHORT_DTYPES, read_model_spec
 from kvik.errors import ConfigError
-from kvik_bench.peers.adapter_process import Outcome
-from kvik_bench.peers.engine_entries import EngineEntry, Engines
+from kvik.interrupts import ended_like_ctrl_c
+from kvik_bench.cli.output import add_model, add_output_flags, check_output, write_out
+from kvik_bench.inprocess.rounds import Watch
+from kvik_bench.peers.adapter_process import Outcome, run_adapter
+from kvik_bench.peers.engine_entries import (
+    OWN,
+    EngineEntry,
+    Engines,
+    engines_of_file,
+    installed_engines,
+)
 from kvik_bench.peers.engines.protocol import Answer, Job, Workload
+from kvik_bench.report.result import Chart, Figure, Result, Row, run_facts
+from kvik_bench.report.table import show_figure
 
 TOP_ID = 1000  # prompts are random ids below this: the more frequent tokens
 MAX_BATCH = 4096
@@ -156,3 +176,331 @@ def _line(name: str, works: Sequence[Workload], outcome: Outcome) -> str:
         return f"  {name:24} {names}: failed: {answer.failed}"
     rates = ", ".join(f"{w.name} {median(answer.rates[w.name]):,.1f} tokens/s" for w in works)
     return f"  {name:24} {rates}; start {answer.start:.1f} s, {outcome.peak_bytes >> 20:,} MiB"
+
+
+# What the runs of a comparison say: rates, ratios within rounds, and whether answers are equal.
+
+Tokens = Sequence[Sequence[int]]  # [rows, output]
+
+START = "from the start of the process to the first token of a prompt of one token"
+PEAK = "of the largest process of a run, mapped pages of weight files included"
+RATIO = "rate of kvik in the same format over the rate of this engine, within a round"
+EQUAL = "output tokens that are those of kvik in the same format, place by place"
+REASON = 80  # characters of a failure that are shown in the table
+EXACT = "fp32"  # the format in which engines should agree
+
+
+def to_result(comparison: Comparison, found: Found, facts: Mapping[str, str]) -> Result:
+    """A row for each engine, by format, kvik first; and one for each that could not be run."""
+    entries, absent = comparison.engines.entries, comparison.engines.absent
+    readings = _Readings(comparison, found)
+    rows: list[Row] = []
+    remarks: list[str] = []
+    for form in dict.fromkeys(entry.format for entry in entries.values()):
+        alike = [name for name, entry in entries.items() if entry.format == form]
+        own = [name for name in alike if entries[name].adapter == OWN]
+        peers = [name for name in alike if entries[name].adapter != OWN]
+        rows += [readings.own_row(name) for name in own]
+        rows += [readings.peer_row(name, own[0]) for name in peers]
+        remarks += readings.best_remarks(form, peers, own[0])
+        remarks += readings.equality_remark(form, peers, own[0])
+    rows += [Row(name, (), {"failed": reason}) for name, reason in absent.items()]
+    remarks += [f"{name} failed: {why}" for name, why in readings.long_reasons()]
+    if comparison.engines.left_out:
+        names = ", ".join(comparison.engines.left_out)
+        remarks.append(f"Not here, or in need of a converted model (--config): {names}.")
+    charts = [
+        Chart("bars", f"kvik beside others, {work.name}", work.name)
+        for work in comparison.workloads
+        if any(row.figure(work.name) for row in rows)
+    ]
+    return Result("compare", facts, tuple(rows), tuple(remarks), tuple(charts))
+
+
+def equal_places(ours: Tokens, theirs: Tokens) -> tuple[int, int]:
+    """(tokens that are equal at the same place, all tokens)."""
+    pairs = [p for a, b in zip(ours, theirs, strict=True) for p in zip(a, b, strict=True)]
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
+def first_differences(ours: Tokens, theirs: Tokens) -> list[int]:
+    """For each row, how many tokens are equal before the first that is not."""
+    rows = zip(ours, theirs, strict=True)
+    return [
+        sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(a, b, strict=True))) for a, b in rows
+    ]
+
+
+class _Readings:
+    """Takes figures out of what was found."""
+
+    def __init__(self, comparison: Comparison, found: Found) -> None:
+        self._comparison = comparison
+        self._found = found
+        self._rounds = range(comparison.rounds)
+
+    def own_row(self, name: str) -> Row:
+        return Row(name, tuple(self._measured(name)), self._facts(name))
+
+    def peer_row(self, name: str, own: str) -> Row:
+        figures, facts = self._measured(name), self._facts(name)
+        for work in self._comparison.workloads:
+            figures += self._ratio(work, own, name)
+        figures += self._equality(name, own)
+        places = self._differences(name, own)
+        if places:
+            facts["first difference"] = self._where(places)
+        series = {
+            f"tokens before the first difference, {work}": tuple(map(float, found))
+            for work, found in places.items()
+        }
+        return Row(name, tuple(figures), facts, series)
+
+    def best_remarks(self, form: str, peers: Sequence[str], own: str) -> list[str]:
+        if not peers:
+            return [f"{form}: no other engine to compare with."]
+        remarks = []
+        for work in self._comparison.workloads:
+            best = self._best(peers, work)
+            for ratio in self._ratio(work, own, best) if best is not None else ():
+                remarks.append(
+                    f"{work.name}: {own} is {show_figure(ratio)} times as fast as {best}, the best "
+                    f"other {form}."
+                )
+        return remarks
+
+    def equality_remark(self, form: str, peers: Sequence[str], own: str) -> list[str]:
+        shares = [f.median for name in peers for f in self._equality(name, own)]
+        if not shares or min(shares) == 100:
+            return []
+        if form == EXACT:
+            return [f"{form}: engines should agree but for ties of two tokens; look where not."]
+        return [
+            f"{form}: each engine rounds and quantises in its own way, so greedy texts part where "
+            f"two tokens are nearly as likely, with random weights soon; {EXACT} should agree."
+        ]
+
+    def long_reasons(self) -> list[tuple[str, str]]:
+        """(engine, reason) of failures that the table cuts short."""
+        found = [(name, reason) for (name, _), reason in self._found.failures.items()]
+        found += self._comparison.engines.absent.items()
+        return [pair for pair in dict.fromkeys(found) if len(pair[1]) > REASON]
+
+    def _rate(self, name: str, work: Workload, number: int) -> float | None:
+        for answer in self._found.answers.get((name, number), ()):
+            if work.name in answer.rates:
+                return median(answer.rates[work.name])
+        return None
+
+    def _tokens(self, name: str, work: Workload, number: int) -> Tokens | None:
+        for answer in self._found.answers.get((name, number), ()):
+            if work.name in answer.tokens:
+                return answer.tokens[work.name]
+        return None
+
+    def _best(self, peers: Sequence[str], work: Workload) -> str | None:
+        """The peer with the best median."""
+        medians = {}
+        for name in peers:
+            rates = [r for n in self._rounds if (r := self._rate(name, work, n)) is not None]
+            if rates:
+                medians[name] = median(rates)
+        return max(medians, key=medians.__getitem__) if medians else None
+
+    def _measured(self, name: str) -> list[Figure]:
+        figures = []
+        for work in self._comparison.workloads:
+            rates = [r for n in self._rounds if (r := self._rate(name, work, n)) is not None]
+            if rates:
+                figures.append(Figure(work.name, "tokens/s", tuple(rates), "more", _means(work)))
+        answers, peaks = self._found.answers, self._found.peaks
+        done = [n for n in self._rounds if answers.get((name, n))]
+        if done:
+            starts = tuple(median(a.start for a in answers[name, n]) for n in done)
+            highs = tuple(max(peaks[name, n]) / 2**20 for n in done)
+            figures.append(Figure("start", "s", starts, "less", START))
+            figures.append(Figure("peak memory", "MiB", highs, "less", PEAK))
+        return figures
+
+    def _ratio(self, work: Workload, own: str, peer: str) -> list[Figure]:
+        rates = [(self._rate(own, work, n), self._rate(peer, work, n)) for n in self._rounds]
+        ratios = tuple(a / b for a, b in rates if a is not None and b is not None)
+        return [Figure(f"kvik / this, {work.name}", "x", ratios, "more", RATIO)] if ratios else []
+
+    def _both(self, name: str, own: str, number: int) -> list[tuple[Workload, Tokens, Tokens]]:
+        """Of a round, what both told the tokens of: (workload, ours, theirs)."""
+        found = []
+        for work in self._comparison.workloads:
+            ours, theirs = self._tokens(own, work, number), self._tokens(name, work, number)
+            if ours is not None and theirs is not None:
+                found.append((work, ours, theirs))
+        return found
+
+    def _equality(self, name: str, own: str) -> list[Figure]:
+        shares = []
+        for number in self._rounds:
+            counts = [equal_places(a, b) for _, a, b in self._both(name, own, number)]
+            if counts:
+                equal, total = map(sum, zip(*counts, strict=True))
+                shares.append(100 * equal / total)
+        return [Figure("equal tokens", "%", tuple(shares), "more", EQUAL)] if shares else []
+
+    def _differences(self, name: str, own: str) -> dict[str, list[int]]:
+        """Workload -> the first difference of each row, in the first round that tells."""
+        found: dict[str, list[int]] = {}
+        for number in self._rounds:
+            for work, ours, theirs in self._both(name, own, number):
+                found.setdefault(work.name, first_differences(ours, theirs))
+        return found
+
+    def _where(self, places: Mapping[str, Sequence[int]]) -> str:
+        """ "b8 after 3 of 64 tokens", the earliest row of each workload; "none"."""
+        words = []
+        for work in self._comparison.workloads:
+            earliest = min(places.get(work.name, [work.output]))
+            if earliest < work.output:
+                words.append(f"{work.name} after {earliest} of {work.output}")
+        return ", ".join(words) or "none"
+
+    def _facts(self, name: str) -> dict[str, str]:
+        entry = self._comparison.engines.entries[name]
+        facts = {"format": entry.format}
+        for number in self._rounds:
+            for answer in self._found.answers.get((name, number), ()):
+                facts["engine"] = answer.engine
+        reasons: dict[str, list[str]] = {}
+        for work in self._comparison.workloads:
+            reason = self._found.failures.get((name, work.name))
+            if reason is not None:
+                reasons.setdefault(_short(reason), []).append(work.name)
+        if reasons:
+            facts["failed"] = "; ".join(f"{', '.join(w)}: {why}" for why, w in reasons.items())
+        return facts
+
+
+def _means(work: Workload) -> str:
+    if work.output == 1:
+        return f"prompt tokens ({work.prompt}) a second, until the first token"
+    return (
+        f"output tokens a second after every row has its first: {work.batch} together, prompts of "
+        f"{work.prompt}, {work.output} tokens each"
+    )
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= REASON else reason[: REASON - 3] + "..."
+
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "bench compare",
+        "[MODEL]",
+        "Run kvik and other engines on the same model, prompts, threads and precision, one process "
+        "at a time, in turns; ratios are taken within rounds.",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="of the installed ones: transformers, transformers-batching, vllm; or of the file of "
+        "--config (default: all). kvik always runs",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML that names engines with their own Pythons, converted models and options",
+    )
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        default=[],
+        metavar="FORMAT",
+        help="fp32, bf16, fp16, int8, int4 (default: as the model is stored, or all of the file)",
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        default=["prefill", "b1", "b8", "b32"],
+        metavar="NAME",
+        help="prefill: one prompt; bN: N requests decoded together (prefill b1 b8 b32)",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of each request (512; 128 where decoding)"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=64, metavar="N", help="of each request (64)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="for every engine (all cores)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of all engines (3)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of one process (600)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    add_output_flags(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_output(arguments)
+    for name, least in (("threads", 1), ("rounds", 1), ("timeout", 1)):
+        value = getattr(arguments, name)
+        if value is not None and not value >= least:
+            raise ConfigError(name, f"must be at least {least}, not {value}")
+
+    folder = find_model(arguments.model)
+    spec = read_model_spec(folder)
+    if arguments.config is None:
+        formats = arguments.format or [SHORT_DTYPES[spec.dtype]]
+        engines = installed_engines(arguments.engines, formats)
+    else:
+        engines = engines_of_file(arguments.config, arguments.engines, arguments.format)
+    workloads = make_workloads(
+        arguments.workloads,
+        arguments.prompt_tokens,
+        arguments.output_tokens,
+        spec.vocab_size,
+        arguments.seed,
+    )
+    longest = max(work.length for work in workloads)
+    if longest > spec.max_context:
+        raise ConfigError(
+            "prompt_tokens",
+            f"with the output is {longest} tokens; the model has {spec.max_context}",
+        )
+    comparison = Comparison(
+        name=Path(arguments.model).name or folder.name,
+        folder=folder,
+        engines=engines,
+        workloads=workloads,
+        threads=arguments.threads or engines.threads or detect().cores,
+        rounds=arguments.rounds,
+        timeout=arguments.timeout,
+    )
+    found, watch = Found(), Watch()
+    code = 0
+    try:
+        with ended_like_ctrl_c():
+            measure(comparison, found, run_adapter, _say)
+    except KeyboardInterrupt:
+        _say("interrupted: these are the figures so far")
+        code = INTERRUPTED
+    facts = {
+        **run_facts(),
+        "model": str(folder),
+        "threads": str(comparison.threads),
+        "rounds": str(comparison.rounds),
+    }
+    result = to_result(comparison, found, facts)
+    write_out(replace(result, remarks=(*watch.remarks(), *result.remarks)), arguments)
+    return code or (0 if found.answers else 1)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may be gone; the files are to be written all the same
+        say(line, error=True, flush=True)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
+from markupsafe import Markup
 
 from kvik.config.files import write_whole
 from kvik.errors import ConfigError
 from kvik_bench.report.result import Chart, Figure, Result, Row
-from kvik_bench.report.table import Grid, show_figure, unit_title
+from kvik_bench.report.table import Grid, definitions, grid, show_figure, spread_note, unit_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Canvas
+
 
 # Each at least 3:1 on white and on nearly black, and told apart by most colour-blind readers.
 COLOURS = ("#2f7ed8", "#d9662b", "#259a78", "#b0559b", "#9a7d0a", "#7a6fd0", "#5f8a2e", "#c2506a")
@@ -334,3 +338,43 @@ def _label(row: Row) -> str:
 
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+# A result as one HTML file that needs nothing else: figures, charts, what was measured and how.
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A chart beside the same in words and in numbers."""
+
+    title: str
+    svg: Markup
+    words: str
+    numbers: Grid
+
+
+def as_html(result: Result) -> str:
+    """The page. Whatever a name or remark holds is shown as text."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        result=result,
+        table=grid(result),
+        pictures=[_picture(result, chart, i) for i, chart in enumerate(drawable(result))],
+        definitions=definitions(result),
+        spread=spread_note(result),
+    )
+
+
+def _picture(result: Result, chart: Chart, number: int) -> Picture:
+    words = describe(result, chart)
+    # Several pictures share a page, and so one space of names.
+    drawing = svg(result, chart, f"chart{number}-")
+    label = Markup('<svg role="img" aria-label="{}"').format(f"{chart.title}. {words}")
+    return Picture(
+        chart.title, label + Markup(drawing.removeprefix("<svg")), words, chart_table(result, chart)
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvik.cli.main import main
-from kvik_bench.peers import adapter_process
+from kvik_bench.peers import compare
 from kvik_bench.peers.adapter_process import Outcome
 from kvik_bench.peers.engine_entries import EngineEntry
 from kvik_bench.peers.engines.protocol import Answer, Job
@@ -109,7 +109,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineEntry, Job, float]
         rates = {work.name: [2.0] * len(work.batches) for work in job.workloads}
         return Outcome(Answer("fake", 1.0, rates), 1 << 20)
 
-    monkeypatch.setattr(adapter_process, "run_adapter", run)
+    monkeypatch.setattr(compare, "run_adapter", run)
     return asked
 
 

@@ -17,7 +17,7 @@ from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.hardware import load_thresholds as load_prompts
 from kvik.planner.calibration import ReadRate, calibration_path, load, save, this_machine
 from kvik_bench.cli import calibrate
-from kvik_bench.machine.effort import FULL, QUICK, Effort
+from kvik_bench.machine.stage import FULL, QUICK, Effort
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ConfigError
+from kvik_bench.inprocess import rounds
 from kvik_bench.inprocess import rounds as disturbance
-from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.inprocess.rounds import Rounds, Watch, undisturbed
 
 
 def test_subjects_take_turns() -> None:
@@ -30,3 +31,31 @@ def test_out_of_range(repeats: int, warmup: int, field: str) -> None:
     with pytest.raises(ConfigError) as error:
         Rounds(repeats, warmup)
     assert error.value.field == field
+
+
+# Noticing other processes, and samples without them.
+
+
+def test_the_faster_half_counts() -> None:
+    assert undisturbed([3.0]) == 3.0
+    assert undisturbed([1.0, 9.0]) == 1.0
+    assert undisturbed([1.0, 2.0, 3.0, 50.0, 60.0]) == 2.0
+
+
+@pytest.mark.parametrize(("busy", "own", "share"), [(5.0, 5.0, 0.0), (9.0, 5.0, 0.2)])
+def test_what_others_took(
+    monkeypatch: pytest.MonkeyPatch, busy: float, own: float, share: float
+) -> None:
+    """In 10 seconds on 2 cores."""
+    now, taken, mine = [100.0], [50.0], [20.0]
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rounds, "busy_seconds", lambda: taken[0])
+    monkeypatch.setattr(rounds, "own_seconds", lambda: mine[0])
+    watch = Watch()
+    now[0], taken[0], mine[0] = 110.0, 50.0 + busy, 20.0 + own
+    assert watch.others() == pytest.approx(share, abs=rounds.TICK)
+
+
+def test_the_clocks_run() -> None:
+    assert 0 < rounds.own_seconds() <= rounds.busy_seconds() + 1

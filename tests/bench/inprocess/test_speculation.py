@@ -9,11 +9,14 @@ import pytest
 from helpers.drafters import METHOD, Scripted, always_right, install
 
 from kvik.config.config import EngineConfig
+from kvik.core.types import DraftCounts
+from kvik.engine.stats import EngineStats, SpeculationStats
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
-from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.inprocess.speculation import SpeculationLoad, measure_speculation
+from kvik_bench.inprocess.speculation import Pair, SpeculationLoad, measure_speculation
+from kvik_bench.load.records import RequestRecord
 
 CONFIG = EngineConfig(
     device="cpu", threads=1, max_num_seqs=2, max_model_len=64, enable_prefix_caching=False
@@ -97,3 +100,103 @@ def test_what_cannot_be_served_is_refused(load: SpeculationLoad, message: str) -
     with pytest.raises(ParamError) as error:
         load.check(PLAIN)
     assert str(error.value).startswith(message)
+
+
+# What is read from two runs whose steps and times are known.
+
+
+ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
+TOKENS = 31  # one of the prompt's step, thirty decoded
+
+
+def run(seconds: float, steps: int, stats: tuple[SpeculationStats, SpeculationStats] | None) -> Run:
+    """One request: its first token comes after a second."""
+    record = RequestRecord(8, 0.0, 0.0)
+    record.chunk(1.0, 1)
+    record.chunk(1.0 + seconds, TOKENS - 1)
+    before, after = stats or (None, None)
+    return Run(
+        0.0,
+        1.0 + seconds,
+        [record],
+        [list(range(TOKENS))],
+        replace(ZERO, steps=100, speculation=before),
+        replace(ZERO, steps=100 + steps, speculation=after),
+        0.0,
+    )
+
+
+def counts(*rows: tuple[int, int]) -> DraftCounts:
+    """Of checks, each with so many drafts, of which so many were right."""
+    found = DraftCounts()
+    for drafts, accepted in rows:
+        found.add(drafts, accepted)
+    return found
+
+
+def pair(earlier: DraftCounts, later: DraftCounts, *, trees: bool = False) -> Pair:
+    """30 steps of 0.1 s; with drafts 12 in 2 s, of which 0.3 s went into drafts."""
+    stats = (
+        SpeculationStats(earlier, proposing=5.0, seconds=7.0, plain_seconds=8.0),
+        SpeculationStats(later, proposing=5.3, seconds=8.5, plain_seconds=11.0),
+    )
+    return Pair(run(3.0, 31, None), run(2.0, 13, stats), trees)
+
+
+BEFORE = [(1, 1), (5, 2)]  # what was checked before the run does not count
+ROWS = [(3, 3), (3, 3), (3, 3), (3, 3), (3, 2), (3, 2), (3, 1), (3, 1), (3, 0), (3, 0)]
+PAIR = pair(counts(*BEFORE), counts(*BEFORE, *ROWS))
+
+
+def test_drafts_of_the_run_alone() -> None:
+    assert PAIR.drafts == replace(counts(*ROWS), at=[10, 10, 10, 0, 0], accepted_at=[8, 6, 4, 0, 0])
+    assert (PAIR.depth, PAIR.num_places) == (3.0, 3)
+    assert PAIR.acceptance == pytest.approx(18 / (10 + 8 + 6))
+    assert PAIR.decoded == 12
+    assert PAIR.share == pytest.approx(10 / 12)
+    assert PAIR.equal == 1.0
+
+
+def test_costs_are_in_steps_without_speculation() -> None:
+    assert PAIR.step_cost == pytest.approx(1.7 / 12 / 0.1)
+    # 12 steps, of which 10 made 3 drafts each
+    assert PAIR.draft_cost == pytest.approx(0.3 / 30 / 0.1)
+    assert PAIR.own_estimate == pytest.approx(3.0 / 1.5)
+
+
+def test_the_prediction_is_the_formula() -> None:
+    a = 18 / 24
+    tokens = 2 / 12 + 10 / 12 * (1 + a + a**2 + a**3)
+    assert PAIR.predicted == pytest.approx(tokens / (1.7 / 12 / 0.1 + 0.3 / 12 / 0.1))
+    assert PAIR.if_free == pytest.approx(tokens / (1.0 + 0.3 / 12 / 0.1))
+    # It comes near what was measured.
+    assert PAIR.predicted == pytest.approx(3.0 / 2.0, rel=0.1)
+
+
+def test_drafts_of_a_tree() -> None:
+    """Six nodes on two levels: depth is what counts."""
+    found = pair(counts(), counts((6, 2), (6, 1), (6, 0), (6, 2)), trees=True)
+    assert (found.depth, found.num_places) == (2.0, 2)
+    assert found.acceptance == pytest.approx(5 / (4 + 3))
+
+
+def test_without_any_drafts() -> None:
+    found = pair(counts(), counts())
+    assert (found.share, found.depth, found.acceptance, found.draft_cost) == (0, 0, 0, 0)
+    assert found.step_cost == pytest.approx(1.7 / 12 / 0.1)
+    assert found.predicted == pytest.approx(1.0 / found.step_cost)
+
+
+def test_numbers_of_drafts_that_vary() -> None:
+    """Where half of the checks had a second draft, half of those that came so far are taken to."""
+    found = pair(counts(), counts((1, 1), (1, 0), (2, 1), (2, 1)))
+    a = found.acceptance
+    assert a == pytest.approx(3 / (4 + 3 * 2 / 4))
+    checks, steps = 4, found.decoded
+    tokens = (2 * (1 + a) + 2 * (1 + a + a**2) + steps - checks) / steps  # each by the formula
+    assert found.predicted == pytest.approx(tokens / (found.step_cost + 0.3 / 12 / 0.1))
+
+
+def test_other_tokens_are_seen() -> None:
+    other = replace(PAIR.guessing, answers=[[*range(TOKENS - 1), 99]])
+    assert replace(PAIR, guessing=other).equal == pytest.approx(30 / 31)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.virtual_time import VirtualLoop, run_virtually
 
-from kvik_bench.load.arrivals import poisson, read_trace
 from kvik_bench.load.drive import FAILURE_PAUSE, Budget, ClosedLoop, Load, OpenLoop, RunLog, drive
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
-from kvik_bench.load.workload import Conversation, LoadRequest, Turn
+from kvik_bench.load.workload import Conversation, LoadRequest, Turn, poisson, read_trace
 
 
 class Numbered:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.planner.slo import Slo
-from kvik_bench.load.metrics import (
-    DEFINITIONS,
-    gaps,
-    spread,
-    summarise,
-    token_times,
-)
+from kvik_bench.load.metrics import DEFINITIONS, gaps, spread, summarise, token_times
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
 
 

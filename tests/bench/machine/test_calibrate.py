@@ -18,11 +18,9 @@ from kvik.planner.calibration import load, save, stale, this_machine
 from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik_bench.machine.calibrate import calibrate, make_stage, remarks
-from kvik_bench.machine.effort import FULL, KINDS, QUICK
-from kvik_bench.machine.host import line_through
+from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
 from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
-from kvik_bench.machine.stage import Attended, TorchStage
+from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
 MIB = 1 << 20
 TINY = replace(

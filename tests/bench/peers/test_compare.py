@@ -9,8 +9,15 @@ import pytest
 
 from kvik.errors import ConfigError
 from kvik_bench.peers.adapter_process import Outcome
-from kvik_bench.peers.compare import Comparison, Found, make_workloads, measure
-from kvik_bench.peers.compare_result import equal_places, first_differences, to_result
+from kvik_bench.peers.compare import (
+    Comparison,
+    Found,
+    equal_places,
+    first_differences,
+    make_workloads,
+    measure,
+    to_result,
+)
 from kvik_bench.peers.engine_entries import EngineEntry, Engines
 from kvik_bench.peers.engines.protocol import Answer, Job, Workload
 from kvik_bench.report.result import Result, Row

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from helpers.bench_results import sample_result
 
 from kvik.errors import KvikError
-from kvik_bench.report.result import Figure, Result
+from kvik_bench.report.result import Figure, Result, peak_bytes, run_facts
 
 
 def test_json_and_back() -> None:
@@ -35,3 +37,24 @@ def test_what_is_no_result_is_refused(text: str) -> None:
 
 def test_names_come_once_in_order() -> None:
     assert list(sample_result().names()) == ["batch", "TTFT p50", "output"]
+
+
+# What stands beside every figure.
+
+
+MEASURE = "from kvik_bench.report.result import peak_bytes; print(peak_bytes())"
+
+
+def test_the_peak_does_not_begin_with_the_memory_of_the_parent() -> None:
+    mib = 1 << 20
+    ballast = b"x" * (400 * mib)
+    command = [sys.executable, "-c", MEASURE]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert len(ballast) + 1 <= peak_bytes()
+    assert 1 * mib < int(done.stdout) < 300 * mib
+
+
+def test_a_run_can_be_told_from_another() -> None:
+    facts = run_facts()
+    assert {"date", "command", "kvik", "python", "torch", "machine"} <= facts.keys()
+    assert all(facts.values())
