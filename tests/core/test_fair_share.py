@@ -10,7 +10,7 @@ import pytest
 from helpers.simulation import Setup, Simulation
 
 from kvik.core.config import POLICIES
-from kvik.core.fair_share import Holdings
+from kvik.core.fair_share import TenantUsage
 from kvik.core.plan import SchedulerOutput
 from kvik.core.types import Request, RequestStatus
 
@@ -385,10 +385,10 @@ def test_who_could_get_nothing_need_not_be_asked(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quick look at what tenants hold changes no plan."""
-    genuine = Holdings.uneven
+    genuine = TenantUsage.uneven
     looks: list[bool] = []
 
-    def noted(self: Holdings, takers: Iterable[str], num_tenants: int) -> bool:
+    def noted(self: TenantUsage, takers: Iterable[str], num_tenants: int) -> bool:
         looks.append(genuine(self, takers, num_tenants))
         return looks[-1]
 
@@ -405,8 +405,8 @@ def test_who_could_get_nothing_need_not_be_asked(
         return found
 
     for seed in range(6):
-        monkeypatch.setattr(Holdings, "uneven", noted)
+        monkeypatch.setattr(TenantUsage, "uneven", noted)
         quick = plans(seed)
-        monkeypatch.setattr(Holdings, "uneven", lambda *_: True)
+        monkeypatch.setattr(TenantUsage, "uneven", lambda *_: True)
         assert quick == plans(seed)
     assert {True, False} == set(looks)

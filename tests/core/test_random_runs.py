@@ -23,7 +23,7 @@ from kvik.core.block_pool import (
 )
 from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
-from kvik.core.scheduler import StepsInFlight
+from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Request
 from kvik.spec.kv import KVCacheSpec
 
@@ -148,16 +148,16 @@ def publishes_promises(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    deliver = StepsInFlight._deliver
+    deliver = Scheduler._deliver
 
-    def optimistic(self: StepsInFlight, request: Request, *args: Any) -> Any:
+    def optimistic(self: Scheduler, request: Request, *args: Any) -> Any:
         computed = request.num_computed_tokens
         delta = deliver(self, request, *args)
         if request.num_computed_tokens:
             request.num_computed_tokens = computed
         return delta
 
-    patch.setattr(StepsInFlight, "_deliver", optimistic)
+    patch.setattr(Scheduler, "_deliver", optimistic)
 
 
 def keeps_what_blocks_cached(patch: pytest.MonkeyPatch) -> None:

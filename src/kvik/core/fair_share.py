@@ -22,213 +22,14 @@ requests, nothing of this costs anything or changes anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 
 from kvik.core.block_pool import NULL_BLOCK
-from kvik.core.config import SchedulerConfig
 from kvik.core.kv_manager import KVCacheManager, PrefixMatch
 from kvik.core.policy import Policy
-from kvik.core.types import Request, RequestStatus
-
-# Slots and blocks for tenants below their share, taken from those furthest above theirs.
-#
-# What a tenant holds is its share of the slots or of the blocks, whichever is larger (dominant
-# resources, Ghodsi et al. 2011). With n tenants a fair share is 1/n.
-#
-# - A newcomer may take from whoever holds more than a fair share.
-# - Other requests, of a tenant that was served no more than the one that gives, may take as long as
-#   that one keeps a fair share and at least twice what the taker then holds. Beyond that requests
-#   that end make room soon enough; without the distance tenants that are about equal would take
-#   from each other again and again.
-# - A request that was preempted itself takes nothing. So a request takes room for itself at most
-#   once, and there are no more preemptions for fairness than requests that could cause them.
-
-
-class Holdings:
-    """What each tenant's running requests hold."""
-
-    def __init__(self, running: Iterable[Request], kv: KVCacheManager, max_num_seqs: int) -> None:
-        self.kv = kv
-        self.max_num_seqs = max_num_seqs
-        by_tenant: dict[str, list[Request]] = {}
-        for request in running:
-            by_tenant.setdefault(request.tenant, []).append(request)
-        self.slots = Counter({tenant: len(held) for tenant, held in by_tenant.items()})
-        self.blocks = Counter({t: sum(map(kv.num_held, held)) for t, held in by_tenant.items()})
-
-    def add(self, request: Request, count: int) -> None:
-        self.slots[request.tenant] += count
-        self.blocks[request.tenant] += count * self.kv.num_held(request)
-
-    def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
-        """0 to 1, with so many slots and blocks more."""
-        slots += self.slots[tenant]
-        blocks += self.blocks[tenant]
-        return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))
-
-    def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
-        """Whether somebody holds so much that one of the takers, none of them a newcomer, could get
-        a slot of it. Without looking at requests: most of the time it is clear that nobody does."""
-        most = max(map(self.share, self.slots), default=0.0)
-        return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
-
-
-def decode_demand(running: Iterable[Request], kv: KVCacheManager) -> tuple[int, int]:
-    """Tokens that the next step's decoding rows take, and new blocks, without those for drafts,
-    which take what is left."""
-    tokens = blocks = 0
-    for request in running:
-        if request.num_unscheduled_tokens == 1:
-            tokens += 1 + request.num_draft_tokens
-            blocks += kv.num_missing(request, request.num_computed_tokens + 1)
-    return tokens, blocks
-
-
-def decode_order(
-    running: list[Request], kv: KVCacheManager, max_num_seqs: int, first: Collection[Request]
-) -> list[Request]:
-    """Running requests, those in `first` before all others; last, if blocks may not do for all,
-    those of the tenants that hold most."""
-    if len(running) * len(kv.groups) > kv.pool.num_free:
-        holdings = Holdings(running, kv, max_num_seqs)
-        running = sorted(running, key=lambda request: holdings.share(request.tenant))
-    if first:
-        running = sorted(running, key=lambda request: request not in first)
-    return running
-
-
-def prompt_demand(request: Request, kv: KVCacheManager, chunk: int) -> int:
-    """Blocks that a running request will still need for its prompt, in chunks of so many tokens;
-    0 if it waits."""
-    if request.status is not RequestStatus.RUNNING:
-        return 0
-    return max(0, kv.max_blocks(len(request.token_ids), chunk) - kv.num_held(request))
-
-
-class Room:
-    """What is free, and who is to give way, while requests are asked for one after another."""
-
-    def __init__(
-        self,
-        running: Sequence[Request],
-        free_slots: int,
-        free_blocks: int,
-        kv: KVCacheManager,
-        config: SchedulerConfig,
-        shares: FairShare,
-        policy: Policy,
-    ) -> None:
-        self.slots = free_slots
-        self.blocks = free_blocks  # may be negative
-        self.kv = kv
-        self.config = config
-        self.shares = shares
-        self.policy = policy
-        self._running = list(running)
-        self._taken: list[tuple[str, int, int]] = []  # tenant, slots, blocks; not in holdings yet
-        self._holdings: Holdings | None = None  # measured only if somebody is to give way
-        self._dropped = Counter[int]()  # references to blocks that go with those who give way
-
-    def may_have(self, request: Request) -> bool:
-        """False if a waiting request surely has no room: a quick look before `take`."""
-        if self.slots:
-            return True
-        if request.num_preemptions:
-            return False
-        served = self.shares.served
-        return request in self.shares.newcomers or any(
-            r.tenant != request.tenant and served(r) >= served(request) for r in self._running
-        )
-
-    def take(
-        self, request: Request, slots: int, blocks: int, match: PrefixMatch | None = None
-    ) -> list[Request] | None:
-        """Room for a request.
-
-        Args:
-            slots: 1 if it is to start, 0 if it runs.
-            blocks: how many it takes out of the free ones.
-            match: what it will share with whoever holds it.
-
-        Returns:
-            Who must be preempted for it; None if it is not to have room, and nobody is.
-        """
-        victims: list[Request] | None = []
-        if self.slots < slots or self.blocks < blocks:
-            ids = match.block_ids if match else ()
-            victims = self._victims(request, slots, blocks, frozenset(chain.from_iterable(ids)))
-        if victims is None:
-            return None
-        self.slots -= slots
-        self.blocks -= blocks
-        self._taken.append((request.tenant, slots, blocks))
-        return victims
-
-    def _victims(
-        self, request: Request, slots: int, blocks: int, matched: frozenset[int]
-    ) -> list[Request] | None:
-        if request.num_preemptions:
-            return None
-        holdings = self._measure()
-        before = self._running, self._dropped.copy(), self.slots, self.blocks
-        victims: list[Request] = []
-        while self.slots < slots or self.blocks < blocks:
-            victim = self._victim(request, slots, blocks, holdings)
-            if victim is None:
-                self._running, self._dropped, self.slots, self.blocks = before
-                for kept in victims:
-                    holdings.add(kept, 1)
-                return None
-            victims.append(victim)
-            self._running = [r for r in self._running if r is not victim]
-            holdings.add(victim, -1)
-            self.slots += 1
-            self.blocks += self._freed(victim, matched)
-        return victims
-
-    def _measure(self) -> Holdings:
-        if self._holdings is None:
-            self._holdings = Holdings(self._running, self.kv, self.config.max_num_seqs)
-        for tenant, slots, blocks in self._taken:
-            self._holdings.slots[tenant] += slots
-            self._holdings.blocks[tenant] += blocks
-        self._taken.clear()
-        return self._holdings
-
-    def _victim(
-        self, request: Request, slots: int, blocks: int, holdings: Holdings
-    ) -> Request | None:
-        shares = self.shares
-        others = [
-            r for r in self._running if r.tenant != request.tenant and r not in shares.newcomers
-        ]
-        if not others:
-            return None
-        tenant = max({r.tenant: None for r in others}, key=holdings.share)
-        victim = self.policy.cheapest([r for r in others if r.tenant == tenant])
-        fair = 1 / shares.num_active
-        if request in shares.newcomers:
-            return victim if holdings.share(tenant) > fair else None
-        if shares.served(request) > shares.served(victim):
-            return None
-        rest = holdings.share(tenant, -1, -self.kv.num_held(victim))
-        enough = max(fair, 2 * holdings.share(request.tenant, slots, blocks))
-        return victim if rest >= enough else None
-
-    def _freed(self, victim: Request, matched: frozenset[int]) -> int:
-        """How many blocks more are free without it. Those that the taker shares are not: it holds
-        them then."""
-        refs = self.kv.pool.ref_counts
-        freed = 0
-        for ids in victim.block_ids:
-            for block in ids:
-                if block != NULL_BLOCK:
-                    self._dropped[block] += 1
-                    freed += self._dropped[block] == refs[block] and block not in matched
-        return freed
-
+from kvik.core.types import Request
 
 OUTPUT_WEIGHT = 2  # as in VTC, and about what output costs more where it is sold
 
@@ -245,10 +46,21 @@ class Account:
 
 
 class FairShare:
-    def __init__(self) -> None:
+    """The service that each tenant got, and the order in which to serve them next.
+
+    Attributes:
+        newcomers: requests that go first, in order of arrival.
+        num_active: tenants with unfinished requests.
+        virtual_time: service of the least served tenant that has work waiting.
+    """
+
+    def __init__(self, kv: KVCacheManager, policy: Policy, max_num_seqs: int) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.max_num_seqs = max_num_seqs
         self.accounts: dict[str, Account] = {}
-        self.newcomers: dict[Request, None] = {}  # in order of arrival
-        self.num_active = 0  # tenants with requests
+        self.newcomers: dict[Request, None] = {}
+        self.num_active = 0
         self.virtual_time = 0
         self._num_lifts = 0
 
@@ -386,3 +198,175 @@ class FairShare:
             yield request
             expected[tenant] += cost(request)
             line_up(tenant, line, expected[tenant])
+
+    # -- slots and blocks ------------------------------------------------------------------------
+
+    def usage(self, running: Iterable[Request]) -> TenantUsage:
+        """What the tenants of these requests use now."""
+        return TenantUsage(running, self.kv, self.max_num_seqs)
+
+    def decode_order(self, running: list[Request], *, newcomers_first: bool) -> list[Request]:
+        """Running requests in the order in which decodes get blocks: if blocks may not suffice for
+        all, requests of the tenants that use most come last."""
+        if len(running) * len(self.kv.groups) > self.kv.pool.num_free:
+            usage = self.usage(running)
+            running = sorted(running, key=lambda request: usage.share(request.tenant))
+        if newcomers_first:
+            running = sorted(running, key=lambda request: request not in self.newcomers)
+        return running
+
+
+# Slots and blocks for tenants below their share, taken from those furthest above theirs.
+#
+# What a tenant holds is its share of the slots or of the blocks, whichever is larger (dominant
+# resources, Ghodsi et al. 2011). With n tenants a fair share is 1/n.
+#
+# - A newcomer may take from whoever holds more than a fair share.
+# - Other requests, of a tenant that was served no more than the one that gives, may take as long as
+#   that one keeps a fair share and at least twice what the taker then holds. Beyond that requests
+#   that end make room soon enough; without the distance tenants that are about equal would take
+#   from each other again and again.
+# - A request that was preempted itself takes nothing. So a request takes room for itself at most
+#   once, and there are no more preemptions for fairness than requests that could cause them.
+
+
+class TenantUsage:
+    """Slots and blocks that the running requests of each tenant use."""
+
+    def __init__(self, running: Iterable[Request], kv: KVCacheManager, max_num_seqs: int) -> None:
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        by_tenant: dict[str, list[Request]] = {}
+        for request in running:
+            by_tenant.setdefault(request.tenant, []).append(request)
+        self.slots = Counter({tenant: len(held) for tenant, held in by_tenant.items()})
+        self.blocks = Counter({t: sum(map(kv.num_held, held)) for t, held in by_tenant.items()})
+
+    def add(self, request: Request, count: int) -> None:
+        self.slots[request.tenant] += count
+        self.blocks[request.tenant] += count * self.kv.num_held(request)
+
+    def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
+        """The tenant's share of the slots or blocks, 0 to 1, if it had so many more."""
+        slots += self.slots[tenant]
+        blocks += self.blocks[tenant]
+        return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))
+
+    def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
+        """Whether a tenant uses so much that one of the takers, none of them a newcomer, could get
+        a slot of it. A quick check that looks at no request: usually no tenant does."""
+        most = max(map(self.share, self.slots), default=0.0)
+        return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
+
+
+class FreeResources:
+    """What is free in a step, and which requests are preempted, while requests take in turn."""
+
+    def __init__(
+        self, shares: FairShare, running: Sequence[Request], free_slots: int, free_blocks: int
+    ) -> None:
+        self.shares = shares
+        self.slots = free_slots
+        self.blocks = free_blocks  # may be negative
+        self._running = list(running)
+        self._taken: list[tuple[str, int, int]] = []  # tenant, slots, blocks; not in `_usage` yet
+        self._usage: TenantUsage | None = None  # measured only if a request is to be preempted
+        self._dropped = Counter[int]()  # references to blocks that end with the preempted
+
+    def may_have(self, request: Request) -> bool:
+        """False if `take` would refuse a waiting request for sure: a quick check before it."""
+        if self.slots:
+            return True
+        if request.num_preemptions:
+            return False
+        served = self.shares.served
+        return request in self.shares.newcomers or any(
+            r.tenant != request.tenant and served(r) >= served(request) for r in self._running
+        )
+
+    def take(
+        self, request: Request, slots: int, blocks: int, match: PrefixMatch | None = None
+    ) -> list[Request] | None:
+        """Take slots and blocks for a request.
+
+        Args:
+            slots: 1 if it is to start, 0 if it runs.
+            blocks: how many of the free blocks it takes.
+            match: the cached prefix that it will share with the requests that use it.
+
+        Returns:
+            The requests to preempt for it; None if it gets nothing, and none is preempted.
+        """
+        victims: list[Request] | None = []
+        if self.slots < slots or self.blocks < blocks:
+            ids = match.block_ids if match else ()
+            victims = self._victims(request, slots, blocks, frozenset(chain.from_iterable(ids)))
+        if victims is None:
+            return None
+        self.slots -= slots
+        self.blocks -= blocks
+        self._taken.append((request.tenant, slots, blocks))
+        return victims
+
+    def _victims(
+        self, request: Request, slots: int, blocks: int, matched: frozenset[int]
+    ) -> list[Request] | None:
+        if request.num_preemptions:
+            return None
+        usage = self._measure()
+        before = self._running, self._dropped.copy(), self.slots, self.blocks
+        victims: list[Request] = []
+        while self.slots < slots or self.blocks < blocks:
+            victim = self._victim(request, slots, blocks, usage)
+            if victim is None:
+                self._running, self._dropped, self.slots, self.blocks = before
+                for kept in victims:
+                    usage.add(kept, 1)
+                return None
+            victims.append(victim)
+            self._running = [r for r in self._running if r is not victim]
+            usage.add(victim, -1)
+            self.slots += 1
+            self.blocks += self._freed(victim, matched)
+        return victims
+
+    def _measure(self) -> TenantUsage:
+        if self._usage is None:
+            self._usage = self.shares.usage(self._running)
+        for tenant, slots, blocks in self._taken:
+            self._usage.slots[tenant] += slots
+            self._usage.blocks[tenant] += blocks
+        self._taken.clear()
+        return self._usage
+
+    def _victim(
+        self, request: Request, slots: int, blocks: int, usage: TenantUsage
+    ) -> Request | None:
+        shares = self.shares
+        others = [
+            r for r in self._running if r.tenant != request.tenant and r not in shares.newcomers
+        ]
+        if not others:
+            return None
+        tenant = max({r.tenant: None for r in others}, key=usage.share)
+        victim = self.shares.policy.cheapest([r for r in others if r.tenant == tenant])
+        fair = 1 / shares.num_active
+        if request in shares.newcomers:
+            return victim if usage.share(tenant) > fair else None
+        if shares.served(request) > shares.served(victim):
+            return None
+        rest = usage.share(tenant, -1, -self.shares.kv.num_held(victim))
+        enough = max(fair, 2 * usage.share(request.tenant, slots, blocks))
+        return victim if rest >= enough else None
+
+    def _freed(self, victim: Request, matched: frozenset[int]) -> int:
+        """How many blocks more are free without the victim. Those that the taker matches are not:
+        the taker uses them then."""
+        refs = self.shares.kv.pool.ref_counts
+        freed = 0
+        for ids in victim.block_ids:
+            for block in ids:
+                if block != NULL_BLOCK:
+                    self._dropped[block] += 1
+                    freed += self._dropped[block] == refs[block] and block not in matched
+        return freed

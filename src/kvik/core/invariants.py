@@ -73,9 +73,14 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
 def _check_in_flight(scheduler: Scheduler) -> None:
     """What requests believe to be under way is what the steps in flight will bring."""
     scheduled, pending = Counter[int](), Counter[int]()
-    for plan, requests in scheduler.steps.in_flight:
+    for step in scheduler.in_flight:
+        plan = step.plan
         for r, tokens, drafts, samples in zip(
-            requests, plan.num_scheduled_tokens, plan.num_draft_tokens, plan.samples, strict=True
+            step.requests,
+            plan.num_scheduled_tokens,
+            plan.num_draft_tokens,
+            plan.samples,
+            strict=True,
         ):
             scheduled[id(r)] += tokens
             pending[id(r)] += (drafts + 1) * samples

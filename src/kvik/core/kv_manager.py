@@ -67,6 +67,12 @@ class KVCacheManager:
             held -= len(self.groups)  # the shared partial block is copied
         return self.max_blocks(num_tokens, chunk) - held + self._revived(match)
 
+    def prompt_demand(self, request: Request, chunk: int) -> int:
+        """Blocks that a running request still needs for its known tokens; 0 if it waits."""
+        if request.status is not RequestStatus.RUNNING:
+            return 0
+        return max(0, self.max_blocks(len(request.token_ids), chunk) - self.num_held(request))
+
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that `extend` would allocate."""
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])

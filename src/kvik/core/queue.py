@@ -1,9 +1,10 @@
-"""Requests that wait for blocks, in the policy's order, within the admission limits."""
+"""Requests that wait: for blocks, in the policy's order, and for their deadlines."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 from kvik.core.types import Request
 from kvik.errors import CapacityError
@@ -64,3 +65,57 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+
+# Deadlines: requests that must be done by a time, and those that no longer can.
+#
+# A request whose deadline has passed is ended. One that cannot reach its first token in time, or
+# its `min_tokens`, is ended as soon as that is certain, so that its work goes to others. It is
+# certain if even `HURRY` of the least time it needs would be too long: the time it takes if nothing
+# delays it and every step is as fast as the fastest recent one (`StepClock.at_least`).
+
+HURRY = 0.75  # nearer to 1: requests end earlier, some of which would have made it
+
+
+class Deadlines:
+    """A heap of the times at which to look at each request with a deadline again."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def add(self, request: Request, now: float, num_served: int) -> None:
+        """Watch a request if it has a deadline. `num_served`: requests in the scheduler."""
+        if request.deadline is None:
+            return
+        heappush(self._looks, (now, request.serial, request))
+        if len(self._looks) > 64 + 2 * num_served:
+            # Most ended long before their deadlines: keep only what is still served.
+            self._looks = [look for look in self._looks if not look[2].finished]
+            heapify(self._looks)
+
+    def next_look(self) -> float | None:
+        """When `late` may find something although nothing happens until then."""
+        return self._looks[0][0] if self._looks else None
+
+    def late(self, now: float, seconds_needed: Callable[[Request], float]) -> list[Request]:
+        """Remove and return the requests that are past their deadline or cannot meet it.
+
+        Args:
+            seconds_needed: the least time in which a request can have what makes its answer worth
+                having.
+        """
+        found = []
+        looks = self._looks
+        while looks and (looks[0][0] <= now or looks[0][2].finished):
+            request = heappop(looks)[2]
+            if request.finished or request.deadline is None:
+                continue
+            last = request.deadline - HURRY * seconds_needed(request)
+            if last <= now:
+                found.append(request)
+            else:
+                heappush(looks, (last, request.serial, request))
+        return found

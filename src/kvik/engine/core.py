@@ -240,7 +240,7 @@ class EngineCore:
             speculation=self._speculation(),
             graphs=self._graphs,
             pace=PaceStats(
-                scheduler.pace.seconds_per_step, scheduler.pace.prefill_tokens_per_second
+                scheduler.clock.seconds_per_step, scheduler.clock.prefill_tokens_per_second
             ),
         )
 
