@@ -6,46 +6,50 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.bad_parameters import BAD
 
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import ParamError
 
 HUGE = 2**70
 
-BAD: list[tuple[str, Any]] = [
-    *[("n", v) for v in (0, -1, 129, 1.0, True, "1", None, HUGE, 10**5000, "x" * 10**6)],
-    *[("temperature", v) for v in (-0.1, 1e-9, 9e-4, 100.5, math.nan, math.inf, "1", None, False)],
-    *[("temperature", v) for v in (10**400, 10**5000, [0] * 10**5)],
-    *[("top_k", v) for v in (-2, 1.5, HUGE, True, None)],
-    *[("top_p", v) for v in (0, 0.0, -0.5, 1.01, math.nan, "x")],
-    *[("min_p", v) for v in (-0.01, 1.01, math.nan, None)],
-    *[("typical_p", v) for v in (0, 1.5, math.inf)],
-    *[("presence_penalty", v) for v in (-2.1, 2.1, math.nan)],
-    *[("frequency_penalty", v) for v in (-2.1, 2.1, None)],
-    *[("repetition_penalty", v) for v in (0, -1, 10.1, math.nan)],
-    *[
-        ("logit_bias", v)
-        for v in ([1], "x", 3, {-1: 0.0}, {"1": 0.0}, {1: 101}, {1: math.nan}, {1: 10**400})
+ONLY_IN_PYTHON: dict[str, list[Any]] = {
+    "n": [1.0, None, HUGE, 10**5000, "x" * 10**6],
+    "temperature": [math.nan, math.inf, None, 10**400, 10**5000, [0] * 10**5],
+    "top_k": [HUGE, None],
+    "top_p": [math.nan],
+    "min_p": [math.nan, None],
+    "typical_p": [math.inf],
+    "presence_penalty": [math.nan],
+    "frequency_penalty": [None],
+    "repetition_penalty": [math.nan],
+    "logit_bias": [
+        {1: math.nan},
+        {1: 10**400},
+        {True: 1.0},
+        {-1: 0.0},
+        dict.fromkeys(range(4097), 0.0),
     ],
-    *[("logit_bias", v) for v in ({1: None}, {True: 1.0}, dict.fromkeys(range(4097), 0.0))],
-    *[("allowed_token_ids", v) for v in ((), [], (-1,), (1.0,), "12", {1}, (HUGE,), 5)],
-    *[("bad_words", v) for v in (((),), [[]], ((-1,),), [1], "ab", [""], [["a"]], 7)],
-    *[("min_tokens", v) for v in (-1, 0.5, None, HUGE)],
-    *[("max_tokens", v) for v in (0, -1, 1.5, True, HUGE)],
-    *[("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a"}, ["x"] * 17, ["x" * 1025])],
-    ("stop", "é" * 513),
-    *[("stop_token_ids", v) for v in ([-1], [1.0], ["1"], 5, [True], [0] * 4097)],
-    *[("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "1", True)],
-    *[("logprobs", v) for v in (-1, 101, 1.0, True)],
-    *[("prompt_logprobs", v) for v in (-1, 101, "1")],
-    *[("ignore_eos", v) for v in (1, None, "yes" * 10**5)],
-    *[("skip_special_tokens", v) for v in (0, "no")],
-    *[("include_stop_str_in_output", v) for v in (1, None)],
-]
+    "allowed_token_ids": [(), (-1,), {1}, (HUGE,)],
+    "bad_words": [((),), ((-1,),)],
+    "min_tokens": [None, HUGE],
+    "max_tokens": [HUGE],
+    "stop": [{"a"}],
+    "stop_token_ids": [[True]],
+    "seed": [2**63, -(2**63) - 1],
+    "logprobs": [1.0, True],
+    "ignore_eos": [None, "yes" * 10**5],
+    "include_stop_str_in_output": [None],
+}
+ROWS = [(name, value) for table in (BAD, ONLY_IN_PYTHON) for name in table for value in table[name]]
+
+
+def test_every_parameter_has_bad_values() -> None:
+    assert set(BAD) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), BAD, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24]
+    ("name", "value"), ROWS, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24]
 )
 def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(ParamError) as caught:

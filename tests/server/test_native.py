@@ -6,6 +6,7 @@ import json
 
 import httpx2
 import pytest
+from helpers.bad_parameters import BAD
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
@@ -61,7 +62,10 @@ def test_stop(server):
     assert not any("D" in piece["text"] for piece in streamed[:-1])
 
 
-@pytest.mark.parametrize("stream", [True, False])
+LEFT_OUT = ("n", "logprobs", "prompt_logprobs", "typical_p", "logit_bias", "allowed_token_ids")
+LEFT_OUT += ("bad_words", "skip_special_tokens", "include_stop_str_in_output")
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -73,30 +77,21 @@ def test_stop(server):
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": "A" * 1000}, "prompt"),
-        ({"prompt": "A", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "A", "max_tokens": -1}, "max_tokens"),
-        ({"prompt": "A", "max_tokens": 2**31}, "max_tokens"),
-        ({"prompt": "A", "max_tokens": 2**63}, "max_tokens"),
-        ({"prompt": "A", "max_tokens": 1.5}, "max_tokens"),
-        ({"prompt": "A", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"prompt": "A", "temperature": -1}, "temperature"),
-        ({"prompt": "A", "temperature": 1e-45}, "temperature"),
-        ({"prompt": "A", "top_p": 0}, "top_p"),
-        ({"prompt": "A", "top_k": -5}, "top_k"),
-        ({"prompt": "A", "min_p": 2}, "min_p"),
-        ({"prompt": "A", "stop": ""}, "stop"),
-        ({"prompt": "A", "stop": ["a"] * 17}, "stop"),
-        ({"prompt": "A", "stop": "x" * 2000}, "stop"),
-        ({"prompt": "A", "stop_token_ids": [64]}, "stop_token_ids"),
-        ({"prompt": "A", "seed": 2**63}, "seed"),
-        ({"prompt": "A", "priority": 10**9}, "priority"),
-        ({"prompt": "A", "cache_salt": "\n"}, "cache_salt"),
-        ({"prompt": "A", "deadline_ms": 0}, "deadline_ms"),
-        ({"prompt": "A", "deadline_ms": 10**15}, "deadline_ms"),
+        *(({name: values[-1]}, name) for name, values in BAD.items() if name not in LEFT_OUT),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n_predict": 2**31}, "n_predict"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"temperature": 1e-45}, "temperature"),
+        ({"stop_token_ids": [64]}, "stop_token_ids"),
+        ({"priority": 10**9}, "priority"),
+        ({"cache_salt": "\n"}, "cache_salt"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"deadline_ms": 10**15}, "deadline_ms"),
     ],
 )
-def test_what_is_wrong_is_named(server, body, param, stream):
-    answer = post(server, {**body, "stream": stream})
+def test_what_is_wrong_is_named(server, body, param):
+    body = body if param.startswith("prompt") else {"prompt": "A", **body}
+    answer = post(server, {**body, "stream": True})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param

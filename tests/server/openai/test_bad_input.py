@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from helpers.bad_parameters import BAD
 from helpers.story_site import Site
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -16,72 +17,29 @@ TEXT = {"prompt": "Hi", "max_tokens": 1}
 HUGE = "9" * 400  # no integer of 64 bits, nor a float
 VOCAB = 2048
 
-# What both routes refuse: the field, and its value as JSON text.
+# What both routes refuse: the field, and its value as JSON text. Of the values that a sampling
+# parameter does not take, one shows that its name reaches `param`.
 BOTH = [
-    # numbers and shapes
-    ("n", "1000000000"),
-    ("n", "0"),
-    ("n", "129"),
-    ("n", "1.5"),
-    ("n", "true"),
+    *((name, json.dumps(values[0])) for name, values in BAD.items()),
+    # what is too much, or not of this model
     ("beam_width", "1000000"),
     ("use_beam_search", "true"),
-    ("max_tokens", "-1"),
-    ("max_tokens", str(2**63)),
-    ("max_tokens", str(2**31)),
-    ("max_tokens", "1.5"),
-    ("max_tokens", '"1"'),
-    ("max_tokens", "false"),
-    ("max_tokens", "0"),
     ("max_tokens", "512"),  # the context, which holds the prompt too
+    ("max_tokens", str(2**63)),
     ("min_tokens", "2"),  # more than max_tokens
-    ("min_tokens", "-1"),
-    ("temperature", "-1"),
     ("temperature", "1e-45"),
-    ("temperature", "1e9"),
-    ("temperature", '"hot"'),
-    ("temperature", "true"),
-    ("top_p", "0"),
-    ("top_p", "2"),
-    ("top_k", "-5"),
-    ("top_k", "1.5"),
-    ("min_p", "2"),
-    ("typical_p", "0"),
-    ("presence_penalty", "2.5"),
-    ("frequency_penalty", "-3"),
-    ("repetition_penalty", "0"),
-    ("repetition_penalty", "-1"),
-    ("logprobs", "1000000"),
-    ("prompt_logprobs", "1000000"),
     ("logit_bias", '{"99999": 1}'),
-    ("logit_bias", '{"-1": 1}'),
-    ("logit_bias", '{"dog": 1}'),
-    ("logit_bias", '{"1.5": 1}'),
-    ("logit_bias", '{"5": 101}'),
-    ("logit_bias", '{"5": null}'),
     ("logit_bias", json.dumps({str(i): 1 for i in range(100_000)})),
-    ("logit_bias", "[1]"),
     ("allowed_token_ids", f"[{VOCAB}]"),
-    ("allowed_token_ids", "[-1]"),
-    ("allowed_token_ids", "[]"),
     ("allowed_token_ids", str([1] * 100_000)),
-    ("allowed_token_ids", "[1.5]"),
     ("bad_words", f"[[{VOCAB}]]"),
-    ("bad_words", '[""]'),
-    ("bad_words", "[[]]"),
     ("bad_words", json.dumps(["a"] * 100_000)),
     ("bad_words", json.dumps(["word " * 200] * 100)),
     ("stop_token_ids", f"[{VOCAB}]"),
-    ("stop_token_ids", "[-1]"),
-    ("stop_token_ids", '["a"]'),
-    ("stop", '""'),
-    ("stop", '["a", ""]'),
     ("stop", json.dumps([str(i) for i in range(10_000)])),
     ("stop", json.dumps("a" * (1 << 20))),
     ("stop", json.dumps("ä" * 600)),  # bytes count, not characters
-    ("stop", "[1]"),
     ("seed", str(2**63)),
-    ("seed", "1.5"),
     ("priority", str(2**40)),
     ("priority", "5000"),
     ("deadline_ms", "0"),
@@ -175,11 +133,9 @@ TEXT_ONLY = [
     ("logprobs", "-1"),
 ]
 ROWS = [
-    *(
-        (path, base, *row)
-        for row in BOTH
-        for path, base in (("chat/completions", CHAT), ("completions", TEXT))
-    ),
+    # The routes have the same fields: each takes every other row.
+    *(("chat/completions", CHAT, *row) for row in BOTH[::2]),
+    *(("completions", TEXT, *row) for row in BOTH[1::2]),
     *(("chat/completions", CHAT, *row) for row in CHAT_ONLY),
     *(("completions", TEXT, *row) for row in TEXT_ONLY),
 ]
@@ -209,13 +165,17 @@ def test_it_is_refused_by_name(
     assert field in error["message"] and len(error["message"]) < 1100
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", HUGE, f"-{HUGE}"])
 @pytest.mark.parametrize(
-    "field",
+    ("field", "value"),
     [
-        *("temperature", "max_tokens", "seed", "logprobs", "n", "top_p"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        ("temperature", "NaN"),
+        ("max_tokens", "Infinity"),
+        ("seed", "-Infinity"),
+        ("logprobs", "1e400"),
+        ("n", HUGE),
+        ("top_p", f"-{HUGE}"),
     ],
+    ids=ids,
 )
 def test_what_is_no_number(http: httpx2.Client, field: str, value: str) -> None:
     answer = post(http, "completions", with_field(TEXT, field, value))

@@ -1,0 +1,33 @@
+"""Values that no sampling parameter takes, as Python and JSON have them. The declaration of the
+parameter refuses them, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BAD: Mapping[str, list[Any]] = {
+    "n": [0, -1, 129, 10**9, 1.5, True, "1"],
+    "temperature": [-0.1, 1e-9, 9e-4, 100.5, "hot", False],
+    "top_k": [-2, 1.5, 2**31, True],
+    "top_p": [0, -0.5, 1.01, "x"],
+    "min_p": [-0.01, 1.01],
+    "typical_p": [0, 1.5],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, 10.1],
+    "logit_bias": [[1], "x", {"-1": 0.0}, {"dog": 1}, {"1.5": 1}, {"1": 101}, {"1": None}],
+    "allowed_token_ids": [[], [-1], [1.5], "12", [0] * 4097],
+    "bad_words": [[[]], [[-1]], [1], [""], [["a"]], 7, ["a"] * 4097],
+    "min_tokens": [-1, 0.5],
+    "max_tokens": [0, -1, 1.5, True, "1", 2**31],
+    "stop": ["", [""], ["a", ""], [1], 3, ["x"] * 17, ["x" * 1025], "é" * 513],
+    "stop_token_ids": [[-1], [1.5], ["a"], 5, [0] * 4097],
+    "ignore_eos": [1, "yes"],
+    "seed": [1.5, "1", True],
+    "logprobs": [-1, 101],
+    "prompt_logprobs": [-1, 101, "1"],
+    "skip_special_tokens": [0, "no"],
+    "include_stop_str_in_output": [1],
+    "speculation": [0, "off"],
+}
