@@ -30,7 +30,6 @@ import torch
 from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import read_model_spec
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput
@@ -40,6 +39,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
 from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
+from kvik.spec.model import read_model_spec
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.drafters.base import Drafter

@@ -18,10 +18,7 @@ from helpers.tiny_models import save_tiny
 from kvik import LLM, KvikError, SamplingParams
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
-from kvik.config.engine_manifest import MANIFEST, WEIGHTS, Manifest
 from kvik.config.model_source import BUNDLED
-from kvik.config.model_spec import read_model_spec
-from kvik.config.quantization import SCHEMES
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata
 from kvik.gguf.writer import write_gguf
@@ -30,6 +27,9 @@ from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.engine_folder import MappedStorage
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.planner.families import read_shape
+from kvik.spec.engine_folder import MANIFEST, WEIGHTS, Manifest
+from kvik.spec.model import read_model_spec
+from kvik.spec.weights import SCHEMES
 
 PROMPTS = [[5, 6, 7, 8], [9] * 20, [11]]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -238,8 +238,8 @@ def test_without_native_kernels_a_folder_for_them_is_refused(tmp_path: Path) -> 
     from dataclasses import replace
 
     from kvik.config.hardware import detect
-    from kvik.config.model_spec import read_model_spec
     from kvik.config.resolve import resolve
+    from kvik.spec.model import read_model_spec
 
     build("", tmp_path / "engine")
     spec, bare = read_model_spec(tmp_path / "engine"), replace(detect(), native=False)

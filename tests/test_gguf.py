@@ -17,12 +17,12 @@ from helpers.tiny_models import save_tiny, tokens
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
-from kvik.config.quantization import weight_bytes
 from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.weights import FloatWeight, Matrix, MatrixSpec
 from kvik.planner.families import read_shape
+from kvik.spec.weights import weight_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SIZES = {

@@ -25,15 +25,15 @@ from kvik.attention.fresh_prompts import PADDED
 from kvik.attention.sdpa import MAX_KEYS
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
-from kvik.config.engine_manifest import WEIGHTS
 from kvik.config.hardware import detect
 from kvik.config.memory import GATHERED_KEYS, LOADING_BYTES, PROMPT_PADDING, QUANTIZED_SCRATCH_BYTES
-from kvik.config.model_spec import ModelSpec
 from kvik.config.units import GIB, MIB
 from kvik.kernels.rounding import PIECE
 from kvik.nn.checkpoint import RUN_BYTES, SINGLE
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
+from kvik.spec.engine_folder import WEIGHTS
+from kvik.spec.model import ModelSpec
 
 native = pytest.mark.skipif(
     find_spec("kvik.kernels.cpu._native") is None,

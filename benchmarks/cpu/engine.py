@@ -149,7 +149,7 @@ def layers(spec) -> list[tuple[int, int]]:
 
 def weight_bytes(spec, quantization: str) -> float:
     """Bytes of weights that a token reads: all layers and the head."""
-    from kvik.config.quantization import layer_scheme
+    from kvik.spec.weights import layer_scheme
 
     total = 0.0
     shapes = layers(spec) * spec.num_layers + [(spec.hidden_size, spec.vocab_size)]

@@ -24,7 +24,7 @@ from shapes import LOAD, write_config
 
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
-from kvik.config.quantization import matrix_scheme
+from kvik.spec.weights import matrix_scheme
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
 

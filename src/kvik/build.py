@@ -9,7 +9,13 @@ from pathlib import Path
 
 from kvik import __version__
 from kvik.config.config import EngineConfig
-from kvik.config.engine_manifest import (
+from kvik.config.hardware import detect
+from kvik.config.model_source import DESCRIPTION
+from kvik.errors import ConfigError, shown
+from kvik.files import writing_whole_folder
+from kvik.launch import build_weights, resolve_config
+from kvik.model_files import model_files
+from kvik.spec.engine_folder import (
     MANIFEST,
     WEIGHTS,
     FileFacts,
@@ -17,12 +23,6 @@ from kvik.config.engine_manifest import (
     file_facts,
     is_engine_folder,
 )
-from kvik.config.files import writing_whole_folder
-from kvik.config.hardware import detect
-from kvik.config.model_source import DESCRIPTION
-from kvik.errors import ConfigError, shown
-from kvik.launch import build_weights, resolve_config
-from kvik.model_files import model_files
 
 
 def build_engine(

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from kvik.attention.reference import ReferenceAttention
-from kvik.config.model_source import is_gguf
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError
+from kvik.files import is_gguf
 from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata
 from kvik.gguf.facts import KEYS, sampling_metadata
 from kvik.gguf.tokenizer_export import tokenizer_metadata
@@ -25,6 +24,7 @@ from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.spec.kv import group_layers
+from kvik.spec.model import DTYPE_BYTES, ModelSpec
 
 # What matrices can be written in, by the names that users know.
 TYPES: Mapping[str, str] = {name.lower(): name for name in FILE_TYPES}

@@ -16,7 +16,6 @@ from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.core.config import CacheConfig, SchedulerConfig
@@ -25,6 +24,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.errors import ConfigError, ModelError
 from kvik.model_files import model_files
+from kvik.spec.model import ModelSpec
 from kvik.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from kvik.config.model_source import DESCRIPTION, is_gguf
-from kvik.config.model_spec import ModelSpec, read_model_spec
+from kvik.config.model_source import DESCRIPTION
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.defaults import default_params, read_default_params
 from kvik.errors import ModelError
+from kvik.files import is_gguf
 from kvik.gguf.facts import model_config, model_spec, sampling_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
+from kvik.spec.model import ModelSpec, read_model_spec
 from kvik.text.tokenizer import Tokenizer
 
 

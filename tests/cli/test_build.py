@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvik.cli.main import main
-from kvik.config.engine_manifest import MANIFEST, WEIGHTS
+from kvik.spec.engine_folder import MANIFEST, WEIGHTS
 
 THREADS = ["--threads", "1"]
 

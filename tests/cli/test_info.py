@@ -15,7 +15,7 @@ from helpers.optional_native import needs_native
 from kvik.cli.main import main
 from kvik.config.hardware import Gpu, detect
 from kvik.config.model_source import BUNDLED
-from kvik.config.model_spec import read_model_spec
+from kvik.spec.model import read_model_spec
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
-from kvik.config.engine_manifest import MANIFEST
 from kvik.config.model_source import BUNDLED, CONFIG
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.output import REPORT
+from kvik.spec.engine_folder import MANIFEST
 from kvik_bench.inprocess.models import DecodingSpeed
 from kvik_bench.report.result import Figure
 

@@ -8,12 +8,12 @@ import pytest
 
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes
-from kvik.config.engine_manifest import Built
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.errors import ConfigError
+from kvik.spec.engine_folder import Built
+from kvik.spec.model import ModelSpec, read_model_spec
 
 AVX2 = frozenset(("avx2", "fma"))
 LAPTOP = Hardware("CPU", 4, 1 << 34, "RAM", isa=AVX2, native=True)

@@ -12,10 +12,10 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
 from kvik.config.graph_sizes import POOL_BYTES, decoding_sizes, graph_bytes, num_decoding_sizes
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.errors import CapacityError
+from kvik.spec.model import ModelSpec
 
 GIB = 1 << 30
 CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))

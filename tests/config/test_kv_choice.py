@@ -8,11 +8,11 @@ import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import Hardware
-from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
-from kvik.config.stored_quantization import StoredQuantization
 from kvik.errors import ConfigError
 from kvik.spec.kv import KV_FORMATS
+from kvik.spec.model import ModelSpec
+from kvik.spec.stored_weights import StoredQuantization
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 64 * GIB, "RAM", frozenset({"avx2", "fma", "avx512_bf16"}), native=True)

@@ -12,8 +12,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from kvik.config.model_source import BUNDLED, find_config, find_model, is_gguf
+from kvik.config.model_source import BUNDLED, find_config, find_model
 from kvik.errors import ModelError
+from kvik.files import is_gguf
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import CUDA_BUILD_BYTES
-from kvik.config.model_spec import ModelSpec
 from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError, KvikError
+from kvik.spec.model import ModelSpec
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))

@@ -12,7 +12,6 @@ from helpers.scripted_engine import Rig as ScriptedRig
 
 from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
-from kvik.config.model_spec import ModelSpec
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState
@@ -20,6 +19,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.engine.wire import Ready
 from kvik.spec.kv import group_layers
+from kvik.spec.model import ModelSpec
 
 EOS = 63
 

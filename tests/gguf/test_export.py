@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvik.config.model_spec import ModelSpec
-from kvik.config.rope_spec import RopeSpec
 from kvik.errors import ModelError
 from kvik.gguf.export import model_metadata, rope_divisors, token_id_metadata
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, write_gguf
+from kvik.spec.model import ModelSpec
+from kvik.spec.rope import RopeSpec
 
 SIZES = {
     "hidden_size": 64,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from helpers.gguf_files import llama_file, raw, write_with_package
 
-from kvik.config.model_spec import ModelSpec
-from kvik.config.rope_spec import RopeSpec
 from kvik.errors import ModelError
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
+from kvik.spec.model import ModelSpec
+from kvik.spec.rope import RopeSpec
 
 
 def spec_of(path: Path) -> ModelSpec:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from helpers.gguf_files import llama_file, write_with_package
 
-from kvik.config.quantization import LayerScheme, loaded_scheme
-from kvik.config.stored_quantization import BLOCK_LAYOUTS
 from kvik.gguf.facts import SCHEMES, model_spec, stored_quantization
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
+from kvik.spec.stored_weights import BLOCK_LAYOUTS
+from kvik.spec.weights import LayerScheme, loaded_scheme
 
 MINIMA = LayerScheme(4, 32, minima=True)
 LOADED = {

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
-from kvik.config.model_spec import ModelSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import model_files
@@ -19,6 +18,7 @@ from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
 from kvik.nn.opening import open_weights
 from kvik.spec.kv import group_layers, stored_as
+from kvik.spec.model import ModelSpec
 
 
 class PagedModel:

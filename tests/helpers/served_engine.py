@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 
 from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
-from kvik.config.model_spec import ModelSpec
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.async_client import EngineState, SourceClient
@@ -31,6 +30,7 @@ from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import HostLine
 from kvik.spec.kv import group_layers
+from kvik.spec.model import ModelSpec
 
 EOS = 63
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvik.config.architectures import LLAMA_MATRICES
-from kvik.config.fields import Fields
-from kvik.config.stored_quantization import StoredQuantization, read_stored_quantization
+from kvik.spec.architectures import LLAMA_MATRICES
+from kvik.spec.fields import Fields
+from kvik.spec.stored_weights import StoredQuantization, read_stored_quantization
 
 LAYERS = tuple(LLAMA_MATRICES.linear(32))
 GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"

@@ -17,13 +17,13 @@ from helpers.stored_layers import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.fp8 import fp8_scales, round_fp8, unround_fp8
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import FORMATS
+from kvik.spec.stored_weights import StoredScheme
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 CONFIGS: dict[str, dict[str, Any]] = {

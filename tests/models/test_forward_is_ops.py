@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvik.attention.reference import ReferenceAttention
-from kvik.config.model_spec import ModelSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.registry import Model
 from kvik.nn.context import ForwardContext
+from kvik.spec.model import ModelSpec
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

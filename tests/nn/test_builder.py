@@ -9,8 +9,8 @@ import pytest
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import tiny_model
 
-from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
+from kvik.spec.model import ModelSpec
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

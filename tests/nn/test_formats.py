@@ -15,12 +15,12 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import Int8Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor
 from kvik.nn.formats.dense import Dense
+from kvik.spec.stored_weights import StoredScheme
 
 
 def test_dense_tensors_have_the_checkpoints_shape() -> None:

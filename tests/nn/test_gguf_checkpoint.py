@@ -13,7 +13,6 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
-from kvik.config.model_spec import read_model_spec
 from kvik.errors import ModelError
 from kvik.gguf.export import model_metadata, token_id_metadata
 from kvik.gguf.writer import write_gguf
@@ -22,6 +21,7 @@ from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_blocks import dequantize, quantize
 from kvik.nn.gguf_checkpoint import open_gguf
 from kvik.nn.gguf_export import gguf_tensors
+from kvik.spec.model import read_model_spec
 
 FAMILIES = {
     "Llama": {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True},

@@ -12,7 +12,6 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.model_spec import read_model_spec
 from kvik.errors import ModelError
 from kvik.gguf.facts import gguf_name
 from kvik.gguf.writer import write_gguf
@@ -20,6 +19,7 @@ from kvik.nn import checkpoint as reading
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_blocks import dequantize, quantize
 from kvik.nn.gguf_export import gguf_tensors
+from kvik.spec.model import read_model_spec
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "hidden_size": 64, "intermediate_size": 96},

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import LayerScheme, layer_scheme
 from kvik.errors import ModelError
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.weights import (
@@ -24,6 +23,7 @@ from kvik.nn import parts
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError, WeightFormat
 from kvik.nn.formats.dense import Dense
 from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
+from kvik.spec.weights import LayerScheme, layer_scheme
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 64, 70

@@ -11,7 +11,6 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
-from kvik.config.quantization import weight_bytes
 from kvik.errors import ModelError
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
@@ -26,6 +25,7 @@ from kvik.kernels.weights import (
     Weight,
 )
 from kvik.nn.checkpoint import SINGLE
+from kvik.spec.weights import weight_bytes
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "fp8")
 FAMILIES = {

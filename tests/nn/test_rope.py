@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvik.config.rope_spec import RopeSpec
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.nn.rope import Rope, attention_factor, frequencies
+from kvik.spec.rope import RopeSpec
 
 DIM = 64
 CPU = torch.device("cpu")

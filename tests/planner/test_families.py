@@ -18,14 +18,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.config.architectures import ARCHITECTURES
 from kvik.config.model_source import BUNDLED
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
-from kvik.config.quantization import SCHEMES, weight_bytes
 from kvik.errors import ModelError
 from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, ModelShape
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.weights import SCHEMES, weight_bytes
 
 PUBLISHED = facts("published.json")
 KV = facts("kv_reference.json")

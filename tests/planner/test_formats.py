@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.model_spec import DTYPE_BYTES
-from kvik.config.quantization import SCHEMES
 from kvik.errors import ConfigError
 from kvik.planner.formats import (
     WEIGHT_FORMATS,
@@ -15,6 +13,8 @@ from kvik.planner.formats import (
     weight_format,
 )
 from kvik.spec.kv import KV_FORMATS
+from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.weights import SCHEMES
 
 
 @pytest.mark.parametrize(

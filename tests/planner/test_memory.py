@@ -9,7 +9,6 @@ from helpers.public_configs import config
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.quantization import SCHEMES
 from kvik.config.resolve import resolve
 from kvik.config.units import GIB
 from kvik.planner.devices import Device, Setting, find_device
@@ -17,6 +16,7 @@ from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, KVKind, block_bytes, group_layers
+from kvik.spec.weights import SCHEMES
 
 GPU = Gpu(0, "some GPU", 24 * GIB, 20 * GIB, (9, 0))
 CPU_ONLY = Hardware("some CPU", 4, 20 * GIB, "RAM", frozenset({"avx2", "fma"}), native=True)

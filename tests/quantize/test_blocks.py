@@ -14,12 +14,12 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.model_spec import read_model_spec
 from kvik.errors import ModelError
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import unwatched
 from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.structure import NORMS
+from kvik.spec.model import read_model_spec
 
 
 def open_model(folder: Path, tokens: int, dtype: torch.dtype = torch.float32) -> ModelBlocks:

@@ -10,12 +10,12 @@ from helpers.calibrated import calibrated, quiet, random_windows
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
-from kvik.config.model_spec import read_model_spec
 from kvik.errors import ConfigError
 from kvik.quantize.budget import CHOICE, choose_bits
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
+from kvik.spec.model import read_model_spec
 
 
 def chosen(folder: Path, recipe: Recipe, work: Path) -> Recipe:

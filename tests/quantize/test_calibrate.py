@@ -14,10 +14,7 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
 
-from kvik.config.fields import Fields
 from kvik.config.model_source import BUNDLED
-from kvik.config.model_spec import read_model_spec
-from kvik.config.stored_quantization import read_stored_quantization
 from kvik.errors import ConfigError, ModelError
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
@@ -28,6 +25,9 @@ from kvik.quantize.float8 import Float8
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult
+from kvik.spec.fields import Fields
+from kvik.spec.model import read_model_spec
+from kvik.spec.stored_weights import read_stored_quantization
 from kvik.text.tokenizer import Tokenizer
 
 METHODS = {

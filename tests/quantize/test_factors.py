@@ -12,13 +12,13 @@ from helpers.calibrated import FAMILIES, random_windows
 from helpers.tiny_models import save_tiny
 from torch import Tensor
 
-from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import Folded, fold_block
 from kvik.quantize.statistics import InputStatistics
 from kvik.quantize.structure import Fold, folds
+from kvik.spec.model import ModelSpec, read_model_spec
 
 
 def first_block(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvik.cli.flags import Parser, add_engine_flags, add_force_flag, check_new, engine_options
 from kvik.cli.terminal import say
-from kvik.config.engine_manifest import Manifest, is_engine_folder, verify
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
+from kvik.spec.engine_folder import Manifest, is_engine_folder, verify
 
 FIELDS = ("quantization", "dtype", "kernels", "device", "threads", "memory_utilization")
 

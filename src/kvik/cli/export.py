@@ -10,10 +10,10 @@ from pathlib import Path
 
 from kvik.cli.flags import Parser, add_force_flag, check_new
 from kvik.cli.terminal import say
-from kvik.config.files import can_write
-from kvik.config.model_source import GGUF, find_model
+from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
+from kvik.files import GGUF, can_write
 
 DEFAULT_TYPE = "q8_0"
 

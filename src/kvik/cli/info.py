@@ -11,13 +11,13 @@ from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
-from kvik.config.quantization import weight_bytes
 from kvik.config.resolve import resolve
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.model_files import model_files
 from kvik.spec.kv import AUTO, formats_of
+from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.weights import weight_bytes
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,8 +11,8 @@ from functools import partial
 from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.plan_text import as_text
 from kvik.cli.terminal import say, say_report
-from kvik.config.model_spec import SHORT_DTYPES
 from kvik.planner.plan import Plan, Question, plan
+from kvik.spec.model import SHORT_DTYPES
 
 # Weight and KV formats go by short names; the engine's own names of its dtypes will do too.
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import ASKED, EngineConfig, Notes
-from kvik.config.engine_manifest import Built
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import TRITON_SDPA, Limit, ModelSizes
-from kvik.config.model_spec import SHORT_DTYPES, ModelSpec
-from kvik.config.quantization import SCHEMES, matrix_scheme, weight_bytes
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
+from kvik.spec.engine_folder import Built
 from kvik.spec.kv import AUTO, KV_FORMATS
+from kvik.spec.model import SHORT_DTYPES, ModelSpec
+from kvik.spec.weights import SCHEMES, matrix_scheme, weight_bytes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this

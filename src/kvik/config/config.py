@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from kvik.config.graph_sizes import GraphSize
 from kvik.config.memory import MemoryPlan
-from kvik.config.model_spec import MAX_LAYERS, ModelSpec
-from kvik.config.quantization import SCHEMES
 from kvik.config.speculative import (
     MAX_DRAFT_TOKENS,
     METHODS,
@@ -32,6 +30,8 @@ from kvik.options import (
     option,
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
+from kvik.spec.model import MAX_LAYERS, ModelSpec
+from kvik.spec.weights import SCHEMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvik.config.fields import Fields, read_json
 from kvik.config.model_source import CONFIG
-from kvik.config.model_spec import MAX_VOCAB, MAX_WIDTH
 from kvik.errors import ConfigError, ModelError, shown
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.model import MAX_VOCAB, MAX_WIDTH
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64

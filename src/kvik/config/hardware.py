@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvik.config.env import cache_folder, visible_gpus
-from kvik.config.files import write_whole
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
+from kvik.files import write_whole
 
 # Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
 ISA_FLAGS = frozenset(

@@ -28,8 +28,6 @@ from kvik.config.graph_sizes import (
     heads_sizes,
     num_decoding_sizes,
 )
-from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.quantization import Weighed, weight_bytes
 from kvik.config.units import MIB
 from kvik.spec.kv import (
     AUTO,
@@ -39,6 +37,8 @@ from kvik.spec.kv import (
     group_layers,
     stored_as,
 )
+from kvik.spec.model import DTYPE_BYTES, LinearLayers
+from kvik.spec.weights import Weighed, weight_bytes
 
 LOGIT_BYTES = 4  # of the model's, whatever its dtype
 # What sampling may take beside the logits; a batch that would take more is sampled in parts. On a

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvik.errors import ModelError, shown
+from kvik.files import GGUF, is_gguf
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
 CONFIG = "config.json"
-GGUF = ".gguf"
 FILES = (GGUF, ".safetensors", ".json")  # endings that no hub id has
 MAX_LISTED = 4  # files named in an error
 # Only what kvik reads. Pickles and code are never fetched.
@@ -23,11 +23,6 @@ WEIGHTS = ("*.safetensors",)
 # Subfolders, and Mistral's second copy of the weights under names of its own.
 IGNORED = ("*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path that `find_model` gave is a GGUF file; else it is a folder."""
-    return path.suffix.lower() == GGUF and not path.is_dir()
 
 
 def names_model(word: str) -> bool:

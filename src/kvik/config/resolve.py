@@ -20,9 +20,9 @@ from kvik.config.config import (
 )
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
-from kvik.config.model_spec import ModelSpec
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
+from kvik.spec.model import ModelSpec
 
 
 def resolve(

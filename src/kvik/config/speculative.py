@@ -12,10 +12,10 @@ from typing import Any
 
 from kvik.config.draft_heads import HeadsSpec
 from kvik.config.memory import StepSize
-from kvik.config.model_spec import ModelSpec
-from kvik.config.quantization import SCHEMES
 from kvik.errors import ConfigError, shown
 from kvik.options import Flag, Integer, Number, OneOf, Text, option, options_of, unknown
+from kvik.spec.model import ModelSpec
+from kvik.spec.weights import SCHEMES
 
 WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
 OFF = "off"

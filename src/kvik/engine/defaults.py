@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvik.config.fields import read_json
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
+from kvik.spec.fields import read_json
 
 FILE = "generation_config.json"
 # Our name -> theirs.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvik.config.model_spec import ModelSpec
-from kvik.config.rope_spec import RopeSpec
 from kvik.errors import ModelError
 from kvik.gguf.facts import ARCHITECTURES, END_TOKENS
 from kvik.gguf.rope import llama3_divisors
 from kvik.gguf.writer import Scalar
+from kvik.spec.model import ModelSpec
+from kvik.spec.rope import RopeSpec
 
 NAMES = {hf: name for name, hf in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
 # `general.file_type` by the type of most matrices.

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
-from kvik.config.rope_spec import MAX_POSITIONS
-from kvik.config.stored_quantization import Rule, StoredQuantization, StoredScheme
 from kvik.core.sampling_params import PARAMETERS
 from kvik.errors import ModelError
 from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
 from kvik.gguf.types import Metadata
 from kvik.gguf.writer import Scalar
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
+from kvik.spec.rope import MAX_POSITIONS
+from kvik.spec.stored_weights import Rule, StoredQuantization, StoredScheme
 
 # How a GGUF file stores its matrices, in the words of other quantised checkpoints.
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from kvik.config.files import regular
 from kvik.errors import ModelError, shown
+from kvik.files import regular
 from kvik.gguf.types import (
     ALIGNMENTS,
     BLOCK_TYPES,

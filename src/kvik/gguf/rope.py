@@ -12,9 +12,9 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 
-from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.errors import ModelError
 from kvik.gguf.types import Metadata
+from kvik.spec.rope import MAX_POSITIONS
 
 MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more

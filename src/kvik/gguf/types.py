@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvik.config.fields import Fields
 from kvik.errors import shown
+from kvik.spec.fields import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # they differ in nothing but the possibility of big endian files

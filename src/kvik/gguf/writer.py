@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
-from kvik.config.files import writing_whole
 from kvik.errors import ModelError, shown
+from kvik.files import writing_whole
 from kvik.gguf.types import DEFAULT_ALIGNMENT, MAGIC, STRUCT_CODES, BlockType, ValueKind
 
 Scalar = bool | int | float | str

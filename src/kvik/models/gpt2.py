@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
+from kvik.spec.model import ModelSpec
 
 
 class GPT2Attention:

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvik.config.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
+from kvik.spec.model import ModelSpec
 
 # Mistral (Jiang et al. 2023): a Llama whose layers attend to a sliding window of keys.
 

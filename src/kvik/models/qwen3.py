@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvik.config.model_spec import ModelSpec
 from kvik.models.llama import Llama
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
+from kvik.spec.model import ModelSpec
 
 
 class Qwen3Attention:

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvik.config.model_spec import ModelSpec
 from kvik.models.gpt2 import GPT2
 from kvik.models.llama import Llama, mistral, qwen2
 from kvik.models.qwen3 import qwen3
 from kvik.nn.builder import Builder
 from kvik.nn.context import ForwardContext
 from kvik.nn.loader import load_weights, random_weights
+from kvik.spec.model import ModelSpec
 
 
 class Model(Protocol):

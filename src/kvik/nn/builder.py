@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
-from kvik.config.quantization import matrix_scheme
-from kvik.config.rope_spec import RopeSpec
-from kvik.config.stored_quantization import StoredQuantization, StoredScheme, stored_alike
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.attention import Attention
@@ -29,6 +26,9 @@ from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.kv import KVGroup
+from kvik.spec.rope import RopeSpec
+from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
+from kvik.spec.weights import matrix_scheme
 
 BIAS = "bias"
 # Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.fields import Fields, read_json
-from kvik.config.files import regular
 from kvik.errors import ModelError, shown
+from kvik.files import regular
 from kvik.nn.safetensors import TensorEntry, read_header
+from kvik.spec.fields import Fields, read_json
 
 # Parts of a file, the next one being read while one is used.
 

@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.engine_manifest import (
+from kvik.errors import ModelError, shown
+from kvik.kernels.packing import Packing
+from kvik.kernels.weights import Matrix, MatrixSpec
+from kvik.nn.storage import FreshStorage, kind_named, name_of_kind
+from kvik.spec.engine_folder import (
     ALIGNMENT,
     HEAD_BYTES,
     MANIFEST,
@@ -28,10 +32,6 @@ from kvik.config.engine_manifest import (
     read_manifest,
     rebuild,
 )
-from kvik.errors import ModelError, shown
-from kvik.kernels.packing import Packing
-from kvik.kernels.weights import Matrix, MatrixSpec
-from kvik.nn.storage import FreshStorage, kind_named, name_of_kind
 
 TENSOR = "tensor"  # the only part of what is no matrix
 PIECE = 8 << 20  # bytes written at a time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvik.config.model_source import is_gguf
+from kvik.files import is_gguf
 from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.nn.gguf_checkpoint import open_gguf
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import LayerScheme
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
@@ -27,6 +26,7 @@ from kvik.kernels.weights import (
 )
 from kvik.nn.checkpoint import run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
+from kvik.spec.weights import LayerScheme
 
 # What a layer becomes while it is loaded.
 

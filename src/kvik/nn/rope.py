@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvik.config.rope_spec import RopeSpec
 from kvik.kernels.ops import Ops
+from kvik.spec.rope import RopeSpec
 
 
 class Rope:

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.config.files import regular
 from kvik.errors import ModelError, shown
+from kvik.files import regular
 
 DTYPE_BITS = {
     "BOOL": 8,

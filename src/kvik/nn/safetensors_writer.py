@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.config.files import writing_whole
+from kvik.files import writing_whole
 from kvik.nn.checkpoint import TORCH_DTYPES
 from kvik.nn.safetensors import DTYPE_BITS, TensorEntry
 

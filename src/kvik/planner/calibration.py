@@ -18,9 +18,9 @@ import msgspec
 
 from kvik.config.compute import native_reason
 from kvik.config.env import cache_folder
-from kvik.config.files import write_whole
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
+from kvik.files import write_whole
 
 SCHEMA = 1  # of the file; another one is not read
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvik.config.fields import Fields
-from kvik.config.model_spec import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
-from kvik.config.rope_spec import MAX_POSITIONS
 from kvik.errors import shown
 from kvik.planner.family_table import Family
 from kvik.planner.formats import weight_format
 from kvik.planner.layers import Part, Sizes, attention, latent_attention, mlp
 from kvik.planner.shape import CacheShape, Matrix, ModelShape
+from kvik.spec.fields import Fields
+from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from kvik.spec.rope import MAX_POSITIONS
 
 # What a quantization_config says of its method, format or bits, and the weight format nearest.
 STORED: Mapping[str | int, str] = {

@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.engine_manifest import read_built
-from kvik.config.fields import Fields, read_json
-from kvik.config.model_source import CONFIG, find_config, is_gguf
-from kvik.config.model_spec import ModelSpec
+from kvik.config.model_source import CONFIG, find_config
 from kvik.errors import ModelError, shown
+from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, model_config, model_spec, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
 from kvik.planner.shape import CacheShape, Matrix, ModelShape
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.engine_folder import read_built
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.model import ModelSpec
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
 FOREIGN_KEYS = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvik.config.fields import Fields
+from kvik.spec.fields import Fields
 
 LARGEST = 1 << 20  # of any width
 # How config.json files call the number of experts in a layer.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvik.config.model_spec import DTYPE_BYTES, SHORT_DTYPES
-from kvik.config.quantization import INT4_GROUPS, SCALE_BYTES, layer_scheme
 from kvik.errors import ConfigError
 from kvik.spec.kv import KV_FORMATS, KVFacts
+from kvik.spec.model import DTYPE_BYTES, SHORT_DTYPES
+from kvik.spec.weights import INT4_GROUPS, SCALE_BYTES, layer_scheme
 
 
 @dataclass(frozen=True, slots=True)

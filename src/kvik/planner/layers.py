@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.fields import Fields
-from kvik.config.model_spec import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.errors import ModelError, shown
 from kvik.planner.family_table import EXPERT_KEYS, Experts, Family, QKNorm
 from kvik.planner.shape import Matrix
+from kvik.spec.fields import Fields
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
 MAX_EXPERTS = 1 << 14
 

@@ -15,12 +15,12 @@ from kvik.config.config import EngineConfig, Notes
 from kvik.config.fit import Fit, footprint_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import Limit, MemoryPlan, StepSize
-from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, KVKind
+from kvik.spec.model import DTYPE_BYTES, LinearLayers
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from math import exp, log
 
-from kvik.config.quantization import layer_scheme
 from kvik.errors import ConfigError
 from kvik.planner.calibration import (
     AttentionPace,
@@ -23,6 +22,7 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
 from kvik.planner.shape import UNQUANTIZED_ROLES, Matrix, ModelShape
+from kvik.spec.weights import layer_scheme
 
 # From a calibration's figures to the cost of one matrix, one layer's attention, one layer's rest.
 #

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.model_spec import DTYPE_BYTES, ModelSpec
 from kvik.planner.formats import WeightFacts, kv_facts, weight_facts
+from kvik.spec.model import DTYPE_BYTES, ModelSpec
 
 # What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
 # which are small and decide much.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.attention.sdpa import SdpaAttention
-from kvik.config.model_spec import ModelSpec
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import FloatWeight, Matrix, Weight
@@ -23,6 +22,7 @@ from kvik.nn.builder import Builder, DeclaredTensor
 from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
 from kvik.spec.kv import group_layers
+from kvik.spec.model import ModelSpec
 
 # Given the number of a matrix and its inputs x [tokens, inputs]: x as it is multiplied.
 Watch = Callable[[int, Tensor], Tensor]

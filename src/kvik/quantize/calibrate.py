@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from kvik.attention.sdpa import SdpaAttention
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.files import DRAFT, writing_whole
-from kvik.config.model_spec import ModelSpec
 from kvik.errors import ConfigError, ModelError, shown
+from kvik.files import DRAFT, writing_whole
 from kvik.kernels.torch_ops import TORCH
 from kvik.models.registry import MODELS
 from kvik.nn.builder import DeclaredTensor
@@ -33,6 +31,8 @@ from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.statistics import InputStatistics
 from kvik.quantize.structure import Fold, folds, linear_inputs, unclipped_rows
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.model import ModelSpec
 from kvik.text.tokenizer import Tokenizer
 
 # The residual stream of all calibration windows, between two blocks: in a file, not in memory.

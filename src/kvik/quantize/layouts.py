@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvik.config.fields import Fields
-from kvik.config.stored_quantization import HEAD, KEY, LINEAR, read_stored_quantization
 from kvik.errors import ConfigError, shown
 from kvik.kernels.fp8 import SQUARE
 from kvik.nn.formats.awq import Awq
@@ -26,6 +24,8 @@ from kvik.nn.formats.registry import FORMATS
 from kvik.quantize.float8 import Float8
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import ROW, Recipe
+from kvik.spec.fields import Fields
+from kvik.spec.stored_weights import HEAD, KEY, LINEAR, read_stored_quantization
 
 Config = dict[str, object]
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvik.config.fields import read_json
-from kvik.config.files import DRAFT, write_whole
 from kvik.config.model_source import CONFIG
-from kvik.config.stored_quantization import KEY
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
+from kvik.files import DRAFT, write_whole
 from kvik.nn.checkpoint import INDEX
 from kvik.nn.safetensors import read_header
 from kvik.nn.safetensors_writer import Stored, write_safetensors
 from kvik.quantize.source import Source
+from kvik.spec.fields import read_json
+from kvik.spec.stored_weights import KEY
 
 STATE = ".unfinished"
 RUN, LOCK = "run.json", "lock"

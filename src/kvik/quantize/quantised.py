@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.integers import Codes, weight_of
 from kvik.quantize.grid import Grid, Scales, dequantise
+from kvik.spec.stored_weights import StoredScheme
 
 BYTE = 8
 

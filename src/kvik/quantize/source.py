@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.engine_manifest import is_engine_folder
-from kvik.config.model_source import is_gguf
-from kvik.config.model_spec import ModelSpec, read_model_spec
 from kvik.errors import ModelError, shown
+from kvik.files import is_gguf
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors_writer import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.structure import linear_inputs
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.engine_folder import is_engine_folder
+from kvik.spec.model import ModelSpec, read_model_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.model_spec import ModelSpec
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.model import ModelSpec
 
 # The norms before attention and before the MLP, of architectures whose norms multiply by their
 # gain alone. One that is not here is quantised without factors.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Library
 
-from kvik.config.files import regular
 from kvik.errors import ModelError, ParamError
+from kvik.files import regular
 from kvik.text.detokenizer import MAX_REASON, REPLACEMENT, Detokenizer, Pieces, panics_are_errors
 
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
-from kvik.config.files import working_folder, writing_whole_folder
 from kvik.config.memory import PROMPT_ROWS
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.reader import Reader, loaded_reader, resolve_reader
 from kvik.evaluate.windows import Window, cut, prompt_prefix
+from kvik.files import working_folder, writing_whole_folder
 from kvik.nn.safetensors_writer import write_safetensors
 from kvik.text.tokenizer import Tokenizer
 from kvik.training.states import Batch, Progress, check_windows, read_states

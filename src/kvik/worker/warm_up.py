@@ -26,13 +26,13 @@ from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.triton import TritonAttention
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import heads_sizes
-from kvik.config.model_spec import ModelSpec
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT
 from kvik.kernels.triton.shape_classes import lengths
 from kvik.kernels.upload import upload
+from kvik.spec.model import ModelSpec
 from kvik.worker.graphs import Network
 from kvik.worker.row_graphs import RowFunction
 from kvik.worker.sampler import Sampler

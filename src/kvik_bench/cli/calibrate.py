@@ -13,7 +13,6 @@ from kvik.cli.flags import Parser
 from kvik.cli.share_bar import share_bar
 from kvik.cli.terminal import say, say_report
 from kvik.config.compute import TRITON_CAPABILITY
-from kvik.config.files import can_write
 from kvik.config.hardware import (
     Gpu,
     Thresholds,
@@ -23,6 +22,7 @@ from kvik.config.hardware import (
     save_thresholds,
 )
 from kvik.errors import ConfigError
+from kvik.files import can_write
 from kvik.options import Integer
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 from kvik_bench.report.result import Figure

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvik.cli.flags import Parser, add_engine_flags
 from kvik.cli.terminal import say
-from kvik.config.files import can_write, write_whole
 from kvik.errors import ConfigError
+from kvik.files import can_write, write_whole
 
 if TYPE_CHECKING:
     from kvik_bench.report.result import Result

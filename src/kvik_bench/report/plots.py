@@ -15,8 +15,8 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from kvik.config.files import write_whole
 from kvik.errors import ConfigError
+from kvik.files import write_whole
 from kvik_bench.report.result import Chart, Figure, Result, Row
 from kvik_bench.report.table import Grid, definitions, grid, show_figure, spread_note, unit_title
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.config.hardware import Hardware, detect
-from kvik.config.quantization import layer_scheme
 from kvik.planner.calibration import load, save, stale, this_machine
 from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
+from kvik.spec.weights import layer_scheme
 from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
 from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage

@@ -8,10 +8,10 @@ from helpers.optional_triton import NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from kvik.config.quantization import LayerScheme
 from kvik.kernels.triton.packed import empty
 from kvik.kernels.weights import MatrixSpec
 from kvik.nn.parts import weight_kind
+from kvik.spec.weights import LayerScheme
 
 SCHEMES = (
     LayerScheme(4, 128),

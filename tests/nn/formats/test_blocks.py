@@ -8,11 +8,11 @@ import torch
 from helpers.gguf_files import some_rows, weights_of
 from torch import Tensor
 
-from kvik.config.stored_quantization import BLOCK_LAYOUTS
 from kvik.gguf.facts import SCHEMES
 from kvik.kernels.weights import FloatWeight, Int4MinWeight, Int4Weight, Int8Weight
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.blocks import Blocks
+from kvik.spec.stored_weights import BLOCK_LAYOUTS
 
 SHAPE = LinearShape(inputs=512, outputs=24)
 KINDS = {"Q5_1": FloatWeight, "Q5_K": FloatWeight, "Q4_0": Int4Weight, "Q3_K": Int4Weight}

@@ -17,8 +17,6 @@ from helpers.stored_layers import (
 )
 from torch import Tensor
 
-from kvik.config.quantization import loaded_scheme
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape
@@ -28,6 +26,8 @@ from kvik.nn.formats.gptq import Gptq
 from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.parts import weight_kind
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import loaded_scheme
 
 SHAPE = LinearShape(inputs=96, outputs=32)
 

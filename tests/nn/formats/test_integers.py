@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.stored_models import multiplied_out, rounded
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
 from kvik.nn.formats.integers import weight_of
+from kvik.spec.stored_weights import StoredScheme
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.config.quantization import weight_bytes
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Fp8Kind, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import INDEX, SINGLE
+from kvik.spec.weights import weight_bytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 FP8 = {"num_bits": 8, "type": "float", "group_size": None}

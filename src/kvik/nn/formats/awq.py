@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor
 from kvik.nn.formats.bits import AWQ_BITS, AWQ_ORDER, pack_awq, unpack_awq
 from kvik.nn.formats.integers import Codes, because, check_group, finite, weight_of
+from kvik.spec.stored_weights import StoredScheme
 
 EACH = len(AWQ_ORDER)  # outputs of a word
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import loaded_scheme
-from kvik.config.stored_quantization import StoredScheme
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
@@ -21,6 +19,8 @@ from kvik.kernels.weights import (
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.gguf_blocks import take_apart
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import loaded_scheme
 
 WEIGHT = "weight"
 

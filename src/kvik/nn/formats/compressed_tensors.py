@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
@@ -27,6 +26,7 @@ from kvik.nn.formats.integers import (
     group_index,
     weight_of,
 )
+from kvik.spec.stored_weights import StoredScheme
 
 WEIGHT, PACKED, SCALE, ZERO = "weight", "weight_packed", "weight_scale", "weight_zero_point"
 SHAPE, INDEX = "weight_shape", "weight_g_idx"

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import loaded_scheme
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.fp8 import Block, unround_fp8
 from kvik.kernels.weights import FloatWeight, Fp8Weight
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import loaded_scheme
 
 BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
 # Bits that are all set in what is no number: NaN of E4M3; NaN and infinity of E5M2.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.config.quantization import LayerScheme, loaded_scheme
-from kvik.config.stored_quantization import StoredScheme
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
     FloatWeight,
@@ -20,6 +18,8 @@ from kvik.kernels.weights import (
 )
 from kvik.nn.formats.base import LinearShape, TensorError
 from kvik.nn.formats.bits import pack_nibbles
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import LayerScheme, loaded_scheme
 
 SIGN = 0x80  # what eight bits without sign differ from those with one
 

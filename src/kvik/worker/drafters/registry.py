@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
-from kvik.config.model_spec import DTYPE_BYTES
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.models.registry import Model
 from kvik.spec.kv import group_layers
+from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvik.config.files import regular
 from kvik.errors import ModelError, shown
+from kvik.files import regular
 from kvik.options import Flag, Integer, Kind, Number, OneOf
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index

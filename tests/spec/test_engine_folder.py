@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvik.config.engine_manifest import (
+from kvik.errors import ModelError
+from kvik.spec.engine_folder import (
     ALIGNMENT,
     MANIFEST,
     WEIGHTS,
@@ -24,7 +25,6 @@ from kvik.config.engine_manifest import (
     read_manifest,
     verify,
 )
-from kvik.errors import ModelError
 
 SEAL = "5e" * 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvik.config.fields import Fields
+from kvik.spec.fields import Fields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 MAX_POSITIONS = 2**31 - 1

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.model_spec import ModelSpec
-from kvik.config.rope_spec import RopeSpec
+from kvik.spec.architectures import ARCHITECTURES
 from kvik.spec.kv import KVKind, group_layers
+from kvik.spec.model import ModelSpec
+from kvik.spec.rope import RopeSpec
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.config.architectures import ARCHITECTURES
-from kvik.config.model_spec import ModelSpec, read_model_spec
-from kvik.config.rope_spec import ROPE_KINDS
 from kvik.errors import ModelError
+from kvik.spec.architectures import ARCHITECTURES
+from kvik.spec.model import ModelSpec, read_model_spec
+from kvik.spec.rope import ROPE_KINDS
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"architectures": ["BertModel"]}, "architectures", "LlamaForCausalLM, MistralForCausalLM"),

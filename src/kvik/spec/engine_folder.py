@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.config.fields import Fields, read_json
 from kvik.errors import ModelError, shown
+from kvik.spec.fields import Fields, read_json
 
 MANIFEST = "engine.json"
 WEIGHTS = "weights.bin"

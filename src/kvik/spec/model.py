@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvik.config.architectures import ARCHITECTURES, Architecture, WindowRule
-from kvik.config.engine_manifest import Built, read_built
-from kvik.config.fields import Fields, read_json
-from kvik.config.rope_spec import MAX_POSITIONS, RopeSpec, read_rope
-from kvik.config.stored_quantization import (
+from kvik.errors import ModelError, shown
+from kvik.spec.architectures import ARCHITECTURES, Architecture, WindowRule
+from kvik.spec.engine_folder import Built, read_built
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.kv import KVCacheSpec, KVKind
+from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
+from kvik.spec.stored_weights import (
     StoredQuantization,
     StoredScheme,
     read_stored_quantization,
     stored_alike,
 )
-from kvik.errors import ModelError, shown
-from kvik.spec.kv import KVCacheSpec, KVKind
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

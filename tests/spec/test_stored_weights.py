@@ -14,11 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
-from kvik.config.model_spec import ModelSpec
-from kvik.config.patterns import Matcher
-from kvik.config.quantization import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
-from kvik.config.stored_quantization import StoredScheme, stored_alike
 from kvik.errors import ModelError
+from kvik.spec.model import ModelSpec
+from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
+from kvik.spec.weights import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
 
 DOWN = "model.layers.3.mlp.down_proj"
 FLOAT8 = {"num_bits": 8, "type": "float"}

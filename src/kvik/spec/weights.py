@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvik.config.model_spec import DTYPE_BYTES, LinearLayers
-from kvik.config.stored_quantization import Fp8Activations, StoredScheme
+from kvik.spec.model import DTYPE_BYTES, LinearLayers
+from kvik.spec.stored_weights import Fp8Activations, StoredScheme
 
 # What `EngineConfig.quantization` may be, and what it means in words.
 SCHEMES: Mapping[str, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvik.config.quantization import LayerScheme, layer_scheme
+from kvik.spec.weights import LayerScheme, layer_scheme
 
 W8A8 = LayerScheme(8, quantize_activations=True)
 

@@ -17,6 +17,12 @@ from typing import BinaryIO
 NO_FILE = "it is no regular file"
 DRAFT = ".kvik-"  # what the name of an unfinished file begins with
 OLD = "-old"  # what the name of a folder that is being replaced ends in
+GGUF = ".gguf"
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a model's path names a GGUF file; else it names a folder."""
+    return path.suffix.lower() == GGUF and not path.is_dir()
 
 
 def regular(path: str, flags: int) -> int:

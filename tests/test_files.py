@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvik.config.files import (
+from kvik.files import (
     DRAFT,
     can_write,
     working_folder,
@@ -135,7 +135,7 @@ def test_an_interruption_leaves_the_folder_that_was_there(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kvik.config.files import working_folder, writing_whole, writing_whole_folder
+from kvik.files import working_folder, writing_whole, writing_whole_folder
 with {kind}(Path(sys.argv[1])):
     print("working", flush=True)
     if sys.argv[2] == "dies":
