@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvik.cli.chat import HELP, Chat
-from kvik.cli.chat_local import LocalBackend
+from kvik.cli.chat_backends import LocalBackend
 from kvik.cli.main import main
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.llm import LLM, Stream

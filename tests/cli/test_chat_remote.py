@@ -19,7 +19,7 @@ from helpers.on_terminal import OnTerminal
 from helpers.story_site import Site, story_site
 
 from kvik.cli.chat import Chat
-from kvik.cli.chat_remote import RemoteBackend, first_model
+from kvik.cli.chat_backends import RemoteBackend, first_model
 from kvik.cli.main import main
 from kvik.cli.remote_server import RemoteServer
 from kvik.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from helpers.public_configs import FOLDER, NAMES
 
 from kvik.cli.main import main
-from kvik.cli.plan_text import as_text
+from kvik.cli.plan import as_text
 from kvik.planner.plan import Question, plan
 
 CONFIGS = FOLDER / "configs"

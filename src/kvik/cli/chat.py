@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvik.cli.chat_backend import Backend, Facts
+from kvik.cli.chat_backends import Backend, Facts
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
@@ -74,7 +74,7 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     if arguments.api_key:
         raise ConfigError("api_key", "goes with --url")
 
-    from kvik.cli.chat_local import LocalBackend
+    from kvik.cli.chat_backends import LocalBackend
     from kvik.llm import LLM  # brings in torch
 
     with LLM(**engine_options(arguments, arguments.model)) as llm:
@@ -89,7 +89,7 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     if arguments.model:
         raise ConfigError("model", f"of a server is named by --model {arguments.model[:60]}")
 
-    from kvik.cli.chat_remote import RemoteBackend, first_model
+    from kvik.cli.chat_backends import RemoteBackend, first_model
 
     server = RemoteServer.at(arguments.url, arguments.api_key)
     sampling = {name: value for name, value in given.items() if value is not None}

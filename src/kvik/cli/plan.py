@@ -4,19 +4,302 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from textwrap import fill
 
 from kvik.cli.flags import Parser, add_question_flag, integer, number
-from kvik.cli.plan_text import as_text
 from kvik.cli.terminal import say, say_report
-from kvik.planner.plan import Plan, Question, plan
+from kvik.config.units import show_bytes
+from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
+from kvik.planner.plan import Plan, Question, Speed, plan
+from kvik.planner.speculation import SpeculationCurve
 from kvik.spec.model import SHORT_DTYPES
 
-# Weight and KV formats go by short names; the engine's own names of its dtypes will do too.
+WIDTH = 100
+SHOWN_DRAFTS = (1, 2, 3, 4, 6, 8)  # columns of the table of speculation
 
-# Flags that the question calls otherwise.
+
+def as_text(plan: Plan) -> str:
+    """Return a plan for people: rounded, in tables, at most 100 columns wide."""
+    sections = [_header(plan), _memory(plan)]
+    if plan.speed is not None:
+        sections += [_prefill(plan, plan.speed), _decode(plan, plan.speed)]
+    else:
+        sections.append(f"no speeds are known ({plan.device.unknown})")
+    sections += [_attention(plan), _weights(plan), _kv(plan)]
+    if plan.speed is not None:
+        sections += [_speculation(plan, curve) for curve in plan.speed.speculation]
+        sections.append(_cost(plan, plan.speed.cost))
+    notes = [*filter(None, [plan.device.doubt]), *plan.model.notes]
+    sections += [fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in notes]
+    return "\n\n".join(sections)
+
+
+def _header(plan: Plan) -> str:
+    model, device = plan.model, plan.device
+    parameters = f"{count(model.parameters)} parameters"
+    if 2 * model.active_parameters < model.parameters:
+        parameters += f", {count(model.active_parameters)} active"
+    heads = f"{model.heads} heads"
+    if model.attention != "MLA":
+        heads = f"{model.heads} query and {model.kv_heads} key/value heads"
+    devices = f"{device.count} x {device.name}" if device.count > 1 else device.name
+    facts = [show_bytes(device.memory)]
+    if device.bandwidth is not None and device.rate is not None:
+        facts.append(f"{three(device.bandwidth / 1e9)} GB/s")
+        facts.append(_operations(device.rate, device.arithmetic))
+    each = " each" if device.count > 1 else ""
+    shared = [f"{name} {size}" for name, size in (("tp", plan.tp), ("pp", plan.pp)) if size > 1]
+    asked = [
+        f"batch {plan.batch:,} at context {plan.context:,}",
+        f"weights {plan.weight_format}",
+        f"KV cache {plan.kv_format}",
+        *shared,
+    ]
+    work = count(model.flops_per_token)
+    rows = [
+        ["model", f"{model.name} ({model.architecture}), {parameters}"],
+        [
+            "",
+            f"{model.layers} layers of width {model.hidden_size:,}, {heads} of {model.head_dim} "
+            f"({model.attention}), context {model.max_context:,}",
+        ],
+        ["hardware", f"{devices}: {', '.join(facts)}{each}"],
+        *([["", device.source]] if device.source else []),
+        ["asked", ", ".join(asked)],
+        ["work", f"{work} operations for a token behind a full context"],
+    ]
+    return "\n".join(f"{name:10}{value}" for name, value in rows)
+
+
+def _memory(plan: Plan) -> str:
+    memory, model = plan.memory, plan.model
+    many = plan.device.count > 1
+    whole = f"{show_bytes(model.weight_bytes)} in all, " if many else ""
+    kv = f"{model.kv_bytes_per_token:,} bytes per token"
+    if memory.kv_per_token != model.kv_bytes_per_token:
+        kv += f" in all, {memory.kv_per_token:,} here"
+    if memory.fits:
+        verdict = f"fits, {show_bytes(memory.limit - memory.total)} left"
+    else:
+        verdict = f"DOES NOT FIT: {show_bytes(memory.missing)} too much"
+    rows = [
+        [
+            "weights",
+            show_bytes(memory.weights),
+            f"{whole}{8 * model.weight_bytes / model.parameters:.3g} bits a parameter",
+        ],
+        [
+            "KV cache",
+            show_bytes(memory.kv_cache),
+            f"{kv}; {show_bytes(memory.kv_per_request)} for each request",
+        ],
+        ["activations", show_bytes(memory.activations), f"steps of {memory.step_tokens:,} tokens"],
+        ["runtime", show_bytes(memory.runtime), "libraries, graphs, tables, what loading takes"],
+        ["total", show_bytes(memory.total), verdict],
+    ]
+    where = "memory of the fullest device" if many else "memory"
+    lines = [f"{where}, of {show_bytes(memory.limit)} that may be used", *columns(rows, "<><")]
+    if 10 * memory.kv_padding > memory.kv_cache:
+        lines.append(
+            f"  {show_bytes(memory.kv_padding)} of the KV cache stay empty: blocks are whole, as "
+            "wide as the most layers need,\n  and layers with a window keep what a step adds"
+        )
+    return "\n".join([*lines, *_what_fits(plan)])
+
+
+def _what_fits(plan: Plan) -> list[str]:
+    memory = plan.memory
+    if memory.fits:
+        longest = f"{memory.longest_context:,}"
+        if memory.longest_context == plan.model.max_context:
+            longest += ", all that the model takes"
+        return [
+            f"  largest batch at context {plan.context:,}: {memory.largest_batch:,}",
+            f"  longest context at batch {plan.batch:,}: {longest}",
+        ]
+    if not plan.remedies:
+        return ["  nothing that can be set makes it fit this hardware"]
+    rows = [[remedy.flags, show_bytes(remedy.total)] for remedy in plan.remedies]
+    return ["  would fit", *columns(rows, "<>", indent=4)]
+
+
+def _prefill(plan: Plan, speed: Speed) -> str:
+    measured = plan.device.measured
+    header = ["prompt", "at least", "tokens/s", "bound by"]
+    rows = []
+    for row in speed.prefill:
+        cells = [f"{row.tokens:,}", seconds(row.floor), three(row.tokens / row.floor)]
+        if measured:
+            cells += [seconds(row.expected), three(row.tokens / row.expected)]
+        rows.append([*cells, row.bound])
+    if measured:
+        header[3:3] = ["expected", "tokens/s"]
+    return _table(plan, "prefill, one prompt", header, rows, ">" * (len(header) - 1) + "<")
+
+
+def _decode(plan: Plan, speed: Speed) -> str:
+    measured = plan.device.measured
+    header = ["batch", "ceiling tokens/s", "of each request", "step", "bound by", "fits"]
+    rows = []
+    for row in speed.decode:
+        cells = [
+            f"{row.batch:,}",
+            three(row.ceiling),
+            three(row.ceiling / row.batch),
+            seconds(row.floor),
+        ]
+        if measured:
+            cells.append(three(row.expected))
+        rows.append([*cells, row.bound, _fits(row.fits)])
+    if measured:
+        header.insert(4, "expected tokens/s")
+    title = f"decode at context {plan.context:,}"
+    align = ">" * (len(header) - 2) + "<<"
+    if speed.compute_bound_batch is None:
+        turn = "never compute-bound: each request reads more than it computes"
+    else:
+        turn = f"compute-bound from batch {speed.compute_bound_batch:,} on, at peak rates"
+    return f"{_table(plan, title, header, rows, align)}\n  {turn}"
+
+
+def _attention(plan: Plan) -> str:
+    rows = [
+        [
+            f"{row.attention}{_star(row.own)}",
+            f"{row.kv_heads}" if row.kv_heads else "latent",
+            f"{row.kv_per_token:,}",
+            show_bytes(row.kv_total),
+            _or_dash(row.ceiling),
+        ]
+        for row in plan.attention_variants
+    ]
+    header = ["", "KV heads", "bytes per token", _total(plan), "ceiling tokens/s"]
+    title = f"attention variants, {plan.kv_format} cache (* the model's own)"
+    table = _table(plan, title, header, rows, "<>>>>")
+    return f"{table}\n  each device holds the whole latent" if plan.tp > 1 else table
+
+
+def _weights(plan: Plan) -> str:
+    rows = []
+    for row in plan.weight_formats:
+        ceilings = [_or_dash(row.single)]
+        if plan.batch > 1:
+            ceilings.append(_or_dash(row.ceiling))
+        rows.append(
+            [
+                f"{row.format}{_star(row.format == plan.weight_format)}",
+                show_bytes(row.bytes),
+                f"{row.bits:.2f}",
+                *ceilings,
+                f"{row.largest_batch:,}",
+                _fits(row.fits),
+            ]
+        )
+    header = ["", "weights", "bits", "tokens/s at batch 1"]
+    if plan.batch > 1:
+        header.append(f"at batch {plan.batch:,}")
+    title = "weight formats (* asked; speeds are ceilings of decode)"
+    align = "<" + ">" * len(header) + "<"
+    return _table(plan, title, [*header, "largest batch", "fits"], rows, align)
+
+
+def _kv(plan: Plan) -> str:
+    rows = [
+        [
+            f"{row.format}{_star(row.format == plan.kv_format)}",
+            f"{row.per_token:,}",
+            show_bytes(row.total),
+            _or_dash(row.ceiling),
+            f"{row.largest_batch:,}",
+            _fits(row.fits),
+        ]
+        for row in plan.kv_formats
+    ]
+    header = ["", "bytes per token", _total(plan), "ceiling tokens/s", "largest batch", "fits"]
+    return _table(plan, "KV cache formats (* asked)", header, rows, "<>>>><")
+
+
+def _speculation(plan: Plan, curve: SpeculationCurve) -> str:
+    shown = [curve.drafts.index(drafts) for drafts in SHOWN_DRAFTS]
+    rows = []
+    for row in curve.rows:
+        best = f"{row.best:.2f} with {row.best_drafts}" if row.best_drafts else "none"
+        gains = [f"{row.speed_ups[i]:.2f}" for i in shown]
+        rows.append([f"{row.acceptance:.0%} accepted", *gains, best])
+    cost = "drafts cost nothing (looked up in the prompt, say)"
+    if curve.draft_cost:
+        cost = f"a draft costs {three(curve.draft_cost)} of a step"
+    checks = [f"{curve.verify_costs[i]:.2f}" for i in shown]
+    return _table(
+        plan,
+        f"speculative decoding, speed-up at batch {curve.batch:,}: {cost}",
+        ["drafts", *(str(curve.drafts[i]) for i in shown), "best"],
+        [*rows, ["time of a check", *checks, ""]],
+        "<" + ">" * (len(shown) + 1),
+    )
+
+
+def _cost(plan: Plan, cost: Cost | None) -> str:
+    if cost is None:
+        reason = "give --price" if plan.memory.largest_batch else "it does not fit"
+        return f"cost: {reason}"
+    rate = "as expected here" if plan.device.measured else "at the ceiling, so at least"
+    batch = min(plan.batch, plan.memory.largest_batch)
+    lines = [
+        f"cost at ${cost.price:,.2f} an hour, batch {batch:,}, {rate}",
+        f"  {dollars(cost.input)} per million input tokens, "
+        f"{dollars(cost.output)} per million output tokens",
+    ]
+    if cost.load is not None and cost.per_day is not None and cost.busy is not None:
+        load = cost.load
+        copies = f"{cost.copies} {'copy' if cost.copies == 1 else 'copies'} of the model"
+        lines += [
+            f"  ${cost.per_day:,.2f} per day for {count(load.tokens)} tokens: "
+            f"{count(load.requests)} requests of {load.prompt:,} + {load.output:,}",
+            f"  {copies}, busy {cost.busy:.0%} of the time",
+        ]
+    return "\n".join(lines)
+
+
+def _total(plan: Plan) -> str:
+    return f"{plan.batch:,} x {plan.context:,} tokens"
+
+
+def _star(own: bool) -> str:
+    return " *" if own else ""
+
+
+def _fits(fits: bool) -> str:
+    return "yes" if fits else "no"
+
+
+def _operations(rate: float, arithmetic: str) -> str:
+    size, prefix = (1e12, "T") if rate >= 1e12 else (1e9, "G")
+    unit = "OP/s" if arithmetic.startswith("int") else "FLOP/s"
+    return f"{three(rate / size)} {prefix}{unit} ({arithmetic})"
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else three(value)
+
+
+def _table(
+    plan: Plan, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: str
+) -> str:
+    """Columns of speeds are left out where the speed is unknown."""
+    kept = [
+        i
+        for i, name in enumerate(header)
+        if plan.speed is not None or not ("tokens/s" in name or name.startswith("at batch"))
+    ]
+    lines = [[row[i] for i in kept] for row in (header, *rows)]
+    return "\n".join([title, *columns(lines, [align[i] for i in kept])])
+
+
+# Flags whose field of `Question` has another name.
 FIELDS: Mapping[str, str] = {
     "dtype": "weight_format",
     "kv_dtype": "kv_format",
@@ -76,4 +359,5 @@ def as_object(answer: Plan) -> dict[str, object]:
 
 
 def _format(text: str) -> str:
+    """Return the short name of a format; the engine's names of its dtypes are accepted too."""
     return SHORT_DTYPES.get(text, text)

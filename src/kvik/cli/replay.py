@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvik.cli.flags import Parser
-from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say
+from kvik.cli.terminal import say, share_bar
 from kvik.config.config import ResolvedConfig
 from kvik.config.model_source import find_model
 from kvik.engine.recorder import RecordReader, open_recording, version

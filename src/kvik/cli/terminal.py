@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from textwrap import fill
 from typing import TextIO
 
@@ -92,3 +93,42 @@ def abandon_broken_streams() -> None:
 def _named(failure: OSError, stream: TextIO) -> OSError:
     name = "standard error" if stream is sys.stderr else "standard output"
     return OSError(failure.errno, failure.strerror, name)
+
+
+@contextmanager
+def share_bar(*, redraws: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """Show a progress bar on a terminal; yields progress(what is being done, share done).
+
+    Args:
+        redraws: whether the bar redraws itself several times a second; if not, it redraws only
+            when progress is reported, since a drawing thread takes time from what is measured.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=30),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=redraws,
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def tell(what: str, share: float) -> None:
+            bar.update(task, completed=share, description=what, refresh=not redraws)
+
+        yield tell

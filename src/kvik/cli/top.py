@@ -5,17 +5,166 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from http.client import HTTPException
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from kvik.cli.flags import Parser, number
 from kvik.cli.remote_server import RemoteServer, add_key_flag
-from kvik.cli.top_picture import Frame, picture, plain
+from kvik.cli.terminal import visible
 from kvik.errors import KvikError
+
+Frame = dict[str, Any]  # JSON of `EngineFacts`; functions that take `live` want its part of it
+
+MAX_ROWS, MAX_SHOWN_WAITING = 40, 8  # requests
+BAR_WIDTH = 24  # letters: a line of a request then fits into 80
+LEVELS = " ▁▂▃▄▅▆▇█"
+SPANS = (("queued", "░", "yellow"), ("prefill", "▒", "cyan"), ("decode", "█", "green"))
+STYLES = {"ready": "bold green", "starting": "bold yellow", "restarting": "bold yellow"}
+
+
+def picture(frame: Frame, width: int, rows: int = MAX_ROWS, trouble: str = "") -> RenderableType:
+    """Return an answer of /v1/engine as text, with at most `rows` requests."""
+    live = frame["live"]
+    if live is None:
+        return Group(header(frame, trouble), Text("no figures: the engine does not answer now"))
+    return Group(
+        header(frame, trouble),
+        figures(live),
+        kv_use(live),
+        *steps(live["steps"], width),
+        requests(live, rows),
+        queue(live),
+    )
+
+
+def header(frame: Frame, trouble: str = "") -> Text:
+    state, live = str(frame["state"]), frame["live"]
+    line = Text.assemble(
+        (f"kvik {plain(frame['model'])}  ", "bold"),
+        ("lost", "bold red") if trouble else (plain(state), STYLES.get(state, "bold red")),
+    )
+    if live is not None:
+        spent = live["stats"]["time"]
+        up = spent["executor"] + spent["host"] + spent["idle"]
+        line.append(f"  up {duration(up)}  {live['stats']['steps']:,} steps")
+    why = trouble or plain(frame.get("reason", ""))
+    return line.append(f"\n{why}", "red") if why else line
+
+
+def figures(live: Frame) -> Text:
+    rates, stats = live["rates"], live["stats"]
+    looked_up = stats["prefix_queries"]
+    hits = f"{stats['prefix_hits'] / looked_up:.0%}" if looked_up else "-"
+    return Text.assemble(
+        ("decode ", "dim"), f"{rates['decode_tokens']:,.0f} tok/s  ",
+        ("prefill ", "dim"), f"{rates['prefill_tokens']:,.0f} tok/s  ",
+        ("steps ", "dim"), f"{rates['steps']:,.0f}/s\n",
+        ("running ", "dim"), f"{stats['num_running']}  ",
+        ("waiting ", "dim"), f"{stats['num_waiting']}  ",
+        ("prefix hits ", "dim"), f"{hits}  ",
+        ("preemptions ", "dim"), f"{stats['preemptions']}",
+    )  # fmt: skip
+
+
+def kv_use(live: Frame) -> Text:
+    blocks, usage = live["blocks"], live["stats"]["kv_usage"]
+    full = min(BAR_WIDTH, max(round(usage * BAR_WIDTH), usage > 0))
+    style = "red" if usage > 0.9 else "green"
+    return Text.assemble(
+        ("KV ", "dim"), ("█" * full, style), ("░" * (BAR_WIDTH - full), "dim"),
+        f" {usage:.0%}: {blocks['num_blocks'] - blocks['num_free']:,} of"
+        f" {blocks['num_blocks']:,} blocks, {blocks['num_cached']:,} cached",
+    )  # fmt: skip
+
+
+def steps(columns: Frame, width: int) -> tuple[Text, Text]:
+    """A line each for prompts and for outputs: tokens of the last steps, the newest right."""
+    room = max(1, width - 30)
+    decode, prefill = columns["decode_tokens"][-room:], columns["prefill_tokens"][-room:]
+    return (
+        Text.assemble(("prefill ", "dim"), (sparkline(prefill), "cyan"), top_of(prefill)),
+        Text.assemble(("decode  ", "dim"), (sparkline(decode), "green"), top_of(decode)),
+    )
+
+
+def sparkline(values: Sequence[int]) -> str:
+    """One letter each, blank only for 0."""
+    most = max(values, default=0) or 1
+    return "".join(LEVELS[-(-value * (len(LEVELS) - 1) // most)] for value in values)
+
+
+def top_of(values: Sequence[int]) -> str:
+    return f" up to {max(values, default=0):,} a step"
+
+
+def requests(live: Frame, rows: int) -> Table:
+    """Those that run, the first `rows` of them, on one axis of time that ends now."""
+    shown, now = live["running"][:rows], live["now"]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for title in ("request", "phase", "tokens", *(name for name, _, _ in SPANS)):
+        table.add_column(title, justify="left" if title == "phase" else "right", no_wrap=True)
+    since = min((request["arrival"] for request in shown), default=now)
+    table.add_column(f"the last {duration(now - since)}", no_wrap=True)
+    for request in shown:
+        table.add_row(
+            str(request["number"]),
+            plain(request["phase"]),
+            f"{request['prompt_tokens']}+{request['output_tokens']}",
+            *(duration(end - begin) for begin, end in spans(request, now)),
+            waterfall(request, since, now),
+        )
+    return table
+
+
+def spans(request: Frame, now: float) -> tuple[tuple[float, float], ...]:
+    """Begin and end of its time in the queue, in prefill and in decode; one that did not begin yet
+    is empty."""
+    scheduled = request["first_scheduled"] if request["first_scheduled"] is not None else now
+    token = request["first_token"] if request["first_token"] is not None else now
+    return (request["arrival"], scheduled), (scheduled, token), (token, now)
+
+
+def waterfall(request: Frame, since: float, now: float) -> Text:
+    """Shows at least a letter of every span that takes time, as far as there is room."""
+    scale = BAR_WIDTH / max(now - since, 1e-9)
+    bar = Text()
+    for (begin, end), (_, letter, style) in zip(spans(request, now), SPANS, strict=True):
+        place = min(BAR_WIDTH - 1, int((begin - since) * scale))
+        if end > begin:
+            bar.append(" " * (place - len(bar)))
+            bar.append(letter * (max(place + 1, round((end - since) * scale)) - len(bar)), style)
+    return bar
+
+
+def queue(live: Frame) -> Text:
+    waiting, now, all_of_them = live["waiting"], live["now"], live["stats"]["num_waiting"]
+    if not all_of_them:
+        return Text("queue: empty", "dim")
+    shown = [f"{r['number']} ({duration(now - r['arrival'])})" for r in waiting[:MAX_SHOWN_WAITING]]
+    more = all_of_them - len(shown)
+    return Text(f"queue: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}")
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} m" if minutes >= 60 else f"{minutes} m {rest:02} s"
+
+
+def plain(text: object) -> str:
+    """In one line of a bounded length, without what a terminal would obey."""
+    return visible(" ".join(str(text)[:200].split()))
+
 
 PATH = "/v1/engine"
 TIMEOUT = 5.0  # seconds that the server may be silent

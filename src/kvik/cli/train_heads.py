@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
-from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.errors import ConfigError

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.cli.flags import Parser
-from kvik.cli.share_bar import share_bar
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.compute import TRITON_CAPABILITY
 from kvik.config.hardware import (
     Gpu,

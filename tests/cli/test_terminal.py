@@ -1,10 +1,10 @@
-"""A bar is for people at a terminal: a log gets none."""
+"""The progress bar, and output that is harmless on a terminal."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvik.cli.share_bar import share_bar
+from kvik.cli.terminal import share_bar
 
 
 @pytest.mark.parametrize("redraws", [True, False])

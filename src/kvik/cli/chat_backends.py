@@ -1,20 +1,142 @@
-"""A server with an OpenAI-compatible API as the one who answers in a chat."""
+"""The two backends of `kvik chat`: an engine in this process, or a server by its URL."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kvik.cli.chat_backend import Facts, Messages
 from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, Usage
 from kvik.cli.remote_server import RemoteServer
-from kvik.errors import ConfigError, KvikError
+from kvik.cli.report import stats_line
+from kvik.core.sampling_params import SamplingParams
+from kvik.errors import ConfigError, KvikError, ParamError
+
+if TYPE_CHECKING:
+    from kvik.llm import LLM, Stream
+
+
+Messages = Sequence[Mapping[str, str]]  # each with role and content, the oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a finished answer.
+
+    Attributes:
+        figures: tokens and times, in one line.
+        note: why it is shorter than it might be; empty if it is not.
+    """
+
+    figures: str
+    note: str = ""
+
+
+class Answer(AbstractContextManager["Answer"], Protocol):
+    """An answer as pieces of text, read inside its `with`; leaving that stops the answer."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises `KvikError`: the answer failed and is not to be kept."""
+        ...
+
+    @property
+    def facts(self) -> Facts | None:
+        """None if the answer did not end."""
+        ...
+
+
+class Backend(Protocol):
+    """Answers with the sampling parameters that it was made with."""
+
+    def answer(self, messages: Messages) -> Answer:
+        """Raises `KvikError`: these messages cannot be answered."""
+        ...
+
+    def stats(self) -> str:
+        """Describe the backend in one line."""
+        ...
+
+
+class LocalBackend:
+    """Answers with an engine in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.params = params
+        self._llm = llm
+        self._limit = llm.resolved.scheduler.max_model_len
+
+    def answer(self, messages: Messages) -> LocalAnswer:
+        asked = [dict(message) for message in messages]
+        try:
+            return LocalAnswer(self._llm.stream_chat(asked, self.params), self._limit)
+        except ParamError as error:
+            first = not any(message["role"] == "assistant" for message in messages)
+            if error.field != "prompt" or first:
+                raise
+            message = (
+                f"the conversation outgrew the context of {self._limit} tokens; /reset starts over"
+            )
+            raise ParamError("prompt", message) from None
+
+    def stats(self) -> str:
+        stats = self._llm.stats()
+        return (
+            f"engine: {stats.steps} steps, {stats.delivered_tokens} tokens, "
+            f"prefix-cache hit {stats.prefix_hit_rate:.0%}, {stats.cached_blocks} of "
+            f"{stats.num_blocks} blocks cached, {stats.preemptions} preemptions"
+        )
+
+
+class LocalAnswer:
+    """One answer of the engine.
+
+    Args:
+        limit: tokens of the context.
+    """
+
+    def __init__(self, stream: Stream, limit: int) -> None:
+        self._stream = stream
+        self._limit = limit
+
+    def __enter__(self) -> LocalAnswer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stream.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Iterator[str]:
+        for delta in self._stream:
+            yield delta.text
+        output = self._stream.output
+        if output is not None and output.outputs[0].finish_reason == "error":
+            raise KvikError("request", output.outputs[0].error or "failed")
+
+    @property
+    def facts(self) -> Facts | None:
+        output = self._stream.output
+        if output is None:
+            return None
+        (completion,) = output.outputs
+        used = len(output.prompt_token_ids) + len(completion.token_ids)
+        note = ""
+        if completion.finish_reason == "length" and used >= self._limit:
+            note = f"the context of {self._limit} tokens is full; /reset starts over"
+        elif completion.finish_reason == "length":
+            note = "cut at max_tokens"
+        return Facts(stats_line(output), note)
+
 
 CONNECT_SECONDS = 30.0
 SILENCE_SECONDS = 600.0  # until the next bytes: a long prompt on a slow machine takes minutes
@@ -22,7 +144,7 @@ PIECE_BYTES = 65536
 MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
 MAX_MESSAGE = 300  # characters shown of what a server says about an error
 
-# Not every server knows this wish, and some refuse a request for it.
+# Not every server knows this option, and some refuse a request that has it.
 COUNTED: Mapping[str, object] = {"stream_options": {"include_usage": True}}
 
 
@@ -73,7 +195,11 @@ def first_model(server: RemoteServer) -> str:
 
 
 class RemoteBackend:
-    """`sampling`: the fields of a request that are to differ from the server's own defaults."""
+    """Answers with a server that has an OpenAI-compatible API.
+
+    Args:
+        sampling: fields of a request that differ from the server's own defaults.
+    """
 
     def __init__(self, server: RemoteServer, model: str, sampling: Mapping[str, object]) -> None:
         self._server = server
