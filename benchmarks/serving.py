@@ -189,8 +189,8 @@ def serve_paced(model: str) -> None:
 
     from kvik.config.config import EngineConfig
     from kvik.config.server_config import ServerConfig
+    from kvik.engine.process import Supervisor, patience_for
     from kvik.engine.remote import RemoteClient
-    from kvik.engine.supervisor import Supervisor, patience_for
     from kvik.engine.wire import Start
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.model_files import model_files

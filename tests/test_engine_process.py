@@ -23,7 +23,7 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
-from kvik.engine.async_client import EngineState, SourceClient
+from kvik.engine.client import EngineState, SourceClient
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import Frames, Start, Unusable
 from kvik.engine_process import engine_in_process

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvik.config.config import ResolvedConfig
-from kvik.engine.child import python_command
 from kvik.engine.host import EngineHost
+from kvik.engine.process import Supervisor, patience_for, python_command
 from kvik.engine.remote import RemoteClient
-from kvik.engine.supervisor import Supervisor, patience_for
 from kvik.engine.wire import HostLine, Start, Unusable, frame, to_start
 from kvik.errors import KvikError
 from kvik.launch import load_loop

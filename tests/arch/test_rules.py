@@ -133,7 +133,7 @@ def test_the_environment_is_read_in_one_place(sources: dict[str, Any]) -> None:
 
 def test_python_is_started_in_one_place(sources: dict[str, Any]) -> None:
     """There the current folder is kept out of its path. Adapters of other engines are scripts."""
-    allowed = ("kvik.engine.child", "kvik_bench.peers.engine_entries")
+    allowed = ("kvik.engine.process", "kvik_bench.peers.engine_entries")
     others = {name: s for name, s in sources.items() if name not in allowed}
     assert not violations(others, interpreters)
 

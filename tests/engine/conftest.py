@@ -14,7 +14,7 @@ from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.engine.wire import Ready

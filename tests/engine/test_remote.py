@@ -15,7 +15,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import remote as module
 from kvik.engine import wire
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
 from kvik.engine.live import LiveView
 from kvik.engine.wire import Add, Answer, Ask, End, Ready, Start, Unusable
 from kvik.errors import ParamError, UnavailableError

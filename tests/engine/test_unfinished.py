@@ -10,7 +10,7 @@ import pytest
 from helpers.scripted_engine import Rig, end, request, token
 
 from kvik.core.types import FinishReason
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
 from kvik.engine.wire import Add, End, Ready
 from kvik.errors import ParamError
 

@@ -10,7 +10,7 @@ from helpers.served_engine import tiny_config
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine import wire
-from kvik.engine.async_client import SourceClient
+from kvik.engine.client import SourceClient
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import Frames, Start, stepped
 

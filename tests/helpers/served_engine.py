@@ -22,7 +22,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.engine.async_client import EngineState, SourceClient
+from kvik.engine.client import EngineState, SourceClient
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.host import EngineHost

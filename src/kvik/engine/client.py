@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.executor import Executor
+from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
+from kvik.engine.wire import Start
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -97,3 +102,153 @@ class Engine:
     tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
     default_params: SamplingParams
     executor: Executor
+
+
+# How an event loop talks to an engine that runs elsewhere: in another process, or a thread.
+
+# Between a client and whatever gives it engines.
+
+
+class EngineSource(Protocol):
+    """Where a client gets its engine, and the next one when that is lost."""
+
+    def start(self, client: SourceClient) -> None:
+        """Connect an engine soon, by `client.connect`."""
+        ...
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        """The engine that was connected is gone, and the client has been told.
+
+        Args:
+            for_good: it says that it cannot be loaded.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the engine; returns when nothing is left of it."""
+        ...
+
+
+class SourceClient(Protocol):
+    """What a source sees of its client."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine works on."""
+        ...
+
+    @property
+    def signs_of_life(self) -> int:
+        """0 until an engine was ready; grows while it advances, or has a reason to wait."""
+        ...
+
+    @property
+    def step_limit(self) -> float | None:
+        """Seconds after which what the engine computes now has taken too long; None: not known."""
+        ...
+
+    def connect(self, sock: socket.socket, start: Start | None) -> None:
+        """Talk to the engine at the other end; the socket is the client's from now on.
+
+        Args:
+            start: what the engine is told first, if it must be told what to load.
+        """
+        ...
+
+    def disconnect(self, state: EngineState, reason: str) -> None:
+        """The engine is gone: end the requests that no other engine may be sent, and say why."""
+        ...
+
+    def set_state(self, state: EngineState, reason: str) -> None: ...
+
+
+Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"  # the model is being loaded
+    READY = "ready"
+    STALLED = "stalled"  # it has work and nothing advances
+    RESTARTING = "restarting"  # it crashed, and is being loaded again
+    FAILED = "failed"  # it cannot be started, or crashes again and again
+    CLOSED = "closed"
+
+
+class AsyncEngineClient(Protocol):
+    """Requests in; deltas come to the sink that the client was started with. No method blocks.
+
+    Every request that was added ends with exactly one last delta for each sibling, whatever happens
+    to the engine. When it crashes, what nothing was delivered of is sent to the next engine, once;
+    all else ends with `FinishReason.ERROR`. A queue that is full refuses a
+    request with such a delta, too: then `RequestDelta.refused` says which limit it was.
+    """
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def reason(self) -> str:
+        """Why the engine is not ready, for a person to read; "" if it is."""
+        ...
+
+    @property
+    def num_starts(self) -> int:
+        """How often an engine became ready: after the first time, it was started again."""
+        ...
+
+    def start(self, sink: Sink) -> None:
+        """Begin to bring the engine up. To be called once, in the event loop."""
+        ...
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises `ParamError` or `CapacityError` when the request can never be served."""
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """`check`, and send it.
+
+        Raises:
+            UnavailableError: the engine is not ready.
+        """
+        ...
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        """End a request, or one of its siblings; its last delta comes soon. Unknown ids are already
+        gone."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """As of now; the last known ones if the engine does not answer within a second."""
+        ...
+
+    async def live(self) -> LiveView:
+        """What the engine is doing right now.
+
+        Raises:
+            UnavailableError: it does not answer within a second.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, pinned ones too; requests go on. Returns how many blocks held
+        something. Raises as `live`."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine, and with an error whatever it is working on."""
+        ...

@@ -16,8 +16,7 @@ import msgspec
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine.live import LiveCollector
-from kvik.engine.loop import EngineLoop
-from kvik.engine.observer import LoopObserver
+from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.wire import (
     Add,
     Answer,

@@ -22,7 +22,7 @@ import msgspec
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
-from kvik.engine.observer import LoopObserver
+from kvik.engine.loop import LoopObserver
 from kvik.errors import ConfigError, KvikError
 
 # The file of the flight recorder: what it holds, and how it lies on disk.

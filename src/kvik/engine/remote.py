@@ -18,7 +18,7 @@ import msgspec
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
-from kvik.engine.async_client import EngineSource, EngineState, Sink
+from kvik.engine.client import EngineSource, EngineState, Sink
 from kvik.engine.core import check_request
 from kvik.engine.live import LiveView
 from kvik.engine.stats import EngineStats

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.async_client import AsyncEngineClient
+from kvik.engine.client import AsyncEngineClient
 from kvik.errors import CapacityError, OverloadError
 
 FREE_MULTIPLE = 8  # a tenant's part of the queue is at most this many times what is free of it

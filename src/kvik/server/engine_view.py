@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvik.config.config import Decision
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import SchedulerConfig
-from kvik.engine.async_client import AsyncEngineClient, EngineState
+from kvik.engine.client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event

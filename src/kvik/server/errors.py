@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
 from kvik.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 
 MAX_LINE = 500  # signs of a line of a traceback

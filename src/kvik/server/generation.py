@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
-from kvik.engine.async_client import AsyncEngineClient, EngineState
+from kvik.engine.client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
 from kvik.errors import KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.config import ResolvedConfig
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
 from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.errors import KvikError

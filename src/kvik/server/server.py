@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.async_client import AsyncEngineClient
+from kvik.engine.client import AsyncEngineClient
 from kvik.server.admission import Admission, Degradation
 from kvik.server.errors import model_not_found
 from kvik.server.generation import Generations, RequestLimits

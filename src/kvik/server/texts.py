@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import msgspec
 
-from kvik.engine.child import python_command
+from kvik.engine.process import python_command
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.template_process import LENGTH_BYTES, Rendered, Rendering, TemplateSource, framed

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.engine.child import python_command
+from kvik.engine.process import python_command
 from kvik.errors import KvikError
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device

@@ -21,9 +21,9 @@ from helpers.virtual_time import run_virtually
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
-from kvik.engine.async_client import EngineState
+from kvik.engine.client import EngineState
+from kvik.engine.process import Patience, Supervisor, patience_for
 from kvik.engine.remote import RemoteClient
-from kvik.engine.supervisor import Patience, Supervisor, patience_for
 from kvik.engine.wire import Start
 from kvik.errors import UnavailableError
 
@@ -427,8 +427,8 @@ def test_it_shares_our_session():
 ORPHAN = """
 import asyncio, os, signal, sys
 sys.path.insert(0, {tests!r})
-from engine.test_supervisor import Rig, request, QUICK, HANG
-from kvik.engine.async_client import EngineState
+from engine.test_process import Rig, request, QUICK, HANG
+from kvik.engine.client import EngineState
 
 async def main():
     rig = Rig({mode!r}, QUICK)
