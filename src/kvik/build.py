@@ -64,7 +64,7 @@ def build_engine(
                 quantization=runner.quantization,
                 seal=built.written.seal,
                 files=facts,
-                entries=built.written.entries,
+                tensors=built.written.tensors,
             )
             (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
             check_output(output)  # loading takes a while, and what is there will be gone

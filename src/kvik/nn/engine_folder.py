@@ -56,7 +56,7 @@ class MappedStorage:
                 f"its weights are packed as {shown(manifest.packing)}, and the kernels here take "
                 f"{packing.name!r}. {rebuild(folder)}",
             )
-        self._entries = manifest.entries
+        self._entries = manifest.tensors
         self._bytes = _mapped(folder, manifest)
 
     @property
@@ -111,7 +111,7 @@ class Written:
 
     seal: str
     facts: FileFacts
-    entries: dict[str, Entry]
+    tensors: dict[str, Entry]
 
 
 def write_weights(

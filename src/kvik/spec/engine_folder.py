@@ -12,10 +12,11 @@ import math
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
+from kvik.options import Text
 from kvik.spec.fields import Fields, read_json
 
 MANIFEST = "engine.json"
@@ -40,6 +41,9 @@ MAX_BYTES = 1 << 50
 MAX_SIZE = 1 << 40
 MAX_PARTS = 1 << 18
 MAX_DIMENSIONS = 8
+SEAL = Text(f"{2 * SEAL_BYTES} hexadecimal digits", f"[0-9a-f]{{{2 * SEAL_BYTES}}}")
+DIGEST = Text("64 hexadecimal digits", "[0-9a-f]{64}")  # of SHA-256
+CHUNK = 1 << 22  # bytes read at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,6 @@ class Place:
     def size(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def as_json(self) -> dict[str, object]:
-        return {"offset": self.offset, "dtype": self.dtype, "shape": list(self.shape)}
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -74,17 +75,11 @@ class Entry:
     kind: str
     parts: Mapping[str, Place]
 
-    def as_json(self) -> dict[str, object]:
-        return {"kind": self.kind, "parts": {n: p.as_json() for n, p in self.parts.items()}}
-
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
     size: int
     sha256: str
-
-    def as_json(self) -> dict[str, object]:
-        return {"size": self.size, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ class Manifest:
         dtype, quantization: as in `EngineConfig`.
         seal: hexadecimal; the weights begin with it.
         files: every file of the folder but the manifest.
-        entries: by their names in the model.
+        tensors: by their names in the model.
     """
 
     kvik: str
@@ -111,26 +106,14 @@ class Manifest:
     quantization: str
     seal: str
     files: Mapping[str, FileFacts]
-    entries: Mapping[str, Entry]
+    tensors: Mapping[str, Entry]
 
     @property
     def weight_bytes(self) -> int:
         return self.files[WEIGHTS].size
 
     def as_json(self) -> dict[str, object]:
-        return {
-            "format": FORMAT,
-            "kvik": self.kvik,
-            "kernels": self.kernels,
-            "packing": self.packing,
-            "instruction_set": self.instruction_set,
-            "byte_order": self.byte_order,
-            "dtype": self.dtype,
-            "quantization": self.quantization,
-            "seal": self.seal,
-            "files": {name: facts.as_json() for name, facts in self.files.items()},
-            "tensors": {name: entry.as_json() for name, entry in self.entries.items()},
-        }
+        return {"format": FORMAT, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +155,16 @@ def read_manifest(folder: Path) -> Manifest:
     if WEIGHTS not in files:
         raise fields.error("files", f"must hold {WEIGHTS}")
     return Manifest(
-        kvik=_text(fields, "kvik"),
+        kvik=fields.text("kvik"),
         kernels=fields.choice("kernels", KERNELS),
-        packing=_text(fields, "packing"),
-        instruction_set=_text(fields, "instruction_set"),
+        packing=fields.text("packing"),
+        instruction_set=fields.text("instruction_set"),
         byte_order=order,
         dtype=fields.choice("dtype", DTYPES),
-        quantization=_text(fields, "quantization"),
-        seal=_hexadecimal(fields, "seal", SEAL_BYTES),
+        quantization=fields.text("quantization"),
+        seal=fields.text("seal", SEAL),
         files=files,
-        entries=_entries(fields, files[WEIGHTS].size),
+        tensors=_tensors(fields, files[WEIGHTS].size),
     )
 
 
@@ -198,11 +181,11 @@ def _files(fields: Fields) -> dict[str, FileFacts]:
             raise fields.error("files", f"must name files of its folder, not {shown(name)}")
         inner = fields.inside("files").inside(name)
         size = inner.integer("size", 0, MAX_BYTES)
-        files[name] = FileFacts(size, _hexadecimal(inner, "sha256", hashlib.sha256().digest_size))
+        files[name] = FileFacts(size, inner.text("sha256", DIGEST))
     return files
 
 
-def _entries(fields: Fields, end: int) -> dict[str, Entry]:
+def _tensors(fields: Fields, end: int) -> dict[str, Entry]:
     tensors = fields.inside("tensors")
     entries, count = {}, 0
     for name in fields.mapping("tensors") or {}:
@@ -212,7 +195,7 @@ def _entries(fields: Fields, end: int) -> dict[str, Entry]:
         count += len(places)
         if count > MAX_PARTS:
             raise fields.error("tensors", f"must hold at most {MAX_PARTS} tensors")
-        entries[name] = Entry(_text(inner, "kind"), places)
+        entries[name] = Entry(inner.text("kind"), places)
     return entries
 
 
@@ -229,23 +212,6 @@ def _place(fields: Fields, end: int) -> Place:
     if offset + place.size > end:
         raise fields.error("offset", f"its {place.size} bytes do not lie within {WEIGHTS}")
     return place
-
-
-def _text(fields: Fields, key: str) -> str:
-    value = fields.raw(key)
-    if not isinstance(value, str):
-        raise fields.error(key, f"must be a text, not {shown(value)}")
-    return value
-
-
-def _hexadecimal(fields: Fields, key: str, size: int) -> str:
-    value = _text(fields, key)
-    if len(value) != 2 * size or not set(value) <= set("0123456789abcdef"):
-        raise fields.error(key, f"must be {2 * size} hexadecimal digits, not {shown(value)}")
-    return value
-
-
-CHUNK = 1 << 22  # bytes read at a time
 
 
 def read_built(folder: Path) -> Built | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvik.errors import ModelError, shown
 from kvik.files import regular
-from kvik.options import Flag, Integer, Kind, Number, OneOf
+from kvik.options import Flag, Integer, Kind, Number, OneOf, Text
 
 MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
 
@@ -36,6 +36,9 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ModelError(path.name, f"must hold a JSON object, not {shown(values)}")
     return values
+
+
+ANY_TEXT = Text("a text", ".*")
 
 
 class Fields:
@@ -71,6 +74,10 @@ class Fields:
 
     def boolean(self, key: str, default: bool) -> bool:
         value: bool = self._checked(key, Flag(), default)
+        return value
+
+    def text(self, key: str, kind: Text = ANY_TEXT) -> str:
+        value: str = self._checked(key, kind, None)
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
