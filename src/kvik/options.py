@@ -295,6 +295,6 @@ def bad_value(allowed: str, value: object) -> ValueError:
 def unknown(name: str, what: str, known: Collection[str]) -> str:
     """The end of an error message about a name that is not `known`: what it is not, and the
     nearest known name, or all of them."""
-    nearest = difflib.get_close_matches(name, known, n=1)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"is no {what} ({hint}known: {', '.join(known)})"

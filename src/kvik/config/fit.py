@@ -424,8 +424,8 @@ def with_drafter(
         spec=source.spec,
         quantization=built.quantization if built else wish.quantization,
         runtime=0,
-        kv_format=AUTO,
-        kv_skipped=(),
+        kv_cache_dtype=AUTO,
+        kv_cache_dtype_skip_layers=(),
         mapped=built.weight_bytes if built else None,
     )
     return replace(footprint, draft=draft)

@@ -362,8 +362,8 @@ class Footprint:
     attention_backend: str
     block_size: int
     runtime: int  # bytes that are gone before the model comes
-    kv_format: str = AUTO  # see `EngineConfig.kv_cache_dtype`
-    kv_skipped: tuple[int, ...] = ()  # layers that keep the model's dtype
+    kv_cache_dtype: str = AUTO  # see `EngineConfig.kv_cache_dtype`
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()  # layers that keep the model's dtype
     kernels: str = "torch"  # what multiplies: "native", "triton" or "torch"
     mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
     draft: Footprint | None = None  # of the draft model beside it
@@ -373,7 +373,7 @@ class Footprint:
     @property
     def groups(self) -> tuple[KVGroup, ...]:
         specs = self.spec.kv_specs(DTYPE_BYTES[self.dtype])
-        return group_layers(stored_as(specs, self.kv_format, self.kv_skipped))
+        return group_layers(stored_as(specs, self.kv_cache_dtype, self.kv_cache_dtype_skip_layers))
 
     @property
     def weights(self) -> int:
@@ -426,7 +426,7 @@ class Footprint:
             block_size=self.block_size,
             quantization=self.quantization,
             quantized=self.quantization != "none" or bool(self._stored) or self.mapped is not None,
-            converted=self.kv_format != AUTO,
+            converted=self.kv_cache_dtype != AUTO,
             num_groups=len(self.groups),
         )
 
