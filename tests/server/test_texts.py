@@ -100,11 +100,11 @@ def test_a_text_of_few_long_tokens_is_read_to_its_end() -> None:
     assert with_texts(Counted(library), lambda texts: texts.encode(text), 300) == [1] * 200
 
 
-def test_a_conversation_is_rendered_and_encoded_without_another_bos(tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_rendered_as_its_template_does(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "A story about a fox, please."}]
     template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    found = with_texts(tokenizer, lambda texts: texts.encode_chat(messages))
-    assert found == tokenizer.encode(template.render(messages), False)
+    found = with_texts(tokenizer, lambda texts: texts.render(messages))
+    assert found == template.render(messages)
 
 
 def test_without_a_tokenizer_prompts_must_be_ids() -> None:
@@ -113,7 +113,6 @@ def test_without_a_tokenizer_prompts_must_be_ids() -> None:
 
 def test_without_a_template_conversations_are_refused(tokenizer: Tokenizer) -> None:
     async def use(texts: Texts) -> None:
-        assert not texts.has_template
         with pytest.raises(ParamError, match="messages: cannot be rendered: chat_template"):
             await texts.render([{"role": "user", "content": "hi"}])
 

@@ -1,5 +1,4 @@
-"""Text to tokens and back beside the event loop: what is long is tokenised in threads, and a text
-that no context can hold is refused before that."""
+"""Tokenizer and chat template outside the event loop, in threads and processes with limits."""
 
 from __future__ import annotations
 
@@ -21,24 +20,27 @@ from kvik.text.tokenizer import Tokenizer
 
 
 class FairSemaphore:
-    """Places for a piece of work each. Who waits for one gets it in the order of tenants, round and
-    round, and within a tenant in the order of arrival."""
+    """Bounds how much work runs at once; tenants that wait take turns.
+
+    So a flood by one tenant delays another by one piece of work at most. Within a tenant the order
+    is that of arrival.
+    """
 
     def __init__(self, places: int) -> None:
         self._free = places
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def acquire(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a place and keep it until the block ends."""
         await self._take(tenant)
         try:
             yield
         finally:
-            self._free += 1
-            self._next()
+            self._release()
 
     async def _take(self, tenant: str) -> None:
-        if self._free:  # then nobody waits
+        if self._free:  # so nothing waits
             self._free -= 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -46,67 +48,69 @@ class FairSemaphore:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given, and is not wanted
-                self._free += 1
-                self._next()
+            if place.done() and not place.cancelled():  # it was given in the meantime
+                self._release()
             raise
 
-    def _next(self) -> None:
-        """Give a free place to who is next."""
+    def _release(self) -> None:
+        self._free += 1
         while self._free and self._waiting:
             tenant, places = self._waiting.popitem(last=False)
             place = places.popleft()
             if places:
-                self._waiting[tenant] = places  # behind the others
-            if not place.done():  # nobody stopped waiting for it
+                self._waiting[tenant] = places  # behind the other tenants
+            if not place.done():  # else it was cancelled
                 self._free -= 1
                 place.set_result(None)
 
 
 class TextQuota:
-    """Bounds what all tenants, and each of them, hold at the same time, in characters.
+    """Bounds the characters that wait, of one tenant and of all together.
 
-    Who holds nothing may bring any number, so that nothing is refused for ever.
+    A tenant with nothing waiting may bring any number, so that no text is refused for ever.
     """
 
     def __init__(self, most: int, most_of_tenant: int) -> None:
         self._most = most
         self._most_of_tenant = most_of_tenant
-        self._held: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
 
     @contextmanager
-    def hold(self, tenant: str, num_chars: int) -> Iterator[None]:
-        """
+    def reserve(self, tenant: str, num_chars: int) -> Iterator[None]:
+        """Count characters until the block ends.
+
         Raises:
-            OverloadError: too much is held already, by this tenant or by all.
+            OverloadError: too many are counted already, of this tenant or of all.
         """
-        mine, all_held = self._held.get(tenant, 0), sum(self._held.values())
-        if mine and mine + num_chars > self._most_of_tenant:
+        of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
+        if of_tenant and of_tenant + num_chars > self._most_of_tenant:
             raise OverloadError("queue", "too much of your text waits", 1.0, own=True)
-        if all_held and all_held + num_chars > self._most:
+        if of_all and of_all + num_chars > self._most:
             raise OverloadError("queue", "too much text waits to be tokenised", 1.0, own=False)
-        self._held[tenant] = mine + num_chars
+        self._reserved[tenant] = of_tenant + num_chars
         try:
             yield
         finally:
-            self._held[tenant] -= num_chars
-            if not self._held[tenant]:
-                del self._held[tenant]
+            self._reserved[tenant] -= num_chars
+            if not self._reserved[tenant]:
+                del self._reserved[tenant]
 
 
 COMMAND = python_command("kvik.text.template_process")
-WORKERS = 2  # so that a rendering that takes long holds up no short one
+WORKERS = 2  # so that a slow rendering does not delay a short one
 SECONDS = 3.0  # for one rendering
-MAX_TEXT = 64 << 20  # bytes that a rendering may answer
+MAX_TEXT = 64 << 20  # bytes of one rendering
 
 
 class Templates:
-    """Renders conversations. Processes start when they are needed and stay.
+    """Renders conversations in processes that are killed when they take too long.
+
+    Processes start when they are needed and stay.
 
     Args:
-        source: of the template; `ChatTemplate` has accepted it.
-        seconds: that a rendering may take.
-        command: what is started, for tests.
+        source: a template that `ChatTemplate` accepted.
+        seconds: for one rendering.
+        command: of the processes, for tests.
     """
 
     def __init__(
@@ -120,9 +124,8 @@ class Templates:
         self._source = source
         self._seconds = seconds
         self._command = command
-        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
-        for _ in range(workers):
-            self._idle.put_nowait(None)
+        self._places = FairSemaphore(workers)
+        self._idle: list[_Worker] = []
         self._live: set[_Worker] = set()
 
     async def render(
@@ -130,43 +133,20 @@ class Templates:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
+        tenant: str = "",
     ) -> str:
-        """As `ChatTemplate.render`.
+        """Render as `ChatTemplate.render` does.
 
         Raises:
             ParamError: also when it takes too long or too much memory.
         """
         try:
-            frame = framed(Rendering(messages, add_generation_prompt, tools, variables))
+            frame = framed(Rendering(messages, add_generation_prompt, None, variables))
         except (RecursionError, UnicodeEncodeError, TypeError, OverflowError):
             raise ParamError("messages", "must be JSON values of valid Unicode") from None
-        worker = await self._idle.get()
-        try:
-            while True:
-                fresh = worker is None
-                worker = worker or await self._start()
-                try:
-                    rendered = await asyncio.wait_for(worker.ask(frame), self._seconds)
-                    break
-                except (EOFError, OSError) as error:
-                    if fresh or isinstance(error, TimeoutError):
-                        raise
-                    await self._kill(worker)  # it may have died while it was idle
-                    worker = None
-        except BaseException as error:  # cancelled, too: its answer would be read as the next one's
-            if worker is not None:
-                await self._kill(worker)
-            worker = None
-            if isinstance(error, TimeoutError):
-                reason = f"rendering them takes more than {self._seconds:g} seconds"
-                raise ParamError("messages", reason) from None
-            if isinstance(error, (EOFError, OSError, msgspec.DecodeError)):
-                raise ParamError("messages", "the chat template fails on them") from None
-            raise
-        finally:
-            self._idle.put_nowait(worker)
+        async with self._places.acquire(tenant):
+            rendered = await self._ask(frame)
         if rendered.error:
             raise ParamError(rendered.field, rendered.error)
         return rendered.text
@@ -174,6 +154,28 @@ class Templates:
     async def close(self) -> None:
         for worker in list(self._live):
             await self._kill(worker)
+
+    async def _ask(self, frame: bytes) -> Rendered:
+        while True:
+            worker = self._idle.pop() if self._idle else None
+            is_new = worker is None
+            try:
+                worker = worker or await self._start()
+                rendered = await asyncio.wait_for(worker.ask(frame), self._seconds)
+            except BaseException as error:
+                # Also when cancelled: the next rendering would read this answer.
+                if worker is not None:
+                    await self._kill(worker)
+                if isinstance(error, TimeoutError):
+                    reason = f"rendering them takes more than {self._seconds:g} seconds"
+                    raise ParamError("messages", reason) from None
+                if isinstance(error, (EOFError, OSError)) and not is_new:
+                    continue  # it may have died while it was idle
+                if isinstance(error, (EOFError, OSError, msgspec.DecodeError)):
+                    raise ParamError("messages", "the chat template fails on them") from None
+                raise
+            self._idle.append(worker)
+            return rendered
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
@@ -194,7 +196,7 @@ class Templates:
 
 
 class _Worker:
-    """One process, asked one thing at a time."""
+    """One process, which renders one conversation at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -205,7 +207,7 @@ class _Worker:
         self._stdin.write(frame)
 
     async def ask(self, frame: bytes) -> Rendered:
-        """Raises EOFError or OSError when the process has ended."""
+        """Render; raises EOFError or OSError when the process has ended."""
         if self._stdin.is_closing():  # some event loops raise RuntimeError on a write to it
             raise EOFError
         self._stdin.write(frame)
@@ -223,39 +225,37 @@ class _Worker:
         await self._process.wait()
 
 
-INLINE_CHARS = 2048  # tokenised at once: a thread would take longer to wake
+INLINE_CHARS = 2048  # tokenised in the event loop: a thread would take longer to wake
 THREADS = 2
-
-# No text has fewer tokens than this says: the longest entries of a vocabulary are runs of spaces
-# or of one sign, of some 100 bytes at most.
+# The longest entries of a vocabulary are runs of spaces or of one character, of about 100 bytes: a
+# text has at least one token for so many bytes.
 MAX_BYTES_PER_TOKEN = 128
-
-# Usual text has 3 to 5 bytes a token. When more than this for each token of the context is given,
-# its beginning tells whether the rest is worth reading.
+# Usual text has 3 to 5 bytes a token. Of a text with more than this for each token of the context,
+# the beginning is tokenised first.
 PROBE_BYTES_PER_TOKEN = 8
-MAX_WAITING_CHARS = 128 << 20  # of texts that wait for a thread or a template, all together
-MAX_TENANT_CHARS = 64 << 20  # and those of one tenant
+MAX_WAITING_CHARS = 128 << 20  # of all texts that wait for a thread or a template
+MAX_TENANT_CHARS = 64 << 20  # of those of one tenant
 
 
 class Texts:
     """The tokenizer and the chat template of the served model, for one tenant: see `of`.
 
     Args:
-        tokenizer: None if the model has none; prompts are token ids then.
-        max_model_len: tokens that prompt and output may have together.
+        tokenizer: None if the model has none; then prompts must be token ids.
+        max_model_len: tokens of prompt and output together.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
-        self._encoding, self._rendering = FairSemaphore(THREADS), FairSemaphore(WORKERS)
-        self._room = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
+        self._places = FairSemaphore(THREADS)
+        self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
         self._templates, self._no_template = _templates(tokenizer)
         self._tenant = ""
 
     def of(self, tenant: str) -> Texts:
-        """The same, for the texts of this tenant: all tenants take turns."""
+        """The same for another tenant; tenants share threads and processes fairly."""
         other = copy.copy(self)
         other._tenant = tenant
         return other
@@ -272,30 +272,30 @@ class Texts:
             return tokenizer.encode(text, add_special_tokens)
         if len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
-        with self._room.hold(self._tenant, len(text)):
-            async with self._encoding.turn(self._tenant):
+        with self._quota.reserve(self._tenant, len(text)):
+            async with self._places.acquire(self._tenant):
                 return await self._encode(tokenizer, text, add_special_tokens)
 
     async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         loop = asyncio.get_running_loop()
+        encode = tokenizer.encode
         probe = self.max_model_len * PROBE_BYTES_PER_TOKEN
         if len(text) > probe:
             first = await loop.run_in_executor(
-                self._threads, tokenizer.encode, text[:probe], add_special_tokens
+                self._threads, encode, text[:probe], add_special_tokens
             )
             if len(first) > self.max_model_len + 1:
                 raise self._too_long(len(first) - 1)
-        return await loop.run_in_executor(self._threads, tokenizer.encode, text, add_special_tokens)
+        return await loop.run_in_executor(self._threads, encode, text, add_special_tokens)
 
     async def render(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt that the chat template makes of a conversation.
+        """The prompt that the chat template makes of a conversation. It has its own BOS.
 
         Raises:
             ParamError: the messages are malformed, the template refuses them, takes too long or
@@ -306,38 +306,47 @@ class Texts:
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
         num_chars = sum(len(str(message.get("content"))) for message in messages)
-        with self._room.hold(self._tenant, num_chars):
-            async with self._rendering.turn(self._tenant):
-                return await self._templates.render(
-                    messages,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    variables=variables,
-                )
+        with self._quota.reserve(self._tenant, num_chars):
+            return await self._templates.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                tenant=self._tenant,
+            )
 
-    async def encode_chat(
+    async def render_to_continue(
         self,
         messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation. The template writes BOS itself."""
+    ) -> str:
+        """The prompt up to the end of the last message, for the model to continue that.
+
+        White space at its end is left out, as many templates do anyway. The end is found by a
+        random mark: the last words may also be part of what the template appends ("<" in
+        "<|im_end|>").
+
+        Raises:
+            ParamError, OverloadError: see `render`; or the template changes the message.
+        """
+        *before, last = messages
+        content = str(last["content"]).rstrip()
+        mark = secrets.token_hex(16)
         text = await self.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
+            [*before, {**last, "content": content + mark}],
+            add_generation_prompt=False,
             variables=variables,
         )
-        return await self.encode(text, add_special_tokens=False)
+        place = text.rfind(mark)
+        if not content or place < 0:
+            raise ParamError(
+                "continue_final_message",
+                "the chat template does not show the last message as it is",
+            )
+        return text[:place]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
         return self._known("tokens").decode(ids, skip_special_tokens)
-
-    @property
-    def has_template(self) -> bool:
-        return self._templates is not None
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -359,39 +368,12 @@ class Texts:
 
 
 def _templates(tokenizer: Tokenizer | None) -> tuple[Templates | None, str]:
-    """What renders conversations, or why nothing does."""
+    """The renderer of conversations, or why there is none."""
     if tokenizer is None:
         return None, "this model has no tokenizer"
-    made = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     try:
-        ChatTemplate(*made)
+        ChatTemplate(*source)
     except ModelError as error:
         return None, f"chat_template: {error.message}"
-    return Templates(TemplateSource(*made)), ""
-
-
-async def render_to_continue(
-    texts: Texts,
-    messages: Sequence[Mapping[str, object]],
-    variables: Mapping[str, object] | None = None,
-) -> str:
-    """The text of a conversation to the end of its last message, without what the template writes
-    behind that. White space at its end is left out, as many templates do anyway.
-
-    The end is found by a mark that no message can hold: the last words themselves may well come
-    again in what follows ("<" in "<|im_end|>").
-    """
-    *before, last = messages
-    content = str(last["content"]).rstrip()
-    mark = secrets.token_hex(16)
-    text = await texts.render(
-        [*before, {**last, "content": content + mark}],
-        add_generation_prompt=False,
-        variables=dict(variables or {}),
-    )
-    place = text.rfind(mark)
-    if not content or place < 0:
-        raise ParamError(
-            "continue_final_message", "the chat template does not show the last message as it is"
-        )
-    return text[:place]
+    return Templates(TemplateSource(*source)), ""

@@ -9,7 +9,7 @@ import pytest
 from helpers.generating import letters
 
 from kvik.errors import ParamError
-from kvik.server.texts import Texts, render_to_continue
+from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>\n{% endfor %}"
@@ -21,7 +21,7 @@ def text_of(template: str, *contents: str) -> str:
 
     async def run() -> str:
         try:
-            return await render_to_continue(texts, [{"role": "u", "content": c} for c in contents])
+            return await texts.render_to_continue([{"role": "u", "content": c} for c in contents])
         finally:
             await texts.close()
 

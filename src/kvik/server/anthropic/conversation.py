@@ -13,7 +13,7 @@ from kvik.core.types import Pin
 from kvik.errors import ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.openai.fields import Name
-from kvik.server.texts import Texts, render_to_continue
+from kvik.server.texts import Texts
 from kvik.text.chat_template import MAX_MESSAGES
 
 StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
@@ -183,7 +183,7 @@ async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
     turns = conversation.turns
     if conversation.continues:
         with rename_fields(continue_final_message="messages"):
-            text = await render_to_continue(texts, plain(turns))
+            text = await texts.render_to_continue(plain(turns))
     else:
         text = await texts.render(plain(turns), add_generation_prompt=True)
     with rename_fields(prompt="messages"):

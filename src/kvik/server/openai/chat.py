@@ -48,7 +48,7 @@ from kvik.server.responses import (
 )
 from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
-from kvik.server.texts import Texts, render_to_continue
+from kvik.server.texts import Texts
 from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse
 from kvik.text.chat_template import MAX_MESSAGES
 
@@ -256,10 +256,10 @@ async def conversation_ids(
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if continue_final_message:
-        text = await render_to_continue(texts, plain, variables)
+        text = await texts.render_to_continue(plain, variables)
     else:
         text = await texts.render(
-            plain, add_generation_prompt=add_generation_prompt, variables=dict(variables or {})
+            plain, add_generation_prompt=add_generation_prompt, variables=variables
         )
     with rename_fields(prompt="messages"):
         return await texts.encode(text, bool(add_special_tokens))
