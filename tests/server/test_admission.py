@@ -148,16 +148,16 @@ def test_idle_seconds_are_no_measure_of_pace():
     for at in range(0, 1000, 10):  # one request each ten seconds, which waits 0.1 of them
         pace.advance(at, busy=False)
         pace.advance(at + 0.1, busy=True)
-        pace.note(1, 100)
-    assert pace.seconds_for(10, 0, cautious=True) == pytest.approx(1.0, rel=0.01)
+        pace.add(1, 100)
+    assert pace.estimate(10, 0, cautious=True) == pytest.approx(1.0, rel=0.01)
 
 
 def test_the_pace_follows_what_changes():
     pace = StartRate(0.0)
     for step in range(2000):
         pace.advance(step * 0.1, busy=True)
-        pace.note(1 if step < 1000 else 4, 1)
-    assert pace.seconds_for(40, 0, cautious=True) == pytest.approx(1.0, rel=0.05)
+        pace.add(1 if step < 1000 else 4, 1)
+    assert pace.estimate(40, 0, cautious=True) == pytest.approx(1.0, rel=0.05)
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -113,7 +113,7 @@ def test_who_says_no_deadline_is_not_told_of_one():
             await (await start(wish("A"), "", streaming=False)).output()
             gate.gate.clear()
             await start(wish("A"), "", streaming=False)
-            serving.admission._pace._seconds = 1e6  # as slow as can be
+            serving.admission._start_rate._seconds = 1e6  # as slow as can be
             await start(wish("A"), "", streaming=False)
             with pytest.raises(OverloadError, match="deadline_ms"):
                 await start(wish("A", deadline_ms=1000), "", streaming=False)

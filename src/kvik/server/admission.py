@@ -1,4 +1,4 @@
-"""Who may queue: bounds on the work that waits, shared by those who are active."""
+"""Admission: limits on the work that waits, shared fairly by the tenants."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine.client import AsyncEngineClient
 from kvik.errors import CapacityError, OverloadError
 
-FREE_MULTIPLE = 8  # a tenant's part of the queue is at most this many times what is free of it
+FREE_MULTIPLE = 8  # a tenant may take this many times the free part of the queue
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
-HALF_LIFE = 10.0  # busy seconds after which what was measured counts half
+HALF_LIFE = 10.0  # busy seconds after which a measurement counts half
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class _QueueSize:
 
 
 class Admission:
-    """Counts what waits for its first token, and refuses what would make it too much.
+    """Counts the requests that wait for their first token, and refuses too many.
 
     Where several tenants may be active, the share of one is bounded by `FREE_MULTIPLE` times the
     free part of the queue (dynamic thresholds, Choudhury and Hahne 1998): alone it gets nearly
     everything, and a new tenant always finds room, even behind a flood.
 
     Args:
-        max_requests, max_tokens: that may wait, of all together. A request that nobody is ahead of
-            may have any number of tokens.
+        max_requests, max_tokens: that may wait. A request in an empty queue may have any number of
+            tokens.
         shared: whether there may be more than one tenant.
         clock: seconds.
     """
@@ -45,14 +45,14 @@ class Admission:
         self._clock = clock
         self._all = _QueueSize()
         self._tenants: dict[str, _QueueSize] = {}  # with something that waits
-        self._pace = StartRate(clock())
+        self._start_rate = StartRate(clock())
 
     def check(self, tenant: str, requests: int, tokens: int = 0) -> None:
-        """Whether there is room now.
+        """Refuse what does not fit into the queue now.
 
         Raises:
-            CapacityError: there never will be.
-            OverloadError: there is not; `own` tells whose work is too much.
+            CapacityError: it never fits.
+            OverloadError: the queue, or the tenant's share of it, is full; `own` says which.
         """
         if requests > self._max_requests:
             most = self._max_requests
@@ -73,14 +73,14 @@ class Admission:
             raise self._full("your share of the queue", mine, left, requests, tokens, own=True)
 
     def check_deadline(self, tenant: str, deadline: float) -> None:
-        """Whether a first token can come in time behind what waits, at the measured pace.
+        """Refuse a deadline that the first token would miss, at the measured rate.
 
         Raises:
-            OverloadError: it cannot.
+            OverloadError: it would come too late.
         """
         mine = self._tenants.get(tenant, _QueueSize())
-        active = len(self._tenants) + (tenant not in self._tenants)  # each gets its turn
-        ahead = self._pace.seconds_for(
+        active = len(self._tenants) + (tenant not in self._tenants)  # they take turns
+        ahead = self._start_rate.estimate(
             min(self._all.requests, mine.requests * active),
             min(self._all.tokens, mine.tokens * active),
         )
@@ -117,9 +117,9 @@ class Admission:
         return self._all.tokens
 
     def _change(self, tenant: str, requests: int, tokens: int, started: bool = False) -> None:
-        self._pace.advance(self._clock(), busy=self._all.requests > 0)
+        self._start_rate.advance(self._clock(), busy=self._all.requests > 0)
         if started:
-            self._pace.note(-requests, -requests * tokens)
+            self._start_rate.add(-requests, -requests * tokens)
         mine = self._tenants.setdefault(tenant, _QueueSize())
         for waiting in (self._all, mine):
             waiting.requests += requests
@@ -130,26 +130,27 @@ class Admission:
     def _full(
         self,
         what: str,
-        held: _QueueSize,
-        room: _QueueSize,
+        waiting: _QueueSize,
+        free: _QueueSize,
         requests: int,
         tokens: int,
         *,
         own: bool,
     ) -> OverloadError:
-        seconds = self._pace.seconds_for(
-            max(0, requests - room.requests), max(0, tokens - room.tokens), cautious=True
+        seconds = self._start_rate.estimate(
+            max(0, requests - free.requests), max(0, tokens - free.tokens), cautious=True
         )
         return OverloadError(
             "queue",
-            f"{what} is full: {held.requests} requests of {held.tokens} tokens wait; retry later",
+            f"{what} is full: {waiting.requests} requests of {waiting.tokens} tokens wait; "
+            "retry later",
             _retry(seconds or 0.0),
             own=own,
         )
 
 
 class Reservation:
-    """What one request has in the queue. Each sibling leaves it once, however often it is told."""
+    """The places of one request in the queue. Each of its siblings leaves at most once."""
 
     def __init__(self, admission: Admission, tenant: str, requests: int, tokens: int) -> None:
         self._admission = admission
@@ -171,33 +172,34 @@ class Reservation:
 
 
 class StartRate:
-    """How quickly waiting work starts, over the seconds in which some waited. Old seconds fade."""
+    """How quickly waiting work starts, over the seconds in which some waited.
+
+    Older seconds count less: half as much for every `HALF_LIFE`.
+    """
 
     def __init__(self, now: float) -> None:
         self._at = now
         self._seconds = self._requests = self._tokens = 0.0
 
     def advance(self, now: float, *, busy: bool) -> None:
-        """Time has passed; whether something waited all the while."""
+        """Account for the time until `now`; `busy`: something waited all along."""
         if busy and now > self._at:
-            fade = 0.5 ** ((now - self._at) / HALF_LIFE)
-            self._requests *= fade
-            self._tokens *= fade
-            self._seconds = self._seconds * fade + (now - self._at)
+            decay = 0.5 ** ((now - self._at) / HALF_LIFE)
+            self._requests *= decay
+            self._tokens *= decay
+            self._seconds = self._seconds * decay + (now - self._at)
         self._at = now
 
-    def note(self, requests: int, tokens: int) -> None:
-        """So much has started."""
+    def add(self, requests: int, tokens: int) -> None:
+        """Count what has started."""
         self._requests += requests
         self._tokens += tokens
 
-    def seconds_for(
-        self, requests: float, tokens: float, *, cautious: bool = False
-    ) -> float | None:
-        """Until so much has started; None if nothing is known yet.
+    def estimate(self, requests: float, tokens: float, *, cautious: bool = False) -> float | None:
+        """Seconds until this much has started; None if nothing is known yet.
 
-        Short prompts are slow by the token and long ones by the request, so the smaller estimate is
-        one that the pace itself cannot contradict; `cautious` takes the larger one.
+        Requests with short prompts are slow per token, and with long ones per request, so one of
+        two estimates is too high. This is the smaller one; `cautious` takes the larger.
         """
         if not self._requests or not self._tokens:
             return None
@@ -214,18 +216,18 @@ def _retry(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """Shorter answers while much waits.
+    """Shorter answers under pressure.
 
     Attributes:
-        max_tokens: what an answer may have then; None: as many as asked for.
-        threshold: pressure from which this holds, 0 to 1.
+        max_tokens: of an answer then; None: as many as it asks for.
+        threshold: pressure from which this applies, 0 to 1.
     """
 
     max_tokens: int | None = None
     threshold: float = 0.75
 
     def apply(self, params: SamplingParams, pressure: float) -> SamplingParams:
-        """The same object if nothing changes."""
+        """The parameters to use: the same object if nothing changes."""
         if self.max_tokens is None or pressure < self.threshold:
             return params
         cap = max(self.max_tokens, params.min_tokens)
@@ -235,25 +237,24 @@ class Degradation:
 
 
 def pressure(queue_fill: float, kv_usage: float, *, waiting: bool) -> float:
-    """How hard it is to serve what there is, 0 to 1. A full KV cache is no pressure as long as
-    nobody waits for it."""
+    """How loaded the server is, 0 to 1. A full KV cache counts only if requests wait for it."""
     return max(queue_fill, kv_usage if waiting else 0.0)
 
 
 class KVUsage:
-    """The share of KV blocks in use, asked for at most once a second."""
+    """The share of KV blocks in use, read from the engine at most once a second."""
 
     def __init__(self, engine: AsyncEngineClient, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._clock = clock
-        self._asked = float("-inf")
+        self._asked_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._last = 0.0
 
     def read(self) -> float:
-        """As last known; asks for the next time."""
-        if self._clock() - self._asked >= 1.0 and (self._task is None or self._task.done()):
-            self._asked = self._clock()
+        """The last known share; asks the engine for the next call."""
+        if self._clock() - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
+            self._asked_at = self._clock()
             self._task = asyncio.get_running_loop().create_task(self._ask())
         return self._last
 
