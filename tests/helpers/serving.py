@@ -67,7 +67,6 @@ def served(
         texts,
         generations,
         admission,
-        watcher,
         SamplingParams(),
         keys,
     )

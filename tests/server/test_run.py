@@ -72,7 +72,7 @@ class RunningServer:
         self.engine, self.running, self.texts, self.room = Engine(), Running(), Texts(), Full()
         self.told: list[str] = []
         config = ServerConfig(shutdown_timeout=shutdown_timeout)
-        stubs: Any = (self.engine, self.texts, self.running, self.room, None, None)
+        stubs: Any = (self.engine, self.texts, self.running, self.room, None)
         self.parts = Server(config, ("m",), *stubs)
         routes = [Route("/wait", self.running.wait, "GET"), *health.routes(self.parts)]
         listening = bind("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""A server from its first connection to its last, and how signals end it."""
+"""A server from its first connection to the signal that ends it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from kvik.server.http_protocol import (
 from kvik.server.server import Server
 
 BACKLOG = 1024
-LAST_SECONDS = 1.0  # for handlers whose connection is gone
-RESERVED_FILES = 128  # that are no connections
+LAST_SECONDS = 1.0  # for handlers whose connection is closed
+RESERVED_FILES = 128  # that are not connections
 
 
 def bind(host: str, port: int, field: str = "port") -> socket.socket:
-    """A socket that listens; a port that is taken is told of before anything else is begun.
+    """Open a listening socket, so that a port in use is reported before the model is loaded.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -58,7 +58,7 @@ def bind(host: str, port: int, field: str = "port") -> socket.socket:
 
 
 class Listener:
-    """Connections of one socket, from `start` to `close`."""
+    """Accepts the connections of one socket, from `start` to `close`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Listener:
         )
 
     async def close(self, grace: float = 0.0) -> None:
-        """Take no more connections, and break those that are not done after `grace` seconds."""
+        """Accept no more connections, and break those that are open after `grace` seconds."""
         assert self._server is not None
         self._server.close()
         for connection in list(self._state.connections):
@@ -113,7 +113,7 @@ class Listener:
             await asyncio.sleep(0.01)
         for connection in list(self._state.connections):
             connection.transport.abort()
-        # Handlers hear of it, and end by themselves.
+        # Their handlers see a disconnect and end by themselves.
         tasks = list(self._state.tasks)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=LAST_SECONDS)
@@ -123,7 +123,7 @@ class Listener:
 
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
-    """No more connections than this process may have files, after it has taken all it may."""
+    """Raise the limit of open files as far as allowed, and bound the connections by it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -136,8 +136,8 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 log = logging.getLogger(__name__)
 START_POLL_SECONDS = 0.05  # between two looks at the engine while it starts
 SERVE_POLL_SECONDS = 0.5  # and while it serves
-ABORT_GRACE = 2.0  # seconds for answers that were ended to reach their clients
-QUICK_GRACE = 0.2  # the same, when the signal came twice
+ABORT_GRACE = 2.0  # seconds for aborted responses to reach their clients
+QUICK_GRACE = 0.2  # the same after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -155,14 +155,16 @@ async def serve(
     tell: Callable[[str], None],
     limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> int:
-    """Serve until a signal comes, or no engine is started any more; returns the exit code.
+    """Serve until a signal comes or the engine fails for good.
 
-    It is 1 in the latter case, so that whoever started the server starts it again. The first
-    SIGTERM or SIGINT takes no more requests and lets those that run end, for at most
-    `shutdown_timeout` seconds; what is left then ends with an error. The second ends at once.
+    The first SIGTERM or SIGINT refuses new requests and lets the running ones end, for at most
+    `shutdown_timeout` seconds; then they end with an error. The second signal ends at once.
 
     Args:
         tell: prints a line for the operator.
+
+    Returns:
+        The exit code: 1 if the engine failed, so that a supervisor starts the server again.
     """
     stop = StopSignal()
     listeners = [
@@ -175,8 +177,7 @@ async def serve(
         server.engine.start(server.generations.take)
         for listener in listeners:
             await listener.start()
-        failed = await _wait_until_ready(server, stop, tell)
-        failed = failed or await _serve_until_stopped(server, stop)
+        failed = await _run_engine(server, stop, tell)
         if not failed:
             await _drain(server, stop, tell)
     finally:
@@ -203,28 +204,20 @@ class StopSignal:
         (self.again if self.asked.is_set() else self.asked).set()
 
 
-async def _wait_until_ready(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
-    """Until the engine is ready, or the server is to stop. Returns whether it never will be."""
+async def _run_engine(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
+    """Wait until the server is to stop or the engine fails for good; whether it failed."""
+    ready = False
     while not stop.asked.is_set():
         match server.engine.state:
-            case EngineState.READY:
-                tell("ready")
-                return False
             case EngineState.FAILED:
-                log.error("the engine cannot be started: %s", server.engine.reason)
+                what = "the server ends" if ready else "the engine cannot be started"
+                log.error("%s: %s", what, server.engine.reason)
                 return True
-        await asyncio.sleep(START_POLL_SECONDS)
-    return False
-
-
-async def _serve_until_stopped(server: Server, stop: StopSignal) -> bool:
-    """Until the server is to stop, or the engine has failed for good. Returns whether it has."""
-    while not stop.asked.is_set():
-        if server.engine.state is EngineState.FAILED:
-            log.error("the server ends: %s", server.engine.reason)
-            return True
+            case EngineState.READY if not ready:
+                ready = True
+                tell("ready")
         with suppress(TimeoutError):
-            async with asyncio.timeout(SERVE_POLL_SECONDS):
+            async with asyncio.timeout(SERVE_POLL_SECONDS if ready else START_POLL_SECONDS):
                 await stop.asked.wait()
     return False
 
@@ -244,9 +237,7 @@ async def _drain(server: Server, stop: StopSignal, tell: Callable[[str], None]) 
 
 
 async def _close(server: Server, seconds: float | None) -> None:
-    """Args:
-    seconds: after which the engine is left behind; its process ends by itself.
-    """
+    """Close the engine, or abandon it after `seconds`: its process ends by itself."""
     try:
         async with asyncio.timeout(seconds):
             await server.engine.close()

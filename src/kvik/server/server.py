@@ -1,4 +1,4 @@
-"""One server: its parts around an engine client, and whether it still takes requests."""
+"""The parts of one server around an engine client."""
 
 from __future__ import annotations
 
@@ -59,17 +59,16 @@ class Server:
     """One server.
 
     Attributes:
-        config: what the operator asked for.
-        model_names: what clients may call the model; answers use the first.
-        engine: where requests are run; `engine.config` has the facts of the model.
+        config: as set by the operator.
+        model_names: names of the model; responses use the first.
+        engine: runs the requests; `engine.config` describes the model.
         texts: tokenizer and chat template.
-        generations: starts requests, and hands out what they bring.
-        admission: decides whether there is room for one more.
-        observer: is told of everything that happens to requests.
-        default_params: what the model's authors advise; a request's own parameters go before.
-        keys: who may call.
+        generations: starts requests and delivers their output.
+        admission: limits of the queue.
+        default_params: sampling parameters of the model's authors, for what a request leaves out.
+        keys: of the callers.
         drain: whether the server is being stopped.
-        started: when, in seconds since 1970.
+        started: in seconds since 1970.
     """
 
     config: ServerConfig
@@ -78,7 +77,6 @@ class Server:
     texts: Texts
     generations: Generations
     admission: Admission
-    observer: Observer
     default_params: SamplingParams
     keys: Keys = field(default_factory=Keys)
     drain: Drain = field(default_factory=Drain)
@@ -103,7 +101,7 @@ def assemble(
     model_names: Sequence[str],
     observers: Sequence[Observer] = (),
 ) -> Server:
-    """The engine is not started: that is `engine.start(server.generations.take)`."""
+    """Build a server. Its engine is started by `engine.start(server.generations.take)`."""
     scheduler = engine.config.scheduler
     admission = Admission(
         scheduler.max_queued_requests,
@@ -111,7 +109,6 @@ def assemble(
         shared=keys.needed,
         clock=time.monotonic,
     )
-    observer = Observers(observers)
     limits = RequestLimits(
         config.request_timeout,
         config.share_prefix_cache,
@@ -122,9 +119,8 @@ def assemble(
         model_names=tuple(model_names),
         engine=engine,
         texts=texts,
-        generations=Generations(engine, texts, admission, observer, limits),
+        generations=Generations(engine, texts, admission, Observers(observers), limits),
         admission=admission,
-        observer=observer,
         default_params=default_params,
         keys=keys,
         started=int(time.time()),
@@ -132,12 +128,11 @@ def assemble(
 
 
 def model_names(config: ServerConfig, model: str, path: Path) -> tuple[str, ...]:
-    """What clients call the model: what the operator says, else its hub id, or the name of its
-    folder or file.
+    """The names of the model: those of the operator, else its hub id, folder or file name.
 
     Args:
-        model: as it was asked for; "" is the bundled one.
-        path: where it lies.
+        model: as given by the operator; "" is the bundled one.
+        path: of its files.
     """
     if config.served_model_name:
         return tuple(dict.fromkeys(config.served_model_name))
