@@ -44,9 +44,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Server:
     file.write_text("operator: boss admin\nuser: plain\n")
     stubs: Any = Stubs(live={"gen-1"})
     config = ServerConfig()
-    return Server(
-        config, ("m",), stubs, stubs, stubs, stubs, stubs, stubs, keys=read_keys([], str(file))
-    )
+    return Server(config, ("m",), stubs, stubs, stubs, stubs, stubs, keys=read_keys([], str(file)))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvik.errors import KvikError, UnavailableError
 from kvik.server import engine_view, health, native, openapi, playground
 from kvik.server.anthropic import messages
-from kvik.server.errors import HttpError, describe, escaped, escaped_traceback, in_messages
+from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
 from kvik.server.guards import Hosts, Origins
 from kvik.server.keys import Caller, Keys
 from kvik.server.metrics import Metrics, RequestMetricsObserver
@@ -179,7 +179,7 @@ class App:
                 log.error("request %s failed:\n%s", context.request_id, text)
             if sender.status is None:
                 anthropic = in_messages(request.scope["path"])
-                response = describe(error).response(anthropic=anthropic)
+                response = http_error(error).response(anthropic=anthropic)
                 await response(request.scope, request.receive, sender.send)
             else:  # the client must not take what was sent for a complete response
                 break_connection(request.scope)

@@ -1,7 +1,7 @@
-"""How an error is told: the status, the body in the API's own shape, and whether to try again.
+"""Errors as HTTP: the status, the body in the API's own shape, and whether to try again.
 
-Clients retry 408, 409, 429 and everything from 500 on. So what is wrong with a request is 4xx,
-always, and where trying again brings nothing an answer says so: `x-should-retry: false`.
+Clients retry 408, 409, 429 and everything from 500 on. So what is wrong with a request is always
+4xx, and where a retry would fail again the response says so: `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -11,44 +11,39 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
 from kvik.engine.client import EngineState
 from kvik.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 
-MAX_LINE = 500  # signs of a line of a traceback
+MAX_LINE = 500  # characters of a line of a traceback
 
 
 def escaped(text: str, most: int) -> str:
-    """`text` cut after `most` signs, and all but printable ASCII as backslash sequences."""
+    """`text`, cut after `most` characters, with all but printable ASCII as escape sequences."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(
-        sign if sign.isascii() and sign.isprintable() and sign != "\\" else _sequence(sign)
-        for sign in cut
+        c if c.isascii() and c.isprintable() and c != "\\" else c.encode("unicode_escape").decode()
+        for c in cut
     )
 
 
 def escaped_traceback(error: BaseException) -> str:
-    """The traceback of an error, which may quote text of others.
+    """The traceback of an error, escaped: it may quote text of a request.
 
-    Each line is indented, so that none can pass for a line of the log.
+    Each line is indented, so that none looks like a line of the log.
     """
     lines = "".join(traceback.format_exception(error)).splitlines()
     return "\n".join(f"    {escaped(line, MAX_LINE)}" for line in lines)
 
 
-def _sequence(sign: str) -> str:
-    return sign.encode("unicode_escape").decode("ascii")
-
-
-INVALID = "invalid_request_error"
-SERVER = "server_error"
 MESSAGES = "/v1/messages"  # the API of Anthropic
 MAX_MESSAGE = 1000  # characters: messages may quote what was sent
+RETRY = {"retry-after": "1", "x-should-retry": "true"}
+NO_RETRY = {"x-should-retry": "false"}
 
-# Status -> what Anthropic calls it; others are `invalid_request_error` below 500.
+# Status -> the type of Anthropic's API; others are `invalid_request_error` below 500.
 ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -61,7 +56,13 @@ ANTHROPIC_TYPES: Mapping[int, str] = {
 
 
 class HttpError(KvikError):
-    """What a handler raises when it knows the status itself. `field` is the parameter, or ""."""
+    """An error with a status of HTTP.
+
+    Args:
+        field: the parameter that is wrong, or "".
+        code: for programs to read.
+        anthropic_message: the message for Anthropic's API, if its clients look for other words.
+    """
 
     def __init__(
         self,
@@ -70,57 +71,41 @@ class HttpError(KvikError):
         field: str = "",
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic_message: str | None = None,
     ) -> None:
         super().__init__(field, message)
         self.status = status
         self.code = code
-        self.headers = dict(headers or {})
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorResponse:
-    """An error in the words of HTTP.
-
-    Attributes:
-        status: of the answer, when it has not begun.
-        type: what OpenAI calls it.
-        param: the parameter that is wrong, if it is one.
-        code: for programs to read.
-        in_anthropic: the message in Anthropic's words, where clients look for those.
-    """
-
-    status: int
-    message: str
-    type: str = INVALID
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    in_anthropic: str | None = None
+        # Clients would retry these, and fail again.
+        default = NO_RETRY if status == 408 or (status >= 500 and status != 503) else {}
+        self.headers = {**default, **(headers or {})}
+        self._anthropic_message = anthropic_message
 
     def openai(self) -> dict[str, object]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
+        """The body in the shape of OpenAI's API."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {
+            "message": _short(self.message),
+            "type": "rate_limit_error" if self.status == 429 else kind,
+            "param": self.field or None,
+            "code": self.code,
         }
+        return {"error": error}
 
     def anthropic(self) -> dict[str, object]:
-        message = self.in_anthropic or self.message
-        kind = ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        """The body in the shape of Anthropic's API."""
+        kind = "invalid_request_error" if self.status < 500 else "api_error"
+        error = {
+            "type": ANTHROPIC_TYPES.get(self.status, kind),
+            "message": _short(self._anthropic_message or self.message),
+        }
+        return {"type": "error", "error": error}
 
     def response(self, *, anthropic: bool = False) -> Response:
         body = self.anthropic() if anthropic else self.openai()
-        # ASCII: a message may quote text that is no valid Unicode
-        return Response(
-            json.dumps(body).encode(),
-            self.status,
-            headers=dict(self.headers),
-            media_type="application/json",
-        )
+        # ASCII: a message may quote text that is not valid Unicode.
+        data = json.dumps(body).encode()
+        return Response(data, self.status, headers=self.headers, media_type="application/json")
 
 
 @contextmanager
@@ -136,36 +121,30 @@ def rename_fields(**names: str) -> Iterator[None]:
         raise
 
 
-def describe(error: Exception) -> ErrorResponse:
-    """What to tell of an error. Of one that is nobody's fault but ours, nothing but that."""
+def http_error(error: Exception) -> HttpError:
+    """An error as the client sees it. An internal error says nothing of its cause."""
     match error:
         case HttpError():
-            answer = ErrorResponse(
-                error.status,
-                _short(error.message),
-                _type(error.status),
-                error.field or None,
-                error.code,
-                {**_retry(error.status), **error.headers},
-            )
-        case OverloadError(own=True):
-            answer = _retry_later(429, error, "rate_limit_error", "rate_limit_exceeded")
+            return error
         case OverloadError():
-            answer = _retry_later(503, error, SERVER, "overloaded")
+            status, code = (429, "rate_limit_exceeded") if error.own else (503, "overloaded")
+            seconds = 60
+            if math.isfinite(error.retry_after):
+                seconds = max(1, math.ceil(error.retry_after))
+            headers = {**RETRY, "retry-after": str(seconds)}
+            return HttpError(status, str(error), code=code, headers=headers)
         case UnavailableError():
-            headers = {"retry-after": "1", "x-should-retry": "true"}
-            answer = ErrorResponse(503, _short(str(error)), SERVER, None, "unavailable", headers)
+            return HttpError(503, str(error), code="unavailable", headers=RETRY)
         case ParamError(overflow=Overflow() as overflow):
-            answer = _too_long(error.field, overflow)
+            return _too_long(error.field, overflow)
         case KvikError():
-            answer = ErrorResponse(400, _short(str(error)), INVALID, error.field or None)
+            return HttpError(400, str(error), error.field)
         case _:
-            answer = ErrorResponse(500, "internal error", SERVER, headers=_retry(500))
-    return answer
+            return HttpError(500, "internal error")
 
 
 def in_messages(path: str) -> bool:
-    """Whether errors of this path have Anthropic's shape."""
+    """Whether errors of this path have the shape of Anthropic's API."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
@@ -173,9 +152,9 @@ def model_not_found(model: str) -> HttpError:
     return HttpError(404, f"the model {model[:60]!r} does not exist", "model", "model_not_found")
 
 
-def _too_long(field: str, overflow: Overflow) -> ErrorResponse:
-    """In the words of OpenAI and of Anthropic: clients that make a conversation shorter and try
-    again find out by them (LiteLLM, LangChain, coding agents)."""
+def _too_long(field: str, overflow: Overflow) -> HttpError:
+    """A prompt that is too long, in the words that clients look for to shorten a conversation
+    (LiteLLM, LangChain, coding agents)."""
     limit, prompt = overflow.limit, overflow.prompt
     count = f"{'' if overflow.counted else 'more than '}{overflow.num_prompt}"
     requested, shorten = f"{count} tokens in the {prompt}", prompt
@@ -185,35 +164,16 @@ def _too_long(field: str, overflow: Overflow) -> ErrorResponse:
             f"{overflow.num_output} in the completion)"
         )
         shorten = f"{prompt} or completion"
-    return ErrorResponse(
+    return HttpError(
         400,
         f"{field}: This model's maximum context length is {limit} tokens. However, you requested "
         f"{requested}. Please reduce the length of the {shorten}.",
-        INVALID,
         field,
         "context_length_exceeded",
-        # One token of output is the least that must fit behind the prompt.
-        in_anthropic=f"{field}: prompt is too long: {count} tokens > "
+        # At least one token of output must fit behind the prompt.
+        anthropic_message=f"{field}: prompt is too long: {count} tokens > "
         f"{limit - (overflow.num_output > 0)} maximum",
     )
-
-
-def _retry_later(status: int, error: OverloadError, kind: str, code: str) -> ErrorResponse:
-    seconds = max(1, math.ceil(error.retry_after)) if math.isfinite(error.retry_after) else 60
-    headers = {"retry-after": str(seconds), "x-should-retry": "true"}
-    return ErrorResponse(status, _short(str(error)), kind, None, code, headers)
-
-
-def _type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return INVALID if status < 500 else SERVER
-
-
-def _retry(status: int) -> dict[str, str]:
-    """A client that would try again, where it would fare the same, is told not to."""
-    again = status in (429, 503)
-    return {} if again or (status < 500 and status != 408) else {"x-should-retry": "false"}
 
 
 def _short(message: str) -> str:
@@ -233,19 +193,14 @@ _STATES: Mapping[EngineState, str] = {
 
 
 def failed(request_id: str) -> HttpError:
-    """The engine could not finish it, and would not if it was asked again.
-
-    Args:
-        request_id: under which the log says why.
-    """
+    """The engine failed, and would fail again. The log says why, under `request_id`."""
     return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
 
 
 def lost() -> HttpError:
-    """The engine was lost before anything of the answer was sent: another one may be asked."""
+    """The engine failed before anything of the answer was sent: a retry may succeed."""
     message = "the engine failed and is being started again; nothing of the answer was sent"
-    headers = {"retry-after": "1", "x-should-retry": "true"}
-    return HttpError(503, message, code=FAILED, headers=headers)
+    return HttpError(503, message, code=FAILED, headers=RETRY)
 
 
 def deadline_exceeded() -> HttpError:
@@ -254,19 +209,17 @@ def deadline_exceeded() -> HttpError:
 
 
 def aborted(message: str, *, again: bool) -> HttpError:
-    """It was ended from outside.
+    """The request was ended from outside.
 
     Args:
-        again: whether to send it again, as to another server or to this one when it is back. Not
-            if somebody wanted this very request to end.
+        again: whether the client should send it again, to another server or to this one later.
+            Not if somebody wanted this very request to end.
     """
-    headers = {"retry-after": "1"} if again else {}
-    headers["x-should-retry"] = "true" if again else "false"
-    return HttpError(503, message, code=ABORTED, headers=headers)
+    return HttpError(503, message, code=ABORTED, headers=RETRY if again else NO_RETRY)
 
 
 def state_in_words(state: EngineState) -> str:
-    """Of an engine that is not ready: what it does instead."""
+    """What an engine does that is not ready."""
     return _STATES.get(state, "is not ready")
 
 

@@ -17,7 +17,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from kvik.server.errors import HttpError, describe
+from kvik.server.errors import HttpError, http_error
 from kvik.server.route import CLOSE_EXTENSION
 
 
@@ -287,7 +287,7 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # the handler sees a disconnect
             self.cycle.message_event.set()
-        response = describe(error).response()
+        response = http_error(error).response()
         response.headers.update(self._shared.error_headers(Headers(raw=self.headers or [])))
         headers = [*response.raw_headers, (b"connection", b"close")]
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()

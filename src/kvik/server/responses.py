@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import KvikError
-from kvik.server.errors import aborted, describe, escaped_traceback, in_messages
+from kvik.server.errors import aborted, escaped_traceback, http_error, in_messages
 from kvik.server.generation import Generation, wait_for_change
 
 T = TypeVar("T")
@@ -318,7 +318,7 @@ class StreamReply(Response):
     def _error_event(self, error: Exception) -> bytes:
         if not isinstance(error, KvikError):
             _log.error("a stream could not be written:\n%s", escaped_traceback(error))
-        answer = describe(error)
+        answer = http_error(error)
         if self._anthropic:
             return json_event(answer.anthropic(), "error")
         return json_event(answer.openai())
