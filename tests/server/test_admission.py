@@ -1,4 +1,4 @@
-"""Bounds of the queue, between tenants, and what is told of the time that it takes."""
+"""Admission: limits of the queue, deadlines, and shorter answers under pressure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvik.core.sampling_params import SamplingParams
 from kvik.errors import CapacityError, OverloadError
-from kvik.server.admission import FREE_MULTIPLE, Admission, Reservation, StartRate
+from kvik.server.admission import (
+    FREE_MULTIPLE,
+    Admission,
+    Degradation,
+    Reservation,
+    StartRate,
+    pressure,
+)
 
 
 class Clock:
@@ -230,3 +238,26 @@ def test_what_the_whole_queue_does_not_hold_is_the_callers_to_change() -> None:
     with pytest.raises(CapacityError, match="n: the queue holds 8 completions, not 9"):
         queue.check("", 9)
     queue.check("", 8)
+
+
+@pytest.mark.parametrize(
+    ("fill", "kv", "waiting", "expected"),
+    [(0.0, 1.0, False, 0.0), (0.0, 1.0, True, 1.0), (0.6, 0.2, True, 0.6), (0.1, 0.9, True, 0.9)],
+)
+def test_a_full_cache_presses_only_those_who_wait_for_it(fill, kv, waiting, expected):
+    assert pressure(fill, kv, waiting=waiting) == expected
+
+
+def test_nothing_changes_without_an_operators_word_or_without_pressure():
+    params = SamplingParams(max_tokens=None)
+    assert Degradation().apply(params, 1.0) is params
+    assert Degradation(8, threshold=0.5).apply(params, 0.4) is params
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "given"),
+    [(None, 0, 8), (100, 0, 8), (8, 0, 8), (3, 0, 3), (100, 50, 50), (None, 9, 9)],
+)
+def test_the_cap_never_goes_below_what_must_come(asked, least, given):
+    params = SamplingParams(max_tokens=asked, min_tokens=least)
+    assert Degradation(8).apply(params, 0.8).max_tokens == given

@@ -1,4 +1,4 @@
-"""Where a cache mark falls, under templates of any kind."""
+"""Conversations as prompts, and what their cache marks pin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams and whole answers over a real socket: statuses, failures, signs of life."""
+"""Responses: JSON in chunks, events, streams and their readers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,136 @@ import time
 from functools import partial
 
 import httpx2
+import msgspec
 import pytest
 from helpers.generating import ids_of
 from helpers.raw_http import connect, post, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import served
+from helpers.stalls import assert_turns
+from msgspec import UNSET
 from starlette.requests import Request
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import TokenLogprobs
 from kvik.server.admission import Degradation
 from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest, RequestLimits
 from kvik.server.native import GenerateFormat, GenerateRequest, generate
-from kvik.server.responses import StreamReply, StreamTimeouts
+from kvik.server.openai.answers import TokenNames, Usage
+from kvik.server.openai.chat import AnswerMessage as Message
+from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
+from kvik.server.openai.completions import Completion, CompletionChoice, CompletionLogprobs
+from kvik.server.responses import (
+    CHUNK_ITEMS,
+    DONE,
+    HEARTBEAT,
+    HOLE,
+    LazyList,
+    StreamReply,
+    StreamTimeouts,
+    Template,
+    encode_in_chunks,
+    event,
+    json_event,
+)
 from kvik.server.route import Route, caller_of
+
+NAMES = TokenNames(None)
+
+
+def logprobs(count: int, top: int) -> list[TokenLogprobs | None]:
+    likely = tuple((token, -0.5 * token - 0.1) for token in range(top))
+    return [None, *(TokenLogprobs(i, -1.5, 3, likely) for i in range(1, count))]
+
+
+def completion(count: int, top: int, choices: int = 1) -> Completion:
+    shown = CompletionLogprobs(
+        list(range(count)), [None, -0.25] * count, ["a", 'b"\n é'] * count, None
+    )
+    read = [NAMES._prompt_token(one) for one in logprobs(count, top)]
+    return Completion(
+        id="c",
+        created=1,
+        model="m",
+        choices=[
+            CompletionChoice(i, "text", shown, prompt_logprobs=read if i else UNSET)
+            for i in range(choices)
+        ],
+        usage=Usage(1, 2, 3),
+        system_fingerprint="f",
+    )
+
+
+ANSWERS = [
+    completion(3, 2),
+    completion(CHUNK_ITEMS, 1, 2),
+    completion(CHUNK_ITEMS + 1, 0, CHUNK_ITEMS + 1),
+    completion(200, 3, 3),
+    ChatCompletion(
+        id="c",
+        created=1,
+        model="m",
+        choices=[ChatChoice(0, Message("é"), NAMES.chat(logprobs(40, 2)[1:]), "stop")],  # type: ignore[arg-type]
+        usage=Usage(1, 2, 3),
+        system_fingerprint="f",
+    ),
+    Delta(),
+    [],
+    {"a": [1]},
+    "text",
+    None,
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_the_bytes_are_those_of_msgspec(answer: object) -> None:
+    assert encode_in_chunks(answer) == msgspec.json.encode(answer)
+
+
+@pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 3 * CHUNK_ITEMS + 1])
+def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
+    assert encode_in_chunks(LazyList(range(count), str)) == msgspec.json.encode(
+        [str(i) for i in range(count)]
+    )
+
+
+@pytest.mark.full
+def test_others_have_their_turn() -> None:
+    """While some 25 MB are made and written."""
+    rows = logprobs(4000, 100)
+    assert len(encode_in_chunks(NAMES.prompt(rows))) > 20 << 20
+    assert_turns(lambda: encode_in_chunks(NAMES.prompt(rows)))
+
+
+def test_events():
+    assert event(b"{}") == b"data: {}\n\n"
+    assert event(b"{}", "ping") == b"event: ping\ndata: {}\n\n"
+    assert json_event({"a": "ü\n"}, "x") == 'event: x\ndata: {"a":"ü\\n"}\n\n'.encode()
+    assert DONE == b"data: [DONE]\n\n"
+    assert HEARTBEAT.startswith(b":")
+    assert HEARTBEAT.endswith(b"\n\n")
+
+
+class Chunk(msgspec.Struct):
+    text: object
+    index: int
+    more: object = None
+
+
+@pytest.mark.parametrize("text", ["", "plain", 'a "quoted" \\ line\n', "é🦊\u2028\x00", "%b", "{}"])
+def test_a_filled_template_is_the_event_it_stands_for(text):
+    one = Template(Chunk(HOLE, 3))
+    assert one.fill(text) == json_event(Chunk(text, 3))
+    assert Template(Chunk(HOLE, 3), "named").fill(text) == json_event(Chunk(text, 3), "named")
+    assert b"\n" not in one.fill(text)[:-2]
+    assert json.loads(one.fill(text)[6:])["text"] == text
+
+
+def test_a_template_must_have_its_hole():
+    with pytest.raises(ValueError, match="hole"):
+        Template(Chunk("x", 1))
+
 
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 

@@ -1,4 +1,4 @@
-"""What takes long to read or to write is not done in the event loop."""
+"""Long work is not done in the event loop."""
 
 from __future__ import annotations
 

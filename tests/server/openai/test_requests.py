@@ -1,4 +1,4 @@
-"""What the engine is asked for, of fields that show nowhere in an answer."""
+"""Bodies of requests as sampling parameters and prompts."""
 
 from __future__ import annotations
 
