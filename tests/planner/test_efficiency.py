@@ -168,8 +168,7 @@ def test_without_ceilings_it_says_how_to_get_them() -> None:
     found = judge(FEW, LoopTime(executor=1.0, host=0.2), blind)
     assert found.bandwidth_share is None and found.compute_share is None and found.floor is None
     assert found.bottleneck == "executor" and "83%" in found.reason
-    assert "kvik calibrate" in found.lines()[-1]
-    assert found.as_json()["bandwidth_share"] is None
+    assert "kvik calibrate" in found.missing
     assert judge(FEW, LoopTime(executor=1.0, host=2.0), blind).bottleneck == "host"
 
 
@@ -177,12 +176,6 @@ def test_statistics_without_times_count_as_work() -> None:
     after = replace(START, work=FEW)
     found = efficiency(START, after, 2.0, SHAPE, "bf16", "bf16", DEVICE)
     assert found.time == LoopTime(executor=2.0)
-
-
-def test_lines_name_what_was_reached() -> None:
-    lines = judge(FEW, LoopTime(executor=1.1 * floor_of(FEW))).lines()
-    assert "91% of 2,000.0" in lines[1]
-    assert lines[3].startswith("limit    weights bandwidth: 99% of the least time")
 
 
 def test_a_real_engine_counts_what_its_requests_took() -> None:

@@ -16,18 +16,17 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
 from kvik.errors import ConfigError
-from kvik.planner.devices import DEVICES, Device, Setting
+from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import Step, decode, prefill, step_time
+from kvik.planner.search import largest, least
 from kvik.planner.serving import (
     Drafting,
-    Known,
     Prediction,
     Serving,
     Traffic,
     budgets,
-    largest,
     largest_load,
     predict,
     predict_rate,
@@ -360,30 +359,27 @@ def test_largest_finds_the_border(most: int) -> None:
         assert largest(lambda n, border=border: n <= border, most) == min(border, most)
 
 
-# What is remembered is that of the model, the machine and the setting that are asked for.
+def test_least_finds_the_border() -> None:
+    for border in range(1, 20):
+        assert least(lambda n, border=border: n >= border, 16) == (border if border <= 16 else None)
 
 
-SHAPES = [shape_from_config(PUBLIC[name], name) for name in ("Llama-3-8B", "Mistral-7B-v0.1")]
-USUAL = Setting(DEVICES["h100"], "bf16", "bf16", context=1000)
-
-
-def test_every_question_has_its_own_answer() -> None:
+def test_every_setting_has_its_own_step_times_and_memory() -> None:
+    usual = Setting(DEVICE, "bf16", "bf16", context=1000)
     settings = [
-        USUAL,
-        replace(USUAL, kv_format="fp8"),
-        replace(USUAL, weight_format="int4"),
-        replace(USUAL, tp=2),
-        replace(USUAL, pp=2),
-        replace(USUAL, context=2000),
-        replace(USUAL, batch=4),
-        replace(USUAL, utilization=0.5),
-        replace(USUAL, device=DEVICES["a100-80g"]),
+        usual,
+        replace(usual, kv_format="fp8"),
+        replace(usual, weight_format="int4"),
+        replace(usual, tp=2),
+        replace(usual, pp=2),
+        replace(usual, context=2000),
+        replace(usual, utilization=0.5),
     ]
-    known = Known()
+    first = serving()
     for _ in range(2):
-        for shape in SHAPES:
-            for at in settings:
-                for step in (decode(1, 100), decode(2, 100)):
-                    expected = step_time(shape, at, step).expected
-                    assert known.step_seconds(shape, at, step) == expected
-                assert known.bytes(shape, at) == bytes_of(shape, at)
+        for at in settings:
+            changed = replace(first, at=at)
+            for step in (decode(1, 100), decode(2, 100)):
+                assert changed.expected_seconds(step) == step_time(SHAPE, at, step).expected
+            for batch in (1, 4):
+                assert changed.memory(batch) == bytes_of(SHAPE, replace(at, batch=batch))

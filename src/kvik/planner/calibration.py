@@ -190,7 +190,7 @@ class Calibration(msgspec.Struct, frozen=True):
             launch=self.launch / speed,
             activation=self.activation * speed,
             logit=self.logit / speed,
-            host=tuple(_slower(host, ("step", "row"), speed) for host in self.host),
+            host=tuple(_slower(host, _HOST, speed) for host in self.host),
             host_request=self.host_request / speed,
             host_token=self.host_token / speed,
         )
@@ -199,6 +199,7 @@ class Calibration(msgspec.Struct, frozen=True):
 # What takes longer on slower cores.
 _PACES = ("call", "input", "output", "cached", "streamed")
 _ATTENTION = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
+_HOST = ("step", "row")
 _Costs = TypeVar("_Costs", bound=msgspec.Struct)
 
 
@@ -289,11 +290,9 @@ def _wrong(found: Calibration) -> str | None:
     rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
     paces = [p for table in found.linears.values() for p in table]
     rates += [p.share for p in paces]
-    times = [t for p in paces for t in (p.call, p.input, p.output)]
-    times += [t for p in paces for t in (p.cached, p.streamed)]
-    times += [t for a in found.attention for t in (a.sequence, a.cached, a.streamed, a.score)]
-    times += [t for a in found.attention for t in (a.rotated, a.stored, a.scattered)]
-    times += [t for h in found.host for t in (h.step, h.row)]
+    times = [getattr(pace, name) for pace in paces for name in _PACES]
+    times += [getattr(pace, name) for pace in found.attention for name in _ATTENTION]
+    times += [getattr(cost, name) for cost in found.host for name in _HOST]
     times += [found.launch, found.logit, found.host_request, found.host_token]
     if not all(isfinite(rate) and rate > 0 for rate in rates):
         return "a rate that is not above 0"

@@ -15,13 +15,12 @@ from pathlib import Path
 import msgspec
 
 from kvik.config.config import EngineConfig
-from kvik.config.hardware import Gpu, Hardware, detect, find_gpus
+from kvik.config.hardware import Gpu, Hardware
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.planner.calibration import (
     Calibration,
     Machine,
-    calibration_path,
     load,
     stale,
     this_machine,
@@ -209,15 +208,13 @@ _DRIVER_NAMES: Mapping[str, str] = {
 
 
 def find_device(name: str) -> Device:
-    """A known device by name, "this" machine, or one described in a .toml or .json file.
+    """Return a known device by name, or one described in a .toml or .json file.
 
     Raises:
         ConfigError: no such device or file, or a file that cannot be used.
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
-    if name.lower() == "this":
-        return this_device(detect(find_gpus()), calibration_path())
     if name.endswith((".toml", ".json")):
         return read_device(Path(name))
     known = ", ".join((*DEVICES, "this"))

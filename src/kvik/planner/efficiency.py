@@ -105,48 +105,6 @@ class Efficiency:
         """Whether no ceiling was exceeded; if one was, nothing can be concluded."""
         return self.bottleneck != "ceiling"
 
-    def as_json(self) -> dict[str, object]:
-        ceiling = self.ceiling
-        return {
-            "seconds": self.seconds,
-            "executor_seconds": self.time.executor,
-            "host_seconds": self.time.host,
-            "idle_seconds": self.time.idle,
-            "floor_seconds": self.floor,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "weight_bytes": self.weight_bytes,
-            "kv_bytes": self.kv_bytes,
-            "flops": self.flops,
-            "bytes_per_second": self.read_rate,
-            "flops_per_second": self.flop_rate,
-            "bandwidth": ceiling.bandwidth if ceiling else None,
-            "peak_flops": ceiling.compute if ceiling else None,
-            "bandwidth_share": self.bandwidth_share,
-            "compute_share": self.compute_share,
-            "bottleneck": self.bottleneck,
-            "reason": self.reason,
-            "missing": self.missing or None,
-        }
-
-    def lines(self) -> tuple[str, ...]:
-        """For people."""
-        read = f"memory   {self.read_rate / 1e9:,.1f} GB/s read"
-        done = f"compute  {self.flop_rate / 1e9:,.1f} GFLOP/s"
-        if self.ceiling is not None:
-            bandwidth, peak = self.ceiling.bandwidth / 1e9, self.ceiling.compute / 1e9
-            read += f", {self.bandwidth_share:.0%} of {bandwidth:,.1f}"
-            done += f", {self.compute_share:.0%} of {peak:,.1f}"
-        steps = (
-            f"time     {self.time.executor:.2f} s in {self.steps} steps, "
-            f"{self.time.host:.2f} s around them, {self.time.idle:.2f} s idle"
-        )
-        if self.floor is not None:
-            steps += f"; at least {self.floor:.2f} s were needed"
-        found = f"limit    {self.bottleneck}: {self.reason}; {WHAT_HELPS[self.bottleneck]}"
-        missing = (f"         {self.missing}",) if self.missing else ()
-        return (steps, read, done, found, *missing)
-
 
 def efficiency(
     before: EngineStats,

@@ -7,7 +7,6 @@ plan for this machine is what an engine here decides for the same wishes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvik.config.compute import computing_in
@@ -18,6 +17,7 @@ from kvik.config.memory import Limit, MemoryPlan, StepSize
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
+from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, KVKind
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
@@ -145,8 +145,8 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
         kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
         step_tokens=size.max_num_batched_tokens,
-        largest_batch=_largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
-        longest_context=_largest(lambda context: fits(context, at.batch), shape.max_context),
+        largest_batch=largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
+        longest_context=largest(lambda context: fits(context, at.batch), shape.max_context),
     )
 
 
@@ -235,16 +235,3 @@ def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
         )
         specs += [spec] * (cache.layers // merged)
     return tuple(specs)
-
-
-def _largest(good: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that is good, where smaller ones are good too; else 0."""
-    if good(most):
-        return most
-    low, high = 0, 1
-    while high < most and good(high):
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low

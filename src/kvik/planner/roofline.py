@@ -21,6 +21,7 @@ from kvik.planner.calibration import (
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
+from kvik.planner.search import least
 from kvik.planner.shape import UNQUANTIZED_ROLES, Matrix, ModelShape
 from kvik.spec.weights import layer_scheme
 
@@ -280,13 +281,7 @@ def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
         reading = sum(part.bytes for part in parts) / device.read_rate(float("inf"))
         return sum(part.flops for part in parts) / unit >= reading
 
-    if not compute_bound(MOST_ROWS):
-        return None
-    low, high = 0, MOST_ROWS  # not bound at low, bound at high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if compute_bound(middle) else (middle, high)
-    return high
+    return least(compute_bound, MOST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

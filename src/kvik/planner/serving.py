@@ -12,51 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 from kvik.planner.devices import Setting
 from kvik.planner.memory import bytes_of, memory_of
 from kvik.planner.roofline import Step, decode, step_time, verify
+from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
 from kvik.planner.speculation import expected_tokens
-
-# What was worked out of a model on a device already: advice asks for the same again and again.
-
-Value = TypeVar("Value")
-
-
-class Known:
-    """Remembers values of the last model and machine that were asked for."""
-
-    def __init__(self) -> None:
-        self._of: tuple[object, ...] = ()
-        self._values: dict[Hashable, Any] = {}
-
-    def step_seconds(self, shape: ModelShape, at: Setting, step: Step) -> float:
-        """Expected, of a step. Raises ConfigError as `step_time`."""
-        # All of the setting that a step depends on, beside the machine.
-        key = (at.weight_format, at.kv_format, at.tp, at.pp, step)
-        return self._once(shape, at, key, lambda: step_time(shape, at, step).expected)
-
-    def bytes(self, shape: ModelShape, at: Setting) -> tuple[int, int]:
-        """As `bytes_of`."""
-        # All of the setting that memory depends on, beside the machine.
-        key = (at.weight_format, at.kv_format, at.tp, at.pp, at.context, at.batch, at.utilization)
-        return self._once(shape, at, key, lambda: bytes_of(shape, at))
-
-    def _once(
-        self, shape: ModelShape, at: Setting, key: Hashable, compute: Callable[[], Value]
-    ) -> Value:
-        of = (shape, at.device, at.hardware)
-        if len(self._of) != len(of) or any(a is not b for a, b in zip(self._of, of, strict=True)):
-            self._of = of
-            self._values.clear()
-        if key not in self._values:
-            self._values[key] = compute()
-        value: Value = self._values[key]
-        return value
-
 
 SMALLEST_BUDGET = 256  # tokens of a step: below, weights are read for too little
 
@@ -95,6 +58,15 @@ class Drafting:
     model: str = ""
 
 
+@dataclass(slots=True)
+class Memo:
+    """Step times and memory of one model on one machine, by all else that they depend on: advice
+    asks for the same ones again and again."""
+
+    steps: dict[Hashable, float] = field(default_factory=dict)
+    memory: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """A model on a machine, set up.
@@ -103,7 +75,7 @@ class Serving:
         room: requests of the whole context that fit in memory.
         seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
         usual_budget: what the engine chooses for the latter in the memory it has here.
-        known: what was worked out already; changed settings share it.
+        memo: shared by the settings of this model on this machine.
     """
 
     shape: ModelShape
@@ -113,7 +85,27 @@ class Serving:
     budget: int
     usual_budget: int
     drafting: Drafting | None = None
-    known: Known = field(default_factory=Known, compare=False, repr=False)
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    def expected_seconds(self, step: Step) -> float:
+        """Return the expected duration of a step.
+
+        Raises:
+            ConfigError: as `step_time`.
+        """
+        at = self.at
+        key = (at.weight_format, at.kv_format, at.tp, at.pp, step)
+        if key not in self.memo.steps:
+            self.memo.steps[key] = step_time(self.shape, at, step).expected
+        return self.memo.steps[key]
+
+    def memory(self, batch: int) -> tuple[int, int]:
+        """Return the bytes that `batch` requests need on the fullest device, and its limit."""
+        at = self.at
+        key = (at.weight_format, at.kv_format, at.tp, at.pp, at.context, batch, at.utilization)
+        if key not in self.memo.memory:
+            self.memo.memory[key] = bytes_of(self.shape, replace(at, batch=batch))
+        return self.memo.memory[key]
 
     @property
     def most(self) -> int:
@@ -238,21 +230,6 @@ def budgets(serving: Serving) -> tuple[int, ...]:
     return tuple(found) or (serving.budget,)
 
 
-def largest(good: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that is good, found by doubling and halving; 0 if 1 is not.
-
-    Whatever `good` is, one that is true of less never finds more.
-    """
-    low, high = 0, 1
-    while high <= most and good(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low
-
-
 def _with_queue(service: float, away: float, count: int) -> float:
     """Steps at a station that serves one at a time, of `count` customers who are elsewhere for
     `away` steps in between: mean-value analysis (Reiser and Lavenberg 1980), with equal services,
@@ -288,32 +265,29 @@ def step_seconds(
     """Of a step over prompts and decoding requests, halfway through their output, whose drafts are
     made and checked too."""
     if not decoding:
-        return _expected(serving, Step(tuple(prompts)))
+        return serving.expected_seconds(Step(tuple(prompts)))
     context, drafting = traffic.halfway, serving.drafting
     plain = decode(decoding, context)
-    seconds = _expected(serving, Step((*prompts, *plain.runs)))
+    seconds = serving.expected_seconds(Step((*prompts, *plain.runs)))
     if drafting is None:
         return seconds
-    checking = _expected(serving, verify(decoding, context, drafting.drafts))
-    return seconds + drafting.seconds + checking - _expected(serving, plain)
+    checking = serving.expected_seconds(verify(decoding, context, drafting.drafts))
+    return seconds + drafting.seconds + checking - serving.expected_seconds(plain)
 
 
-def _expected(serving: Serving, step: Step) -> float:
-    return serving.known.step_seconds(serving.shape, serving.at, step)
-
-
-# How long requests wait that come at random, whatever the server does.
+# Requests that arrive at random, in an open loop.
 #
-# A step takes in all prompts that came during the one before, as far as its budget goes: service
+# A step takes in all prompts that arrived during the one before, as far as its budget goes: service
 # in bulk (Bailey 1954). The wait of a request has three parts.
 #
-# - The rest of the step that runs when it comes. It comes more often in a long step than in a
-# short   one: E[s^2] / E[s] long, of which half is left. - Its own step, which computes the
-# prompts that came with it, too. - Steps that are full before it has its turn. Bulk service of c
-# prompts in steps of equal length   leaves as many behind as a queue with c servers does
-# (Crommelin 1932), whose wait with equal   services is about half of Erlang's. With prompts that
-# fill a step, c = 1, that is the formula of   Pollaczek and Khinchine. The same holds for places:
-# `most` servers, each busy for a whole request.
+# - The rest of the step that runs when it arrives. An arrival meets a long step more often than a
+#   short one: a step of E[s^2] / E[s], of which half is left.
+# - Its own step, which also computes the prompts that arrived with it.
+# - Steps that are full before its turn. Bulk service of c prompts in steps of equal length leaves
+#   as many behind as a queue with c servers does (Crommelin 1932), whose wait with equal services
+#   is about half of Erlang's. With prompts that fill a step, c = 1, that is the formula of
+#   Pollaczek and Khinchine. The same holds for places: `most` servers, each busy for a whole
+#   request.
 #
 # The number of prompts in a step follows from the length of the step before. Its mean and variance
 # are iterated, each time over two values that have both.

@@ -6,7 +6,7 @@ brings less than such predictions are good for is not advised, and the list says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.config import EngineConfig
@@ -32,6 +32,7 @@ from kvik.planner.memory import working_dtype
 from kvik.planner.parallel import can_share
 from kvik.planner.plan import Question, find_machine, setting_of
 from kvik.planner.roofline import decode, step_time
+from kvik.planner.search import least
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
@@ -128,17 +129,6 @@ def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
     return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
 
 
-def least(good: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number from 1 to `most` that is good, if larger ones are, too; None: none is."""
-    if not good(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high
-
-
 def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     """Smaller formats that this engine makes from a checkpoint."""
     for name in made_formats(serving):
@@ -219,7 +209,7 @@ def _renewed(serving: Serving, traffic: Traffic, at: Setting) -> Serving:
     """With the memory counted again."""
     budget = None if serving.budget == serving.usual_budget else serving.budget
     made = set_up(serving.shape, at, traffic, serving.seqs, budget)
-    return replace(made, drafting=serving.drafting, known=serving.known)
+    return replace(made, drafting=serving.drafting, memo=serving.memo)
 
 
 ORDER = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvik.errors import ConfigError
 from kvik.planner.serving import (
@@ -147,7 +147,7 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
     else:
         load = largest or single
     batch = max(1, min(load.concurrency if load else serving.most, serving.most))
-    memory, limit = serving.known.bytes(serving.shape, replace(serving.at, batch=batch))
+    memory, limit = serving.memory(batch)
     return Figures(load, single, full, largest, memory, limit)
 
 
