@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvik.config.model_source import DESCRIPTION
-from kvik.core.sampling_params import SamplingParams
-from kvik.engine.defaults import default_params, read_default_params
-from kvik.errors import ModelError
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
+from kvik.errors import ModelError, ParamError
 from kvik.files import is_gguf
 from kvik.gguf.facts import model_config, model_spec, sampling_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
+from kvik.spec.fields import read_json
 from kvik.spec.model import ModelSpec, read_model_spec
 from kvik.text.tokenizer import Tokenizer
+
+# Sampling that a model's authors recommend.
+GENERATION_CONFIG = "generation_config.json"
+# Sampling parameter -> its name there.
+_STORED = {one.name: one.facts["stored"] for one in PARAMETERS.values() if one.facts["stored"]}
 
 
 class ModelFiles(Protocol):
@@ -118,3 +123,31 @@ def model_files(path: Path) -> ModelFiles:
 
 def _as_json(values: Mapping[str, object]) -> bytes:
     return json.dumps(values, indent=2, ensure_ascii=False).encode()
+
+
+def read_default_params(folder: Path) -> SamplingParams:
+    """What a request gets that asks for nothing: the file's values where it has them.
+
+    Raises:
+        ModelError: the file holds an impossible value.
+    """
+    if not (folder / GENERATION_CONFIG).exists():
+        return SamplingParams()
+    return default_params(read_json(folder / GENERATION_CONFIG), GENERATION_CONFIG)
+
+
+def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
+    """Of the parsed values of a file.
+
+    Raises:
+        ModelError: an impossible value.
+    """
+    given: dict[str, Any] = {
+        ours: stored[key] for ours, key in _STORED.items() if stored.get(key) is not None
+    }
+    if stored.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams().with_changes(**given)
+    except ParamError as error:
+        raise ModelError(file, f"{_STORED[error.field]} {error.message}") from None

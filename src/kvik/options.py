@@ -35,6 +35,11 @@ class Kind:
     metavar = "TEXT"
     repeats = False
 
+    @property
+    def limits(self) -> str:
+        """What is allowed, as help texts say it after what the option means; "": anything."""
+        return ""
+
     def parse(self, text: str) -> object:
         """A value as a flag or a variable gives it; raises ValueError for text of another type."""
         return text
@@ -84,6 +89,10 @@ class Number(Kind):
     expects = "a number"
     metavar = "X"
 
+    @property
+    def limits(self) -> str:
+        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+
     def parse(self, text: str) -> float:
         return float(text)
 
@@ -91,8 +100,7 @@ class Number(Kind):
         good = isinstance(value, Real) and not isinstance(value, bool)
         inside = good and self.low <= value <= self.high  # type: ignore[operator]
         if not inside or (self.above and value == self.low):
-            bracket = "(" if self.above else "["
-            raise bad_value(f"a number in {bracket}{self.low:g}, {self.high:g}]", value)
+            raise bad_value(f"a number {self.limits}", value)
         return value
 
 
@@ -142,12 +150,16 @@ class OneOf(Kind):
     synonyms: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def limits(self) -> str:
+        return f"one of {', '.join((*self.allowed, *self.synonyms))}"
+
     def checked(self, value: object) -> str:
         word = value if isinstance(value, str) else ""
         if word in self.refused:
             raise ValueError(self.refused[word])
         if word not in self.allowed and word not in self.synonyms:
-            raise bad_value(f"one of {', '.join((*self.allowed, *self.synonyms))}", value)
+            raise bad_value(self.limits, value)
         return self.synonyms.get(word, word)
 
 
@@ -224,6 +236,11 @@ class Option:
     help: str
     optional: bool
     facts: Mapping[str, Any]
+
+    @property
+    def description(self) -> str:
+        """What it means and what is allowed."""
+        return f"{self.help} ({self.kind.limits})" if self.kind.limits else self.help
 
     @property
     def expects(self) -> str:

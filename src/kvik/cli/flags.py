@@ -134,7 +134,7 @@ def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None) -> None:
     # argparse formats help with %, and shows defaults only of what is set.
-    flag, note = f"--{option.name.replace('_', '-')}", option.help.replace("%", "%%")
+    flag, note = f"--{option.name.replace('_', '-')}", option.description.replace("%", "%%")
     if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note

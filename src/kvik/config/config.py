@@ -36,57 +36,56 @@ from kvik.spec.weights import SCHEMES
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Wishes of the user. None (or "auto") lets `resolve` decide and say why."""
+    """What the user asks of the engine. None (or "auto") lets `resolve` decide and say why."""
 
     model: str = option(
         "",
         Text("a folder or a hub id"),
-        'folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model.',
+        'folder in Hugging Face format, GGUF file, hub id, or "" for the bundled model',
     )
     dtype: str = option(
         "auto",
         OneOf(("auto", "float32", "bfloat16", "float16")),
-        '"auto", "float32", "bfloat16" or "float16".',
+        "of weights that are not quantised, and of activations",
     )
     quantization: str = option(
         "none",
         OneOf(tuple(SCHEMES)),
-        'of the weights as they are loaded: "none" (as stored), "int8" (activations too), '
-        '"int8-weight-only", "int4" or "fp8".',
+        "of the weights while they are loaded; none: as stored; int8: activations too",
     )
     device: str = option(
         "auto",
         Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d{1,3})?"),
-        '"auto", "cpu", "cuda" or "cuda:N".',
+        "auto, cpu, cuda or cuda:N",
     )
     max_model_len: int | None = option(
-        None, Integer(1, 1 << 24), "longest prompt + output of a request, in tokens."
+        None, Integer(1, 1 << 24), "longest prompt + output of a request, in tokens"
     )
     max_num_seqs: int | None = option(
-        None, Integer(1, 65_536), "requests that run at the same time."
+        None, Integer(1, 65_536), "requests that run at the same time"
     )
     max_num_batched_tokens: int | None = option(
-        None, Integer(1, 1 << 20), "token budget of one step."
+        None, Integer(1, 1 << 20), "token budget of one step"
     )
-    block_size: int = option(16, Integer(1, 1024), "tokens per KV block.")
+    block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
     num_blocks: int | None = option(
         None,
         Integer(2, (1 << 31) - 1),  # block 0 is never handed out; ids are int32
-        "KV blocks; None: as many as memory and use allow.",
+        "KV blocks; None: as many as memory and use allow",
     )
     memory_utilization: float = option(
         0.9,
         Number(0.01, 1),
-        "share of the memory limit the engine may plan with, in [0.01, 1].",
+        "share of the memory limit the engine may plan with",
     )
     kv_cache_memory: int | None = option(
-        None, Integer(1, 1 << 50), "bytes for the KV cache; None: planned."
+        None, Integer(1, 1 << 50), "bytes for the KV cache; None: planned"
     )
     graph_memory: int | None = option(
         None,
         Integer(0, 1 << 50),
         "bytes for CUDA graphs, which replay what a step computes; 0: steps are not captured; "
-        "None: planned, and none where no request would fit beside them.",
+        "None: planned, and none if no request would fit beside them",
     )
     kv_cache_dtype: str = option(
         AUTO,
@@ -98,99 +97,95 @@ class EngineConfig:
                 "vector, its range is of no use, and it has a bit less"
             },
         ),
-        'of keys and values: "auto" (the model\'s dtype), "fp32", "bf16", "fp16", "fp8", "int8" or '
-        '"int4"; "fp8_e4m3" and "bfloat16" are other names of two of them.',
+        "format of keys and values; auto: the model's dtype",
     )
     kv_cache_dtype_skip_layers: tuple[int, ...] = option(
         (),
         Integers(Integer(0, MAX_LAYERS - 1), "layers"),
-        "layers, counted from 0, that keep the model's dtype.",
+        "layers, counted from 0, that keep the model's dtype",
     )
     enable_prefix_caching: bool = option(
-        True, Flag(), "keep full blocks of finished requests for equal prefixes."
+        True, Flag(), "keep full blocks of finished requests for equal prefixes"
     )
     policy: str = option(
         "fcfs",
         OneOf(POLICIES),
-        'who is served first: "fcfs", "priority" (smaller `priority` of a request first; the other '
-        'policies do not read it), "shortest-prefill-first", "longest-prefix-match", "static" or '
-        '"dynamic".',
+        "which waiting request is served first; priority: the one with the smallest `priority`, "
+        "which the other policies do not read",
     )
     batch_size: int = option(
-        8, Integer(1, 65_536), "requests per batch of the static and dynamic policies."
+        8, Integer(1, 65_536), "requests per batch of the static and dynamic policies"
     )
     max_wait: float = option(
-        0.05, Number(0, 3600), "seconds the dynamic policy waits for a batch to fill."
+        0.05, Number(0, 3600), "seconds the dynamic policy waits for a batch to fill"
     )
     ageing: float = option(
         10.0,
         Number(0.001, 1e9),
         'seconds of waiting that weigh as much as one level of priority ("priority"), as a '
-        'thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match").',
+        'thousand tokens ("shortest-prefill-first"), as any match ("longest-prefix-match")',
     )
     max_queued_requests: int = option(
-        4096, Integer(1, 1 << 31), "waiting requests beyond which requests are refused."
+        4096, Integer(1, 1 << 31), "waiting requests beyond which requests are refused"
     )
     max_queued_tokens: int = option(
         4_194_304,
         Integer(1, 1 << 40),
-        "tokens of waiting requests beyond which requests are refused.",
+        "tokens of waiting requests beyond which requests are refused",
     )
     kernels: str = option(
         "auto",
         OneOf(("auto", "native", "triton", "torch")),
-        '"auto", "native" (C++, on a CPU), "triton" (on a GPU) or "torch".',
+        "native: C++, on a CPU; triton: on a GPU",
     )
     attention_backend: str = option(
         "auto",
         OneOf(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
-        '"auto", "cpu" (of the native kernels), "triton", "triton+sdpa" (torch\'s for long '
-        'prompts), "sdpa" or "reference".',
+        "cpu: of the native kernels; triton+sdpa: torch's for long prompts",
     )
     threads: int | None = option(
-        None, Integer(1, 1024), "CPU threads; None: the cores this process may use."
+        None, Integer(1, 1024), "CPU threads; None: the cores this process may use"
     )
     load_format: str = option(
         "safetensors",
         OneOf(("safetensors", "random")),
-        '"safetensors", or "random" for weights drawn from `seed`, or from 0 without it (for '
-        "benchmarks).",
+        "random: weights drawn from `seed`, or from 0 without it, for benchmarks",
     )
     seed: int | None = option(
         None,
         Integer(-(1 << 63), (1 << 63) - 1),
-        "what requests that bring no seed draw from; None: drawn at each start, and shown among "
-        "the decisions, so that a run can be repeated with it.",
+        "seed of requests that give none; None: drawn at each start, and shown among the "
+        "decisions, so that a run can be repeated with it",
     )
     speculative_config: Mapping[str, object] | None = option(
         None,
         JsonObject("{'method': 'ngram'}"),
         'speculative decoding as one JSON object, such as {"method": "ngram", '
         '"num_speculative_tokens": 8}; its keys are the fields of `SpeculativeConfig`. Output '
-        'keeps its distribution, unless "typical_acceptance": true gives that up for speed.',
+        'keeps its distribution, unless "typical_acceptance": true gives that up for speed',
     )
     spec_method: str | None = option(
         None,
         OneOf(METHODS),
-        'what guesses tokens ahead: "draft_model", "ngram", "suffix", "medusa", "eagle" or "off".',
+        "what drafts tokens",
     )
     spec_model: str | None = option(
         None,
         Text("a folder or a hub id"),
-        "folder, GGUF file or hub id of the draft model, or folder of the heads.",
+        "folder, GGUF file or hub id of the draft model, or folder of the heads",
     )
     spec_tokens: int | None = option(
         None,
         Integer(1, MAX_DRAFT_TOKENS),
-        "most tokens guessed for a request in one step.",
+        "most drafts of a request in one step",
     )
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Check the wishes by themselves, whatever model and machine are.
+    """Check the options that need neither the model nor the machine.
 
     Returns:
-        The same wishes, with one name for each format.
+        The same options, with one name for each format.
 
     Raises:
         ConfigError: one is out of range, or contradicts another.

@@ -38,85 +38,85 @@ class ModelName(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Wishes of the operator, beside those of `EngineConfig`."""
+    """What the operator asks of the server, in addition to `EngineConfig`."""
 
-    host: str = option("127.0.0.1", Text(), "address to listen on; 0.0.0.0 is every one.")
+    host: str = option("127.0.0.1", Text(), "address to listen on; 0.0.0.0: all")
     allowed_host: tuple[str, ...] = option(
         (),
         TextList(HOST_NAME),
         "a name under which the server may be reached, as gpu.example.org; * is any. Without keys "
-        "others are refused, but for addresses, localhost and the machine's name.",
+        "others are refused, but for addresses, localhost and the machine's name",
     )
-    port: int = option(8000, PORT, "to listen on; 0 takes a free one.")
+    port: int = option(8000, PORT, "port to listen on; 0: a free one")
     api_key: tuple[str, ...] = option(
         (),
         TextList(),
-        "a key that clients must send; without any, everybody may use the server. A flag shows it "
-        "to everybody on the machine (ps); rather set KVIK_API_KEY, where commas separate several.",
+        "a key that clients must send; without keys the server is open. A flag is visible to all "
+        "users of the machine (ps): prefer KVIK_API_KEY, where commas separate several keys",
     )
     api_key_file: str | None = option(
         None,
         Text(),
         "more keys, one on a line: [NAME:] KEY [admin]; KEY is the key or sha256:<64 hexadecimal "
-        "digits> of it. A single key without a name is an administrator's.",
+        "digits> of it. A single key without a name is an administrator's",
     )
     served_model_name: tuple[str, ...] = option(
         (),
         TextList(ModelName()),
-        "what clients call the model, one name or several; the first one is what answers call it.",
+        "what clients call the model, one name or several; the first one is what answers call it",
         {TAKES_SEVERAL: True},
     )
     admin_port: int | None = option(
         None,
         PORT,
-        "of the admin routes, on the loopback address; none: there are no such routes.",
+        "port of the admin routes, on the loopback address; none: no such routes",
     )
     shutdown_timeout: float = option(
         30.0,
         Number(0, MAX_SECONDS),
-        "seconds that running requests have to end when the server is stopped.",
+        "seconds that running requests have to finish after the server is told to stop",
     )
     request_timeout: float = option(
-        600.0, Number(0, MAX_SECONDS, above=True), "seconds that a request may take in all."
+        600.0, Number(0, MAX_SECONDS, above=True), "seconds that a request may take in total"
     )
     cors_origin: tuple[str, ...] = option(
         (),
         TextList(ORIGIN),
-        "origin of web pages that may use the server, as https://example.org; * is any.",
+        "origin of web pages that may use the server, as https://example.org; *: any",
     )
     metrics_compat: str = option(
         "none",
         OneOf(("none", "vllm")),
-        'also expose metrics under the names that "vllm" gives them; or "none".',
+        "also expose metrics under the names that vLLM gives them",
     )
     record: str | None = option(
         None,
         Text(),
-        "file for arrivals and plans, which kvik replay runs again; none: no recording.",
+        "file for arrivals and plans, which kvik replay runs again; none: no recording",
     )
     pressure_max_tokens: int | None = option(
         None,
         Integer(1, 2**31 - 1),
-        "under pressure an answer has at most so many tokens; none: no such limit.",
+        "most tokens of an answer while the server is under pressure; none: no such limit",
     )
     share_prefix_cache: bool = option(
         False,
         Flag(),
         "prompts of different keys share cached prefixes, which lets one key find out by timing "
-        "what another one sent.",
+        "what another one sent",
     )
     otlp_endpoint: str | None = option(
-        None, Text(), "URL that takes traces of requests (OTLP over HTTP); none: no traces."
+        None, Text(), "URL that takes traces of requests (OTLP over HTTP); none: no traces"
     )
     log_level: str = option(
         "info",
         OneOf(("debug", "info", "warning", "error")),
-        '"debug", "info", "warning" or "error".',
+        "least severe messages that are logged",
     )
 
 
 def check_server_config(config: ServerConfig) -> None:
-    """Check the wishes by themselves.
+    """Check every option.
 
     Raises:
         ConfigError: one is out of range, or contradicts another.

@@ -40,24 +40,24 @@ DEFAULT_TOKENS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Wishes, as the fields of `speculative_config`."""
+    """What the user asks of speculative decoding: the fields of `speculative_config`."""
 
-    method: str = option(OFF, OneOf(METHODS), "one of `METHODS`.")
+    method: str = option(OFF, OneOf(METHODS), "what drafts tokens")
     model: str = option(
         "",
         Text("a folder or a hub id"),
         'folder or hub id of the draft model, or of the heads; "" for those that ship with the '
-        "model.",
+        "model",
     )
     num_speculative_tokens: int | None = option(
         None,
         Integer(1, MAX_DRAFT_TOKENS),
-        "most drafts of a request in one step; None: the method's default.",
+        "most drafts of a request in one step; None: the method's default",
     )
     adaptive: bool = option(
         True,
         Flag(),
-        "fewer drafts for requests whose drafts fail, none while they would cost time.",
+        "fewer drafts for requests whose drafts fail, none while they would cost time",
     )
     quantization: str = option(
         "none", OneOf(tuple(SCHEMES)), "of the draft model's weights.", DRAFT_MODEL_ALONE
@@ -75,10 +75,10 @@ class SpeculativeConfig:
         False,
         Flag(),
         "accept drafts that are likely enough, drawn or not. Faster, and lossy: it changes the "
-        "distribution of requests that sample without a seed. All others keep their tokens.",
+        "distribution of requests that sample without a seed. All others keep their tokens",
     )
-    typical_epsilon: float = option(0.09, Number(0, 1, above=True), "see `Typical`.")
-    typical_delta: float = option(0.3, Number(0, 1, above=True), "see `Typical`.")
+    typical_epsilon: float = option(0.09, Number(0, 1, above=True), "see `Typical`")
+    typical_delta: float = option(0.3, Number(0, 1, above=True), "see `Typical`")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,10 @@ class LogitBias(Kind):
     expects = "ID:BIAS pairs separated by commas"
     metavar = "ID:BIAS,.."
 
+    @property
+    def limits(self) -> str:
+        return f"each value {BIAS.limits}"
+
     def parse(self, text: str) -> dict[int, float]:
         pairs = (part.partition(":") for part in text.split(","))
         return {TOKEN_ID.parse(token): BIAS.parse(bias) for token, _, bias in pairs}
@@ -161,7 +165,7 @@ class SamplingParams:
     temperature: float = _parameter(
         1.0,
         Number(0, 100),
-        f"0 is greedy; otherwise logits are divided by it, which is at least {MIN_TEMPERATURE}.",
+        f"0 is greedy; otherwise logits are divided by it, which is at least {MIN_TEMPERATURE}",
         label="Temperature",
         stored="temperature",
         gguf="temp",
@@ -170,7 +174,7 @@ class SamplingParams:
     top_k: int = _parameter(
         0,
         Integer(-1, MAX_INT32),
-        "keep the k most likely tokens; 0 or -1 keeps all.",
+        "keep the k most likely tokens; 0 or -1 keeps all",
         label="Top k",
         stored="top_k",
         gguf="top_k",
@@ -180,7 +184,7 @@ class SamplingParams:
     top_p: float = _parameter(
         1.0,
         Number(0, 1, above=True),
-        "nucleus mass (Holtzman et al. 2020), in (0, 1].",
+        "nucleus mass (Holtzman et al. 2020)",
         label="Top p",
         stored="top_p",
         gguf="top_p",
@@ -190,7 +194,7 @@ class SamplingParams:
     min_p: float = _parameter(
         0.0,
         Number(0, 1),
-        "drop tokens below this times the largest probability, in [0, 1].",
+        "drop tokens whose probability is below this times the largest",
         label="Min p",
         stored="min_p",
         gguf="min_p",
@@ -200,7 +204,7 @@ class SamplingParams:
     typical_p: float = _parameter(
         1.0,
         Number(0, 1, above=True),
-        "locally typical mass (Meister et al. 2022), in (0, 1].",
+        "locally typical mass (Meister et al. 2022)",
         label="Typical p",
         stored="typical_p",
         column="float64",
@@ -209,14 +213,14 @@ class SamplingParams:
     presence_penalty: float = _parameter(
         0.0,
         Number(-2, 2),
-        "subtracted for generated tokens, in [-2, 2].",
+        "subtracted from the logits of generated tokens",
         label="Presence penalty",
         column="float32",
     )
     frequency_penalty: float = _parameter(
         0.0,
         Number(-2, 2),
-        "subtracted for generated tokens, for each use, in [-2, 2].",
+        "subtracted from the logits of generated tokens, once for each use",
         label="Frequency penalty",
         column="float32",
     )
@@ -224,7 +228,7 @@ class SamplingParams:
         1.0,
         Number(0, 10, above=True),
         "divides (multiplies negative) logits of tokens of the prompt and the output (Keskar et "
-        "al. 2019), in (0, 10].",
+        "al. 2019)",
         alias="repeat_penalty",
         label="Repetition penalty",
         stored="repetition_penalty",
@@ -232,21 +236,21 @@ class SamplingParams:
         column="float32",
     )
     logit_bias: Mapping[int, float] | None = _parameter(
-        None, LogitBias(), "token id -> value added to its logit, in [-100, 100]."
+        None, LogitBias(), "token id -> value added to its logit"
     )
     allowed_token_ids: tuple[int, ...] | None = _parameter(
-        None, TokenIds(least=1), "if given, nothing else can be sampled."
+        None, TokenIds(least=1), "if given, no other token can be sampled"
     )
     bad_words: tuple[str | tuple[int, ...], ...] = _parameter(
         (),
         BadWords(),
-        "words, or token id sequences, that must not be completed.",
+        "words, or token id sequences, that must not be completed",
     )
     min_tokens: int = _parameter(
         0,
         COUNT,
         "output tokens before which neither EOS nor a stop id can come. A stop string counts only "
-        "if it ends after them; it may begin before, and the text is cut there.",
+        "if it ends after them; it may begin before, and the text is cut there",
         label="Min tokens",
     )
     max_tokens: int | None = _parameter(
@@ -254,37 +258,37 @@ class SamplingParams:
         COUNT,
         "output limit (256 if neither the caller nor the model's authors say); None: only the end "
         "of the context (`max_model_len`), which ends every output; 0 (with `prompt_logprobs`): "
-        "only the prompt is read.",
+        "no output, the prompt is only scored",
         label="Max tokens",
         stored="max_new_tokens",
     )
     stop: tuple[str, ...] = _parameter(
-        (), StopList(), "strings that end the output (not included in the text)."
+        (), StopList(), "strings that end the output (not included in the text)"
     )
     stop_token_ids: tuple[int, ...] = _parameter(
-        (), TokenIds(), "ids that end the output, like EOS."
+        (), TokenIds(), "ids that end the output, like EOS"
     )
-    ignore_eos: bool = _parameter(False, Flag(), "EOS is an ordinary token.")
+    ignore_eos: bool = _parameter(False, Flag(), "EOS is an ordinary token")
     seed: int | None = _parameter(
         None,
         Integer(-(2**63), 2**63 - 1),
-        "int64; the text of a seeded request does not depend on its batch companions.",
+        "int64; the text of a seeded request does not depend on its batch companions",
         label="Seed",
     )
     logprobs: int | None = _parameter(
         None,
         Integer(0, MAX_LOGPROBS),
-        "report the log probability of each sampled token and this many alternatives.",
+        "report the log probability of each sampled token and this many alternatives",
     )
     prompt_logprobs: int | None = _parameter(
-        None, Integer(0, MAX_LOGPROBS), "the same for each prompt token."
+        None, Integer(0, MAX_LOGPROBS), "the same for each prompt token"
     )
-    skip_special_tokens: bool = _parameter(True, Flag(), "leave special tokens out of the text.")
+    skip_special_tokens: bool = _parameter(True, Flag(), "leave special tokens out of the text")
     include_stop_str_in_output: bool = _parameter(
-        False, Flag(), "keep the matched stop string in the text."
+        False, Flag(), "keep the matched stop string in the text"
     )
     speculation: bool = _parameter(
-        True, Flag(), "guess tokens of this request ahead, where the engine does so at all."
+        True, Flag(), "use speculative decoding for this request, if the engine has it"
     )
 
     def __post_init__(self) -> None:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.defaults import read_default_params
 from kvik.errors import ModelError
+from kvik.model_files import read_default_params
 
 
 def read(tmp_path, **stored) -> SamplingParams:
