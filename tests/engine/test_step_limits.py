@@ -7,9 +7,10 @@ from helpers.served_engine import FakeExecutor, tiny_config
 
 from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.step_clock import StepClock
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
-from kvik.engine.host import StepLimits, StepWatch
+from kvik.engine.host import StepWatch, step_limit
 from kvik.engine.loop import EngineLoop
 
 
@@ -18,7 +19,7 @@ from kvik.engine.loop import EngineLoop
     [
         ([], 8, None),
         ([(8, 0.01)], 8, 30.0),
-        ([(8, 1.6)], 15, 60.0),  # of as many binary digits: 32 s, rounded up
+        ([(8, 1.6)], 5, 60.0),  # of one size: 32 s, rounded up
         ([(8, 1.6), (8, 0.1)], 8, 60.0),  # the slowest counts
         ([(8, 60.0), *[(8, 0.1)] * 64], 8, 30.0),  # of the last ones
         ([(1, 0.5)], 2048, 30720.0),  # as long as so many steps of one token
@@ -28,10 +29,12 @@ from kvik.engine.loop import EngineLoop
     ],
 )
 def test_a_limit(steps: list[tuple[int, float]], tokens: int, limit: float | None) -> None:
-    limits = StepLimits()
+    clock, now = StepClock(), 0.0
     for size, seconds in steps:
-        limits.note(size, seconds)
-    assert limits.limit(tokens) == limit
+        clock.note(now, now + seconds, size, prefill=False)
+        now += seconds
+    slowest = clock.at_most(tokens)
+    assert (None if slowest is None else step_limit(slowest)) == limit
 
 
 def test_what_the_loop_computes_now_has_a_limit_of_its_size() -> None:
@@ -46,7 +49,7 @@ def test_what_the_loop_computes_now_has_a_limit_of_its_size() -> None:
             return super().submit(plan)
 
     loop = EngineLoop(EngineCore(tiny_config()), Slow(), lambda: now)
-    loop.watch(StepWatch(told.append))
+    loop.watch(StepWatch(loop.core.scheduler, told.append))
     loop.add(EngineRequest("a", [1] * 40, SamplingParams(max_tokens=3, ignore_eos=True)))
     while loop.has_work:
         loop.step()

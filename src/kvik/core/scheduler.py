@@ -667,6 +667,7 @@ class Scheduler:
     def fail(self, error: str, now: float) -> list[RequestDelta]:
         """The oldest step in flight as a whole failed: its requests end, all others go on."""
         step = self.in_flight.popleft()
+        self.clock.skip(now)
         plan, deltas = step.plan, []
         for request, samples, drafts in zip(
             step.requests, plan.samples, plan.num_draft_tokens, strict=True

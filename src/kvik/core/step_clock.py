@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
-SAMPLES = 16  # steps of each size that a lower bound needs
+HISTORY = 64  # steps of each size that are kept; the first ones may have compiled kernels
+SAMPLES = 16  # steps of each size that a lower bound needs; it is the fastest of the last ones
 DECAY = 0.95  # weight of a step relative to the next newer one in the running means
 
 
@@ -12,12 +14,14 @@ class StepClock:
     """Seconds per step, by its number of tokens. Time is an argument; nothing here reads a clock.
 
     Means say what to expect. `at_least` is a lower bound from recent steps, by which work may be
-    given up: a step of more tokens is assumed to take no less time.
+    given up: a step of more tokens is assumed to take no less time. `at_most` is the opposite, by
+    which a step counts as hung.
     """
 
     def __init__(self) -> None:
         self._last = float("-inf")  # when the last result came
-        # [k]: seconds and tokens of the last steps of up to 2^k tokens, and more than 2^(k - 1)
+        # Seconds and tokens of the last steps, newest first; [k]: of up to 2^k tokens, and more
+        # than 2^(k - 1).
         self._by_size: list[deque[tuple[float, int]]] = []
         self._steps = self._step_seconds = 0.0
         self._prefill_tokens = self._prefill_seconds = 0.0
@@ -34,15 +38,19 @@ class StepClock:
         """
         seconds = max(0.0, done - max(planned, self._last))
         self._last = done
-        size = (tokens - 1).bit_length()
+        size = _size(tokens)
         while len(self._by_size) <= size:
-            self._by_size.append(deque(maxlen=SAMPLES))
-        self._by_size[size].append((seconds, tokens))
+            self._by_size.append(deque(maxlen=HISTORY))
+        self._by_size[size].appendleft((seconds, tokens))
         self._steps = self._steps * DECAY + 1.0
         self._step_seconds = self._step_seconds * DECAY + seconds
         if prefill:
             self._prefill_tokens = self._prefill_tokens * DECAY + tokens
             self._prefill_seconds = self._prefill_seconds * DECAY + seconds
+
+    def skip(self, done: float) -> None:
+        """A step failed, of which nothing is known but its end."""
+        self._last = done
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -60,7 +68,26 @@ class StepClock:
         """Seconds that a step of `tokens` tokens takes if it is as fast as the fastest of the last
         ones that were no larger; 0.0 if too few were measured."""
         seconds = 0.0
-        for steps in self._by_size[: (tokens - 1).bit_length() + 1]:
-            if len(steps) == SAMPLES and max(size for _, size in steps) <= tokens:
-                seconds = max(seconds, min(steps)[0])
+        for steps in self._by_size[: _size(tokens) + 1]:
+            recent = list(islice(steps, SAMPLES))
+            if len(recent) == SAMPLES and max(size for _, size in recent) <= tokens:
+                seconds = max(seconds, min(recent)[0])
         return seconds
+
+    def at_most(self, tokens: int) -> float | None:
+        """Seconds of the slowest recent step of about `tokens` tokens; None if no step was
+        measured.
+
+        If none of that size was, it follows from the others: no step takes longer than a larger
+        one, or than several smaller ones of as many tokens together.
+        """
+        slowest = {size: max(steps)[0] for size, steps in enumerate(self._by_size) if steps}
+        size = _size(tokens)
+        if size in slowest:
+            return slowest[size]
+        return min((s * 2 ** max(0, size - other) for other, s in slowest.items()), default=None)
+
+
+def _size(tokens: int) -> int:
+    """The binary logarithm, rounded up."""
+    return (tokens - 1).bit_length()
