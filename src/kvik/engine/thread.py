@@ -143,9 +143,7 @@ class EngineThread:
         """Fail the calls that wait, free the engine, and end the thread; safe to call twice."""
         if os.getpid() != self._process:
             return  # the engine is that of the parent
-        with self._lock:
-            self._stopping = True
-        self._woken.set()
+        self._stop()
         if threading.current_thread() is not self._thread:  # the garbage collector may run there
             self._thread.join()
 
@@ -165,11 +163,15 @@ class EngineThread:
             self._posted.append(work)
         self._woken.set()
 
-    def _interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the thread, which may load for minutes, and wait for it."""
+    def _stop(self) -> None:
+        """Let the thread end when it has taken in what was posted."""
         with self._lock:
             self._stopping = True
         self._woken.set()
+
+    def _interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the thread, which may load for minutes, and wait for it."""
+        self._stop()
         ident = self._thread.ident
         assert ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
