@@ -20,13 +20,12 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
-from kvik.executors.inproc import InprocExecutor
 from kvik.model_files import model_files
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner, RunningStep
-from kvik.worker.worker import Worker
+from kvik.worker.worker import InprocExecutor, Worker
 
 
 class Skipped:

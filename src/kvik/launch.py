@@ -92,7 +92,7 @@ def start(
     with ThreadPoolExecutor(1) as aside:
         reading = aside.submit(load_tokenizer, resolved)
 
-        import kvik.executors.inproc  # noqa: F401 (brings in torch, which takes longer)
+        import kvik.worker.worker  # noqa: F401 (brings in torch, which takes longer)
 
     tokenizer = reading.result()
     loop = load_loop(resolved, record)
@@ -104,7 +104,7 @@ def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoo
     """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
     _tell_what_matters(resolved)
 
-    from kvik.executors.inproc import InprocExecutor
+    from kvik.worker.worker import InprocExecutor
 
     if record is None:
         executor = InprocExecutor(lambda: load_worker(resolved))
@@ -148,7 +148,7 @@ def play(
         KvikError: the model cannot be used, or the recording is damaged.
     """
     from kvik.engine.replay import RecordedClock, Replay
-    from kvik.executors.inproc import InprocExecutor
+    from kvik.worker.worker import InprocExecutor
 
     clock = RecordedClock(readings)
     executor = InprocExecutor(lambda: load_worker(resolved, clock))

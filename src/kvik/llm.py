@@ -26,9 +26,8 @@ from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
-from kvik.text.bad_words import bad_word_ids
 from kvik.text.chat_template import ChatTemplate
-from kvik.text.tokenizer import Tokenizer
+from kvik.text.tokenizer import Tokenizer, bad_word_ids
 
 # A progress bar for batches: requests done, output tokens per second.
 

@@ -33,14 +33,13 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"spec", "nn"},
     "worker": {"config", "frozen", "kernels", "attention", "nn", "models", *BRIDGE},
     "quantize": {"config", "text", "kernels", "attention", "nn", "models"},
-    "executors": {"config", "worker", "engine.executor", *BRIDGE},
     "planner": {"config", "core", "engine", "gguf", ""},
     # top: only launch joins the trunks
     "model_files": {"config", "core", "text", "engine", "gguf"},
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
     # A leaf: it is handed an engine, and does not build one.
     "server": {"config", "core", "text", "engine", "planner.efficiency", "model_files", ""},
-    "launch": {"config", "core", "text", "engine", "model_files", "executors", "worker"},
+    "launch": {"config", "core", "text", "engine", "model_files", "worker"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "engine", "launch"},
     "llm": {

@@ -6,7 +6,7 @@ import pytest
 
 from kvik import LLM, ParamError, SamplingParams
 from kvik.core.sampling_params import SamplingParams as Params
-from kvik.text.bad_words import bad_word_ids
+from kvik.text.tokenizer import bad_word_ids
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class LogitBias(Kind):
 
 class BadWords(Kind):
     """Words, or sequences of token ids; None is none. Words become token ids at the frontend
-    (`text/bad_words.py`); the engine sees ids."""
+    (`text/tokenizer.py`); the engine sees ids."""
 
     repeats = True
 

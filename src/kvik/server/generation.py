@@ -27,7 +27,7 @@ from kvik.server.errors import (
 )
 from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.texts import Texts
-from kvik.text.bad_words import bad_word_ids
+from kvik.text.tokenizer import bad_word_ids
 
 _log = logging.getLogger(__name__)
 
