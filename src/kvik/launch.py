@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvik.config.compute import choose_device
-from kvik.config.config import ASKED, EngineConfig, Notes, ResolvedConfig, check_config, wish_of
+from kvik.config.config import (
+    ASKED,
+    EngineConfig,
+    Notes,
+    ResolvedConfig,
+    check_config,
+    requested_speculation,
+)
 from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
@@ -196,8 +203,8 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
     path = find_model(config.model)
     spec = model_files(path).spec()
     gpus = () if config.device == "cpu" else find_gpus()
-    wish = wish_of(config)
-    source = _draft_source(wish, path, spec)
+    asked = requested_speculation(config)
+    source = _draft_source(asked, path, spec)
     return resolve(config, spec, detect(gpus), str(path), source, draw_seed())
 
 
@@ -216,15 +223,15 @@ def find_device(device: str) -> str:
     return choose_device(config, detect(gpus), Notes())[0]
 
 
-def _draft_source(wish: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
+def _draft_source(asked: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
     """The draft model or the heads, if any are wanted."""
-    if wish is None or wish.method not in MODEL_METHODS:
+    if asked is None or asked.method not in MODEL_METHODS:
         return NO_SOURCE
-    if wish.method in KINDS:
-        folder = _find_drafter(wish.model) if wish.model else shipped_heads(wish.method, model)
-        heads = heads_for(folder, wish.method, spec.hidden_size, spec.vocab_size)
+    if asked.method in KINDS:
+        folder = _find_drafter(asked.model) if asked.model else shipped_heads(asked.method, model)
+        heads = heads_for(folder, asked.method, spec.hidden_size, spec.vocab_size)
         return DraftSource(str(folder), heads=heads)
-    path = _find_drafter(wish.model)
+    path = _find_drafter(asked.model)
     ours, theirs = model_files(model), model_files(path)
     try:
         draft = theirs.spec()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.config.config import EngineConfig, Notes, wish_of
+from kvik.config.config import EngineConfig, Notes, requested_speculation
 from kvik.config.fit import choose_speculation, with_draft_rows
 from kvik.config.memory import StepSize
 from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
@@ -19,7 +19,7 @@ SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def wish(**options: object) -> SpeculativeConfig | None:
-    return wish_of(EngineConfig(**options))  # type: ignore[arg-type]
+    return requested_speculation(EngineConfig(**options))  # type: ignore[arg-type]
 
 
 def test_nothing_is_guessed_unless_asked() -> None:

@@ -1,5 +1,5 @@
-"""What computes, and in what: device, dtype, kernels (native C++, Triton's on a GPU, or torch's),
-attention backend, format of the KV cache. Decided from facts, with reasons."""
+"""Choice of what computes: device, dtype, kernels (native C++, Triton's on a GPU, or torch's),
+attention backend, format of the KV cache. Each decision has a reason."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvik.spec.weights import SCHEMES, matrix_scheme, weight_bytes
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
 MAX_HEAD_DIM = 256
-# Of Triton's kernels: inputs that share a scale come in multiples of this; GPUs that have bfloat16.
+# For Triton's kernels: number of inputs that share a scale is a multiple of this; oldest GPUs.
 TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
-# Tokens from which torch's attention takes prompts where it is asked for and nothing was measured.
+# Tokens from which torch's attention takes prompts if it is asked for and was not measured.
 TORCH_FROM = 2048
 FUSED_DTYPES = ("bfloat16", "float16")  # of torch's fused attention
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computes, and in what.
+    """What computes, and in which dtype.
 
     Attributes:
         device: "cpu" or "cuda:N". gpu: what that is; None: the CPU.
@@ -53,7 +53,7 @@ class Compute:
 def choose_compute(
     config: EngineConfig, spec: ModelSpec, hardware: Hardware, notes: Notes
 ) -> tuple[Compute, Limit]:
-    """What computes, and the memory that may be planned with.
+    """Choose what computes, and the memory that may be planned with.
 
     Raises:
         ConfigError: what was asked for is not there, or cannot serve this model.
@@ -79,14 +79,14 @@ def computing_in(
     gpu: Gpu | None,
     notes: Notes,
 ) -> Compute:
-    """With the kernels and the attention backend that suit a model in this dtype on this device."""
+    """Choose kernels and attention backend for a model in this dtype on this device."""
     kernels = choose_kernels(config, hardware, model, device, dtype, notes)
     attention = choose_attention(config, model, kernels, dtype, gpu, notes)
     return Compute(device, gpu, dtype, kernels, attention)
 
 
 def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
-    """ "cpu", or "cuda:N" and what that is."""
+    """Choose "cpu", or "cuda:N" with its facts."""
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
     if config.device == "cpu" or (config.device == "auto" and not gpus):
         reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
@@ -138,7 +138,7 @@ def choose_dtype(
 
 
 def native_reason(hardware: Hardware) -> str | None:
-    """Why the native kernels are no good here; None if they are."""
+    """Return why the native kernels cannot run here; None if they can."""
     if not hardware.native:
         return "kvik was installed without its native kernels: was there a C++20 compiler?"
     if hardware.native_isa == "portable" and "asimd" not in hardware.isa:
@@ -149,7 +149,7 @@ def native_reason(hardware: Hardware) -> str | None:
 def triton_reason(
     config: EngineConfig, hardware: Hardware, model: ModelSizes, device: str
 ) -> str | None:
-    """Why Triton's kernels are no good here; None if they are."""
+    """Return why Triton's kernels cannot run here; None if they can."""
     if device == "cpu":
         return "Triton's kernels are for GPUs"
     if not hardware.triton:
@@ -174,7 +174,7 @@ def choose_kernels(
     dtype: str,
     notes: Notes,
 ) -> str:
-    """ "native", "triton" or "torch".
+    """Choose "native", "triton" or "torch".
 
     Raises:
         ConfigError: kernels were asked for that cannot run.
@@ -214,7 +214,7 @@ def choose_attention(
     gpu: Gpu | None,
     notes: Notes,
 ) -> str:
-    """The attention backend.
+    """Choose the attention backend.
 
     Args:
         kernels, dtype, gpu: that the engine runs with; no GPU: on the CPU.
@@ -245,7 +245,7 @@ def choose_attention(
 
 
 def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | None:
-    """From how many tokens on torch's attention takes fresh prompts beside Triton's; None: none."""
+    """Return from how many tokens on torch's attention takes fresh prompts; None: never."""
     if backend != TRITON_SDPA:
         return None
     measured = None if gpu is None else dict(gpu.torch_prompts).get(model.head_dim)
@@ -256,7 +256,7 @@ def _triton_or_sdpa(
     config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
 ) -> str:
     dim, refusal = model.head_dim, None
-    # Rotation and rounding work on halves of a head; of four bits a half is whole bytes.
+    # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
     if kernels != "triton":
         refusal = "it needs the Triton kernels"
@@ -282,7 +282,7 @@ def _triton_or_sdpa(
 
 
 def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
-    """Why torch's fused kernels cannot take prompts; None if they can."""
+    """Return why torch's fused kernels cannot take prompts; None if they can."""
     kv = config.kv_cache_dtype
     if dtype not in FUSED_DTYPES:
         return f"torch's fused kernels have no {dtype}"
@@ -292,7 +292,7 @@ def _no_torch_prompts(config: EngineConfig, dtype: str) -> str | None:
 
 
 BUILT_IN = "as the engine folder was built"
-# What a field is when its user left the choice to kvik.
+# Values that leave the choice to kvik.
 LEFT_OPEN: Mapping[str, str] = {
     "dtype": "auto",
     "kernels": "auto",
@@ -303,13 +303,13 @@ REBUILD = "build another one from the model itself: kvik build MODEL -o ENGINE"
 
 
 def built_in(built: Built) -> dict[str, str]:
-    """Fields of `EngineConfig` that are settled, and their values."""
+    """Return the fields of `EngineConfig` that an engine folder settles, and their values."""
     found = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
     return found | {"device": "cpu"} if built.kernels == "native" else found
 
 
 def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineConfig:
-    """The wishes with what is built in.
+    """Return the options with the settled fields filled in.
 
     Raises:
         ConfigError: something else was asked for, or cannot run here.
@@ -350,7 +350,7 @@ def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineCon
 
 
 def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> None:
-    """Whether a draft model in an engine folder can run beside a model.
+    """Check that a draft model in an engine folder can run with a model.
 
     Args:
         dtype, kernels: of the model.
@@ -373,7 +373,7 @@ def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> No
 
 
 def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: Notes) -> None:
-    """Write down what was asked for.
+    """Note the format of the KV cache.
 
     Raises:
         ConfigError: the model has no such layers, or heads that the format cannot store.
@@ -399,7 +399,7 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
 
 
 def _calibrated(spec: ModelSpec) -> str:
-    """What becomes of scales that the checkpoint has for keys and values."""
+    """Return a remark on the checkpoint's scales for keys and values, which are not used."""
     if spec.quantization is None or not spec.quantization.kv_scales:
         return ""
     return "; the checkpoint's calibrated scales are not needed: each vector has its own"

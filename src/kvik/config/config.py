@@ -1,4 +1,4 @@
-"""What the user asked for (`EngineConfig`) and what was decided (`ResolvedConfig`)."""
+"""Options of the engine (`EngineConfig`) and what was decided (`ResolvedConfig`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvik.config.speculative import (
     METHODS,
     ResolvedSpeculation,
     SpeculativeConfig,
-    speculative_wish,
+    merge_speculation,
 )
 from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
@@ -198,27 +198,35 @@ def check_config(config: EngineConfig) -> EngineConfig:
     if config.policy in ("static", "dynamic") and tokens is not None and config.batch_size > tokens:
         text = f"must be at most max_num_batched_tokens ({tokens}), not {config.batch_size}"
         raise ConfigError("batch_size", text)
-    wish_of(config)
+    requested_speculation(config)
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
     return config
 
 
-def wish_of(config: EngineConfig) -> SpeculativeConfig | None:
-    """What was asked of speculative decoding; None: nothing.
+def requested_speculation(config: EngineConfig) -> SpeculativeConfig | None:
+    """Return what the options ask of speculative decoding; None: it is off.
 
     Raises:
         ConfigError: it is impossible.
     """
-    return speculative_wish(
+    return merge_speculation(
         config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What the compute trunk needs to know. `torch_prompts`: from how many tokens on fresh prompts
-    are torch's beside Triton's attention; None: they are not. `seed`: of random weights."""
+    """What the compute trunk needs to know.
+
+    Attributes:
+        torch_prompts: number of tokens from which torch's attention, not Triton's, takes fresh
+            prompts; None: never.
+        seed: seed of random weights.
+        graph_sizes: sizes of forwards that may be captured on a GPU.
+        draft_graph_sizes: the same for the draft model or the draft heads.
+        graph_memory: bytes that all captured forwards together may take.
+    """
 
     model_path: str
     dtype: str
@@ -230,14 +238,14 @@ class RunnerConfig:
     load_format: str = "safetensors"
     quantization: str = "none"
     seed: int = 0
-    graph_sizes: tuple[GraphSize, ...] = ()  # of forwards that may be captured on a GPU
-    draft_graph_sizes: tuple[GraphSize, ...] = ()  # of the draft model's, or the heads'
-    graph_memory: int = 0  # bytes that all of them together may take
+    graph_sizes: tuple[GraphSize, ...] = ()
+    draft_graph_sizes: tuple[GraphSize, ...] = ()
+    graph_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One line of what was decided: `name` = `value`, because `reason`."""
+    """A decision: `name` = `value`, because `reason`."""
 
     name: str
     value: str
@@ -262,7 +270,10 @@ _T = TypeVar("_T")
 
 
 class Notes:
-    """Collects decisions in the order they are made; of what is settled the reason is known."""
+    """Decisions in the order they were made.
+
+    `settled` gives the reason of those that were not open.
+    """
 
     def __init__(self, settled: Mapping[str, str] = MappingProxyType({})) -> None:
         self.decisions: list[Decision] = []

@@ -25,13 +25,13 @@ from kvik.errors import MAX_SHOWN, ConfigError
 from kvik.options import Flag, Kind, Option, options_of, unknown
 
 PREFIX = "KVIK_"
-# What Kubernetes sets in every pod beside a service that is called kvik: KVIK_PORT=tcp://10.0.0.1:80
-# and more of the kind.
+# Variables that Kubernetes sets in pods for a service named kvik, such as
+# KVIK_PORT=tcp://10.0.0.1:80.
 SERVICE_LINK = re.compile(r"KVIK_(SERVICE|PORT_\d+)_\w+=.*|KVIK_PORT=\w+://.*", re.DOTALL)
 
 
 def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Fields of EngineConfig that KVIK_ variables set.
+    """Return the fields of EngineConfig that KVIK_ variables set.
 
     Raises:
         ConfigError: a KVIK_ variable that does not exist, or text of the wrong type.
@@ -40,12 +40,12 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, o
 
 
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Fields of ServerConfig that KVIK_ variables set; raises as `environment_options` does."""
+    """Return the fields of ServerConfig that KVIK_ variables set; see `environment_options`."""
     return _options(ServerConfig, environ)
 
 
 def client_key(environ: Mapping[str, str] | None = None) -> str:
-    """The API key that a command sends to a server: the first of KVIK_API_KEY, or "".
+    """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
 
     Raises:
         ConfigError: as `environment_options`.
@@ -66,7 +66,7 @@ def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
             raise ConfigError(variable, unknown(variable, "variable of kvik", known))
         option = tables[kind].get(variable)
         if option is None:
-            continue  # of the other kind
+            continue
         try:
             options[option.name] = _parse(option, text)
         except ValueError:
@@ -82,14 +82,14 @@ def _parse(option: Option, text: str) -> object:
     if not option.kind.repeats:
         return option.parse(text)
     entries = tuple(option.parse(part.strip()) for part in text.split(",") if part.strip())
-    if not entries:  # whose key did not come where it should is not served without one
+    if not entries:  # an empty KVIK_API_KEY must not open the server
         raise ValueError(text)
     return entries
 
 
 def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, object]]:
-    """The options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as the
-    flag is.
+    """Read the options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as
+    the flag is.
 
     Args:
         kinds: dataclasses of options, whose names are all different.
@@ -117,14 +117,14 @@ def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, o
             found[kind][name] = _toml_value(owner, value)
         except (ValueError, TypeError):
             text = f"{name} in {path!r} must be {owner.expects}, not {str(value)[:MAX_SHOWN]!r}"
-            if name == "api_key":  # whose value may be one
+            if name == "api_key":  # the value may be a key
                 text = f"{name} in {path!r} must be a list of texts"
             raise ConfigError("config", text) from None
     return found
 
 
 def _toml_value(option: Option, value: object) -> object:
-    """As `Option.parse`, which reads text; what TOML knows the type of must be of that type."""
+    """Return a TOML value as the option takes it; its TOML type must be that of the option."""
     kind = option.kind
     if isinstance(kind, Flag):
         if not isinstance(value, bool):
@@ -145,7 +145,8 @@ def _toml_value(option: Option, value: object) -> object:
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
-    """Devices that CUDA_VISIBLE_DEVICES leaves, in its order; None if it says nothing by number."""
+    """Return the devices that CUDA_VISIBLE_DEVICES lists, in its order; None if it names no
+    numbers."""
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -160,19 +161,19 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
 
 
 def draw_seed() -> int:
-    """A seed for a start that was given none: other than the last, and short enough to copy."""
+    """Draw a seed for a start without one: unpredictable, and short enough to copy."""
     return secrets.randbits(32)
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where kvik keeps what it can make again: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a user
-    without a home, as in many containers, a folder of its own among the temporary files.
+    """Return the folder for what kvik can make again: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a
+    user without a home, as in many containers, a private folder among the temporary files.
 
     Raises:
         ConfigError: somebody else could write to that folder, so what it holds cannot be trusted.
     """
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
-    # the specification ignores a relative path
+    # The XDG specification says to ignore a relative path.
     if os.path.isabs(base):
         return Path(base) / "kvik"
     try:
@@ -184,7 +185,7 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def _private_folder(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()  # a link is somebody's way to have us write elsewhere
+    found = folder.lstat()  # a link could make us write elsewhere
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
     if not private or found.st_uid != os.getuid():
         raise ConfigError(

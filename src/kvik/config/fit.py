@@ -1,5 +1,5 @@
-"""How much fits: requests, tokens and drafts of a step, the longest request, blocks of the KV
-cache; and what to say when it does not fit."""
+"""Sizes that fit into memory: requests, tokens and drafts of a step, the longest request, blocks of
+the KV cache; and the error for what does not fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvik.config.compute import LANES, MAX_HEAD_DIM, Compute, check_draft
-from kvik.config.config import ASKED, EngineConfig, Notes, wish_of
+from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
@@ -33,15 +33,15 @@ from kvik.errors import CapacityError, ConfigError
 from kvik.spec.kv import AUTO, KVGroup, KVKind
 
 MAX_NUM_SEQS = 256
-CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step: enough to be bound by arithmetic
-MIN_BUDGET = 64  # tokens of a step below which even one request crawls
-MIN_CONTEXT = 256  # a planned context shorter than this is of no use to anyone
-# Of a computer's memory, which has other work to do, the KV cache takes by default at most this
-# share of what is left, and no more than keeps it in proportion to the model.
+CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound by arithmetic
+MIN_BUDGET = 64  # smallest useful number of tokens in a step
+MIN_CONTEXT = 256  # shortest useful context
+# On a CPU, whose memory other programs use, the KV cache takes by default at most this share of
+# what is left, and at most this multiple of the weights.
 CPU_KV_SHARE = 0.5
 CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
-# Drafts of a step beyond which it is bound by arithmetic, so that wrong ones cost what right ones
-# gain. Each is a row of logits.
+# Drafts of a step beyond which it is bound by arithmetic, so that a wrong draft costs as
+# much as a right one gains. Each is a row of logits.
 MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
 NO_GRAPHS = "no request would fit into memory beside them; decoding takes longer"
 
@@ -51,7 +51,7 @@ class Fit:
     """Fits an engine into memory.
 
     Attributes:
-        config: what was asked for.
+        config: the options.
         footprint: bytes that the engine takes.
     """
 
@@ -60,7 +60,7 @@ class Fit:
     limit: Limit
 
     def decide(self, notes: Notes) -> tuple[Footprint, StepSize, int]:
-        """The largest step that fits, its longest request, and the blocks of the KV cache.
+        """Choose the largest step that fits, its longest request, and the blocks of the KV cache.
 
         Returns:
             The footprint, without captured steps where they would not fit; the step; the blocks.
@@ -77,8 +77,8 @@ class Fit:
         return fit.footprint, size, num_blocks
 
     def _captured_if_it_fits(self) -> Fit:
-        """Without captured steps where no request fits beside them and they were not asked for: an
-        engine that starts is worth more than a fast one that does not."""
+        """Return a fit without captured steps if no request fits beside them, unless the options
+        ask for them."""
         if self.footprint.device == "cpu" or self.config.graph_memory is not None:
             return self
         try:
@@ -88,19 +88,19 @@ class Fit:
         return self
 
     def sizes(self, notes: Notes) -> StepSize:
-        """A step, and its longest request."""
+        """Choose the size of a step and the longest request."""
         size = self.step_size(notes)
         return replace(size, max_model_len=self._max_model_len(size, notes))
 
     def step_size(self, notes: Notes) -> StepSize:
-        """Requests and tokens of a step, cut so that the tensors of a step take at most a quarter
-        of what the weights leave. `max_model_len` of the result is only a first guess."""
+        """Choose requests and tokens of a step, so that its tensors take at most a quarter of what
+        the weights leave. `max_model_len` of the result is only a first estimate."""
         config, footprint = self.config, self.footprint
         context = footprint.spec.max_context
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
-        wish = wish_of(config)
-        # Tokens of a request.
-        each, drafts = (1, 0) if wish is None else (2, 2 * draft_tokens(wish))
+        asked = requested_speculation(config)
+        # Tokens of a decoding request, and what the drafts of all requests add.
+        each, drafts = (1, 0) if asked is None else (2, 2 * draft_tokens(asked))
         batch = config.batch_size if config.policy in ("static", "dynamic") else 0
         least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
         size = StepSize(
@@ -117,8 +117,8 @@ class Fit:
                     "batch_size",
                     f"must be at most max_num_seqs ({config.max_num_seqs}), not {batch}",
                 )
-        size = with_draft_rows(wish, size, footprint.device)
-        asked = size
+        size = with_draft_rows(asked, size, footprint.device)
+        largest = size
         room = (self.limit.size - footprint.weights - footprint.overhead(size)) // 4
         floor = max(MIN_BUDGET, least)
         while footprint.activations(size) > room:
@@ -133,10 +133,10 @@ class Fit:
                 smaller.append(replace(size, max_num_seqs=seqs))
             if not smaller:
                 break
-            smaller = [with_draft_rows(wish, one, footprint.device) for one in smaller]
+            smaller = [with_draft_rows(asked, one, footprint.device) for one in smaller]
             size = min(smaller, key=footprint.activations)
         reason = "enough to keep the arithmetic units busy"
-        if size.max_num_batched_tokens < asked.max_num_batched_tokens:
+        if size.max_num_batched_tokens < largest.max_num_batched_tokens:
             reason = "a larger step would take over a quarter of the memory left by the weights"
         if config.max_num_batched_tokens is not None:
             reason = ASKED
@@ -144,7 +144,7 @@ class Fit:
         return size
 
     def _max_model_len(self, size: StepSize, notes: Notes) -> int:
-        """The asked-for context if it fits, else the longest that does."""
+        """Choose the context: the one of the options, else the longest that fits."""
         config = self.config
         context = self.footprint.spec.max_context
         if config.max_model_len is not None and config.max_model_len > context:
@@ -159,7 +159,7 @@ class Fit:
             small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
             least = 1 if small_cache else min(wanted, MIN_CONTEXT)
         if longest < least:
-            # What the error offers must fit when it is asked for, with the step sized for that.
+            # What the error offers must fit if the user asks for it; the step is then sized for it.
             offer = self._longest(self._asked, least)
             raise self._capacity_error(replace(size, max_model_len=least), offer)
         if config.max_model_len is not None:
@@ -173,12 +173,12 @@ class Fit:
         return notes.add("max_model_len", longest, reason)
 
     def _asked(self, length: int) -> StepSize:
-        """The step of a user who asks for a context of `length`."""
+        """Return the step if the options asked for a context of `length`."""
         asking = replace(self, config=replace(self.config, max_model_len=length))
         return replace(asking.step_size(Notes()), max_model_len=length)
 
     def _longest(self, size_for: Callable[[int], StepSize], most: int) -> int:
-        """A long context, up to `most`, of which one request fits; 0 if none is found.
+        """Return a long context, up to `most`, of which one request fits; 0 if none is found.
 
         It is the longest if a longer context never fits better, as with steps of a fixed size.
         """
@@ -195,12 +195,12 @@ class Fit:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        # Whole blocks: a longer context could not be told apart from this one.
+        # Whole blocks, because a few tokens more make no difference.
         whole = low - low % self.footprint.block_size
         return whole if whole and fits(whole) else low
 
     def num_blocks(self, size: StepSize, notes: Notes) -> int:
-        """At least one request of `max_model_len`, at most what all requests together can use."""
+        """Choose the blocks: at least for one request of `max_model_len`, at most for all."""
         config, footprint = self.config, self.footprint
         if config.num_blocks is not None:
             return notes.add("num_blocks", config.num_blocks, ASKED)
@@ -230,7 +230,7 @@ class Fit:
         return count
 
     def cut_seqs(self, size: StepSize, num_blocks: int, notes: Notes) -> StepSize:
-        """No more requests at a time than there are blocks to give them."""
+        """Reduce the requests of a step to the number of blocks."""
         if self.config.max_num_seqs is not None:
             notes.add("max_num_seqs", self.config.max_num_seqs, ASKED)
             return size
@@ -242,10 +242,10 @@ class Fit:
             reason = "sampling for more would take too much memory, or more tokens than a step has"
         notes.add("max_num_seqs", count, reason)
         size = replace(size, max_num_seqs=count)
-        return with_draft_rows(wish_of(self.config), size, self.footprint.device)
+        return with_draft_rows(requested_speculation(self.config), size, self.footprint.device)
 
     def note_graphs(self, size: StepSize, notes: Notes) -> None:
-        """Note which forwards are captured, where any can be."""
+        """Note which forwards are captured, if any can be."""
         config, footprint = self.config, self.footprint
         able = replace(footprint, graph_memory=None)
         sizes, drafting = able.graph_sizes(size), able.draft_graph_sizes(size)
@@ -264,7 +264,7 @@ class Fit:
             notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")
 
     def _cache_bytes(self, size: StepSize) -> int:
-        """The KV cache that was asked for, else the smallest that holds one request."""
+        """Return the KV cache that was asked for, else the smallest that holds one request."""
         config, footprint = self.config, self.footprint
         if config.kv_cache_memory is not None:
             return config.kv_cache_memory
@@ -278,7 +278,7 @@ class Fit:
         return self.footprint.fixed(size) + self._cache_bytes(size)
 
     def _capacity_error(self, size: StepSize, longest: int) -> CapacityError:
-        """The error for a `size` that does not fit.
+        """Return the error for a `size` that does not fit.
 
         Args:
             longest: the longest context that would fit with all else as it is; 0 if none does.
@@ -320,7 +320,7 @@ class Fit:
         return CapacityError("memory", f"{text}; {self._what_would_fit(size)} would fit")
 
     def _what_would_fit(self, size: StepSize) -> str:
-        """The smallest change that helps."""
+        """Return the smallest change that helps."""
         config = replace(self.config, num_blocks=None, kv_cache_memory=None)
         free = replace(self, config=config)
         half = replace(free, footprint=replace(self.footprint, dtype="bfloat16"))
@@ -351,7 +351,7 @@ def footprint_of(
     compute: Compute,
     mapped: int | None = None,
 ) -> Footprint:
-    """What the engine takes, without drafts.
+    """Return what the engine takes without drafts.
 
     Args:
         mapped: bytes of weights that are read in place; None: they are loaded.
@@ -376,38 +376,38 @@ def footprint_of(
     )
 
 
-def draft_tokens(wish: SpeculativeConfig) -> int:
-    """Most drafts of a request in one step."""
-    return wish.num_speculative_tokens or DEFAULT_TOKENS[wish.method]
+def draft_tokens(asked: SpeculativeConfig) -> int:
+    """Return the most drafts of a request in one step."""
+    return asked.num_speculative_tokens or DEFAULT_TOKENS[asked.method]
 
 
-def with_draft_rows(wish: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
-    """The step with as many drafts as are of use. Half of the tokens that decoding requests leave
-    of it are kept for prompts, which could starve otherwise.
+def with_draft_rows(asked: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
+    """Return the step with as many drafts as are useful. Half of the tokens that decoding requests
+    leave are kept for prompts, which could starve otherwise.
 
     Args:
         device: "cpu" or "cuda".
     """
-    if wish is None:
+    if asked is None:
         return size
     tokens, seqs = size.max_num_batched_tokens, size.max_num_seqs
-    most = min(seqs * draft_tokens(wish), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
+    most = min(seqs * draft_tokens(asked), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
     most = max(0, most)
-    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(wish)))
+    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(asked)))
 
 
 def with_drafter(
-    footprint: Footprint, wish: SpeculativeConfig | None, source: DraftSource
+    footprint: Footprint, asked: SpeculativeConfig | None, source: DraftSource
 ) -> Footprint:
-    """What the engine takes with a draft model, or with heads.
+    """Return what the engine takes with its draft model or heads.
 
     Raises:
         ConfigError: the draft model cannot run beside the target.
     """
-    if wish is not None and source.heads is not None:
-        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(wish))
+    if asked is not None and source.heads is not None:
+        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(asked))
         return replace(footprint, heads=heads)
-    if wish is None or source.spec is None:
+    if asked is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
     dim, backend = source.spec.head_dim, footprint.attention_backend
@@ -418,11 +418,11 @@ def with_drafter(
         )
     built = source.spec.built
     if built is not None:
-        check_draft(built, footprint.dtype, footprint.kernels, wish.quantization)
+        check_draft(built, footprint.dtype, footprint.kernels, asked.quantization)
     draft = replace(
         footprint,
         spec=source.spec,
-        quantization=built.quantization if built else wish.quantization,
+        quantization=built.quantization if built else asked.quantization,
         runtime=0,
         kv_cache_dtype=AUTO,
         kv_cache_dtype_skip_layers=(),
@@ -432,7 +432,7 @@ def with_drafter(
 
 
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
-    """The target's KV group that keeps every key."""
+    """Return the index of the target's KV group that keeps every key."""
     for index, group in enumerate(groups):
         if group.spec.kind is KVKind.FULL:
             return index
@@ -443,20 +443,22 @@ def _shared_group(groups: tuple[KVGroup, ...]) -> int:
 
 
 def choose_speculation(
-    wish: SpeculativeConfig | None,
+    asked: SpeculativeConfig | None,
     size: StepSize,
     groups: tuple[KVGroup, ...],
     source: DraftSource,
     notes: Notes,
 ) -> ResolvedSpeculation | None:
-    """Args:
-        size: of a step, its drafts included.
-        groups: of the target's KV cache.
+    """Decide on speculative decoding.
+
+    Args:
+        size: size of a step, drafts included.
+        groups: groups of the target's KV cache.
 
     Raises:
         ConfigError: a step has no room for drafts.
     """
-    if wish is None:
+    if asked is None:
         notes.add("speculation", OFF, "the default: see spec_method")
         return None
     if size.max_draft_rows == 0:
@@ -465,29 +467,29 @@ def choose_speculation(
             f"must be at least {size.max_num_seqs + 2} for {size.max_num_seqs} requests and their "
             f"drafts, not {size.max_num_batched_tokens}",
         )
-    most = min(draft_tokens(wish), size.max_draft_rows)
-    reason = ASKED if wish.num_speculative_tokens else f"{ASKED}, with the method's default"
-    notes.add("speculation", wish.method, f"{reason}: up to {most} tokens of a request in a step")
+    most = min(draft_tokens(asked), size.max_draft_rows)
+    reason = ASKED if asked.num_speculative_tokens else f"{ASKED}, with the method's default"
+    notes.add("speculation", asked.method, f"{reason}: up to {most} tokens of a request in a step")
     rows = f"{size.max_draft_rows} drafts"
     notes.add("max_draft_rows", rows, "of all requests in a step, with room left for prompts")
     typical = None
-    if wish.typical_acceptance:
-        typical = Typical(wish.typical_epsilon, wish.typical_delta)
+    if asked.typical_acceptance:
+        typical = Typical(asked.typical_epsilon, asked.typical_delta)
         effect = "lossy: changes the distribution of requests that sample without a seed"
         notes.add("typical_acceptance", "on", f"{effect}; {ASKED}")
     return ResolvedSpeculation(
-        method=wish.method,
+        method=asked.method,
         num_draft_tokens=most,
         max_draft_rows=size.max_draft_rows,
-        adaptive=wish.adaptive,
+        adaptive=asked.adaptive,
         # A draft model runs ahead in blocks that it shares with the target.
-        num_lookahead_tokens=most if wish.method == "draft_model" else 0,
+        num_lookahead_tokens=most if asked.method == "draft_model" else 0,
         source=source,
         draft_step=size.of_draft_model,
         draft_group=_shared_group(groups) if source.spec is not None else 0,
-        quantization=wish.quantization,
-        ngram_min=wish.ngram_min,
-        ngram_max=wish.ngram_max,
-        shared=wish.shared,
+        quantization=asked.quantization,
+        ngram_min=asked.ngram_min,
+        ngram_max=asked.ngram_max,
+        shared=asked.shared,
         typical=typical,
     )

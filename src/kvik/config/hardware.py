@@ -1,4 +1,4 @@
-"""What this machine lets this process use: cores, memory, instruction sets.
+"""Hardware that this process may use: cores, memory, instruction sets, GPUs.
 
 Read from the system's own files and from the driver's own tool, without torch.
 """
@@ -21,7 +21,7 @@ from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 
-# Instruction sets that some decision or kernel asks about, as /proc/cpuinfo spells them.
+# Instruction sets that decisions or kernels depend on, as /proc/cpuinfo spells them.
 ISA_FLAGS = frozenset(
     (
         *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -31,7 +31,7 @@ ISA_FLAGS = frozenset(
     )
 )
 
-# What the native kernels need of a CPU, best first (csrc/isa.cpp).
+# Instruction sets that the native kernels need, best first (csrc/isa.cpp).
 _AVX512 = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"))
 _AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512vbmi", "avx512_bf16"}
 NATIVE_ISAS: Mapping[str, frozenset[str]] = {
@@ -43,7 +43,7 @@ NATIVE_ISAS: Mapping[str, frozenset[str]] = {
 }
 
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
-FALLBACK_MEMORY = 4 << 30  # of a system that tells nothing
+FALLBACK_MEMORY = 4 << 30  # if the system does not report its memory
 RESERVED_SPACE = 1 << 30  # that torch's libraries and threads reserve; 0.9 GiB were measured
 
 
@@ -67,16 +67,18 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Attributes:
-    cpu_name: model of the CPU.
-    cores: physical cores this process may keep busy (affinity and cgroup quota counted).
-    memory_limit: bytes this process may still take, page cache that can be dropped included.
-    memory_reason: what sets that limit.
-    isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
-    gpus: devices that may be used.
-    cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
-    native: kvik was installed with its native kernels.
-    triton: Triton is installed, which compiles kernels for GPUs.
+    """The machine as this process sees it.
+
+    Attributes:
+        cpu_name: model of the CPU.
+        cores: physical cores this process may keep busy (affinity and cgroup quota counted).
+        memory_limit: bytes this process may still take, page cache that can be dropped included.
+        memory_reason: what sets that limit.
+        isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
+        gpus: devices that may be used.
+        cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
+        native: kvik was installed with its native kernels.
+        triton: Triton is installed, which compiles kernels for GPUs.
     """
 
     cpu_name: str
@@ -96,8 +98,8 @@ class Hardware:
 
     @property
     def native_isa(self) -> str:
-        """The best instruction set of this CPU that there are native kernels for. Another one runs
-        where the compiler lacked it, or where AMX is withheld by the system or fails its check."""
+        """The best instruction set of this CPU with native kernels. Another one runs if the
+        compiler lacked it, or if the system withholds AMX or its check fails."""
         for name, needed in NATIVE_ISAS.items():
             if needed <= self.isa:
                 return name
@@ -105,7 +107,7 @@ class Hardware:
 
 
 def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
-    """Read the facts. Tests lay out a machine under another `root`."""
+    """Read the facts of this machine; tests pass another `root`."""
     cpuinfo = _read(root / "proc/cpuinfo")
     limit, reason = memory_limit(root)
     return Hardware(
@@ -123,7 +125,7 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
 
 
 def is_cuda_build() -> bool:
-    """Whether the installed torch could use a GPU, told by its version without importing it."""
+    """Return whether the installed torch could use a GPU, from its version alone."""
     try:
         return sys.platform == "linux" and not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -147,8 +149,8 @@ def usable_cores(root: Path, allowed: frozenset[int]) -> int:
 
 
 def memory_limit(root: Path) -> tuple[int, str]:
-    """Bytes this process may still take, and what says so: free RAM, a cgroup's limit, or that of
-    the process itself."""
+    """Return the bytes that this process may still take, and the reason: free RAM, a cgroup's
+    limit, or a limit of the process."""
     limits = [_available_ram(root), *_cgroup_memory_left(root), *_address_space_left(root)]
     limit, reason = min(limits, key=lambda found: found[0])
     return max(0, limit), reason
@@ -236,7 +238,7 @@ def _affinity() -> frozenset[int]:
 
 
 def _read(path: Path) -> str:
-    """A small system file; empty if it is not there or not ours to read."""
+    """Read a small system file; "" if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -244,7 +246,7 @@ def _read(path: Path) -> str:
 
 
 def _field(text: str, name: str) -> str:
-    """The value of the first `name : value` line."""
+    """Return the value of the first `name : value` line."""
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon and key.strip() == name:
@@ -252,20 +254,20 @@ def _field(text: str, name: str) -> str:
     return ""
 
 
-MEASURED_PACKAGES = ("kvik", "torch", "triton")  # of other versions a measurement tells nothing
+MEASURED_PACKAGES = ("kvik", "torch", "triton")  # a measurement is valid for these versions only
 
 Thresholds = tuple[tuple[int, int], ...]
-"""(head_dim, tokens), by head_dim; a head_dim for which torch's never is faster is missing."""
+"""Pairs (head_dim, tokens), sorted; a head_dim is missing if torch's attention is never faster."""
 
 
 def prompt_attention_path() -> Path:
-    """Where it is kept."""
+    """Return the file of measured thresholds."""
     return cache_folder() / "prompt-attention.json"
 
 
 def load_thresholds(gpu: str, path: Path) -> Thresholds:
-    """What was measured of GPUs of this name with the installed packages; () if nothing was, or
-    what the file holds is nothing of the kind."""
+    """Read the thresholds of GPUs of this name with the installed packages; () if there are none or
+    the file is not valid."""
     try:
         measured = json.loads(path.read_bytes())[gpu]
         if measured["versions"] != _versions():
@@ -273,13 +275,13 @@ def load_thresholds(gpu: str, path: Path) -> Thresholds:
         pairs = sorted((int(dim), int(least)) for dim, least in measured["torch_from"].items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return ()
-    except RecursionError:  # of thousands of brackets
+    except RecursionError:  # thousands of brackets
         return ()
     return tuple((dim, least) for dim, least in pairs if dim > 0 and least > 0)
 
 
 def save_thresholds(gpu: str, found: Thresholds, path: Path) -> None:
-    """What is kept of other GPUs stays.
+    """Save the thresholds of a GPU, and keep those of others.
 
     Raises:
         ConfigError: it cannot be written.
@@ -303,7 +305,7 @@ def _versions() -> dict[str, str]:
     for name in MEASURED_PACKAGES:
         try:
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from its sources
+        except metadata.PackageNotFoundError:  # kvik runs from its sources
             found[name] = ""
     return found
 
@@ -312,8 +314,8 @@ GPU_FIELDS = "index,name,memory.total,memory.free,compute_cap"
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """The devices that the installed torch could use, with what was measured of them; none if
-    anything is in doubt."""
+    """Find the devices that the installed torch could use, with their measured thresholds; none if
+    in doubt."""
     if not is_cuda_build():
         return ()
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
@@ -329,7 +331,7 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
-    """Lines of `GPU_FIELDS` -> devices, numbered as CUDA numbers the visible ones."""
+    """Parse lines of `GPU_FIELDS` into devices, numbered as CUDA numbers the visible ones."""
     found: dict[int, Gpu] = {}
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.split(",")]

@@ -40,37 +40,40 @@ from kvik.spec.kv import (
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.weights import Weighed, weight_bytes
 
-LOGIT_BYTES = 4  # of the model's, whatever its dtype
-# What sampling may take beside the logits; a batch that would take more is sampled in parts. On a
-# GPU every part is some fifty launches, so there are fewer.
+LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
+# Limit of the memory that sampling takes in addition to the logits; a batch that needs more is
+# sampled in parts. On a GPU each part costs about fifty launches, so the parts are larger.
 SAMPLER_BYTES: Mapping[str, int] = {"cpu": 48 * MIB, "cuda": 512 * MIB}
-# One logit in torch's way to draw with every rule on: in double precision its share, its distance
-# from the entropy, their order and two running sums. And before that, in a copy for the rules.
+# Bytes of a logit when torch draws with every rule on: probability, distance from the entropy,
+# their order and two running sums, in double precision; and bytes of the copy that the rules
+# change.
 DRAW_BYTES, RULES_BYTES = 96, 4
-# Rows of logits held at once while the logprobs of a prompt are read, how many of them are copied
-# at a time, and what a copy and comparisons with it take for each logit.
+# While logprobs of a prompt are read: rows of logits in memory, rows copied at a time, and bytes of
+# a logit that a copy and its comparisons take.
 PROMPT_ROWS, PROMPT_COPIED_ROWS, PROMPT_BYTES_PER_LOGIT = 32, 8, 24
-# Tokens of a step in which a draft model makes up for what it has not computed.
+# Tokens of a step in which a draft model computes what it has skipped.
 CATCH_UP_TOKENS = 512
-# Keys that the sdpa backend gathers for one batch of decoding rows, however many rows there are.
+# Keys that the sdpa backend gathers for one batch of decoding rows.
 GATHERED_KEYS = 16384
-# Copies in fp32 of a number of K or V that torch rounds for the cache, or gathers from it.
+# fp32 copies of each number of K or V while torch rounds it for the cache or gathers it.
 STORED_COPIES, GATHERED_COPIES = 6, 3
-# Partial results of split contexts in the triton backend, which takes sequences in parts rather
-# than more (kernels/triton/attention_paged.py).
+# Partial results of split contexts in the triton backend, which splits a batch that would need more
+# (kernels/triton/attention_paged.py).
 TRITON_WORKSPACE = 64 * MIB
-# Triton's attention, and torch's for whole prompts, which are lengthened by less than so many
+# Triton's attention, and torch's for whole prompts, which are padded by fewer than PROMPT_PADDING
 # tokens (attention/fresh_prompts.py); cuDNN's library and workspace (an estimate).
 TRITON_SDPA = "triton+sdpa"
 TRITON_BACKENDS = ("triton", TRITON_SDPA)
 PROMPT_PADDING = 1024
 CUDNN_BYTES = 256 * MIB
-# Keys of a split in the cpu backend, and requests of the longest context that decode side by side.
+# Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 
 
 class ModelSizes(Weighed, Protocol):
-    """What a footprint reads of a model. A `ModelSpec` is one; a model that kvik does not run can
+    """Facts of a model that its footprint depends on.
+
+    A `ModelSpec` has them; a model that kvik does not run can
     be described by another: experts then count with the width that serves one token, and what the
     cache holds, one copy for all heads perhaps, is told by `kv_specs`."""
 
@@ -104,13 +107,13 @@ class ModelSizes(Weighed, Protocol):
     def gated_mlp(self) -> bool: ...
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
-        """What each layer stores of a token, at `dtype_bytes` for each number."""
+        """Return what each layer stores per token, with `dtype_bytes` for each number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What bounds the tensors of one step."""
+    """Sizes that bound the tensors of one step."""
 
     max_model_len: int
     max_num_seqs: int
@@ -120,7 +123,7 @@ class StepSize:
 
     @property
     def of_draft_model(self) -> StepSize:
-        """What a draft model computes at once beside this step."""
+        """The largest step of a draft model next to this step of its target."""
         rows = max(1, min(self.max_num_seqs, self.max_draft_rows))
         tokens = max(rows, min(CATCH_UP_TOKENS, self.max_num_batched_tokens))
         return StepSize(self.max_model_len, rows, tokens)
@@ -173,13 +176,13 @@ class StepMemory:
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
     def eager(self, size: StepSize) -> int:
-        """The widest point of a layer, or the sampler, whichever is larger, over a residual stream
-        that lives all the time. Operations run in fp32 inside."""
+        """The residual stream, and the widest point of a layer or the sampler, whichever is larger.
+        Operations compute in fp32."""
         widest = max(self.widest(size), self._logits(size))
         return self.stream(size) + widest + self._masks(size)
 
     def stream(self, size: StepSize) -> int:
-        """Residual, normed, the next residual."""
+        """The residual stream, its normalised copy, and the next residual stream."""
         return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self.item
 
     def widest(self, size: StepSize) -> int:
@@ -193,12 +196,12 @@ class StepMemory:
         return max(norm, rotary, attended, mlp, self._quantized_product(size))
 
     def _logits(self, size: StepSize) -> int:
-        """Of the rows that sample, and what sampling takes, or reading those of a prompt, whichever
-        is larger."""
+        """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a
+        prompt."""
         vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
         rows = min(size.max_num_seqs + size.max_draft_rows, tokens)
-        beside = vocab * (DRAW_BYTES + RULES_BYTES)  # of a row
-        at_once = max(beside, min(rows * beside, SAMPLER_BYTES[self.device]))
+        row = vocab * (DRAW_BYTES + RULES_BYTES)
+        at_once = max(row, min(rows * row, SAMPLER_BYTES[self.device]))
         prompt_rows, copied = min(PROMPT_ROWS, tokens), min(PROMPT_COPIED_ROWS, tokens)
         prompt = vocab * (prompt_rows * LOGIT_BYTES + copied * PROMPT_BYTES_PER_LOGIT)
         return rows * vocab * LOGIT_BYTES + max(at_once, prompt)
@@ -214,7 +217,7 @@ class StepMemory:
         return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
 
     def _attention_scratch(self, size: StepSize) -> int:
-        """K and V gathered from the cache in one layer, and scores where they are written out."""
+        """K and V gathered from the cache in one layer, and scores if they are materialised."""
         spec, item = self.spec, self.item
         if self.attention_backend == "reference":
             # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
@@ -223,7 +226,7 @@ class StepMemory:
             return gathered + scores + self._converted_kv(size)
         if self.attention_backend == "triton":
             return TRITON_WORKSPACE
-        if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and what comes of them
+        if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
             width = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
             copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
             return TRITON_WORKSPACE + CUDNN_BYTES + copies
@@ -235,8 +238,8 @@ class StepMemory:
         return 2 * keys * heads * spec.head_dim * item + self._converted_kv(size)
 
     def _converted_kv(self, size: StepSize) -> int:
-        """Where torch stores keys and values in another format than the model's: copies in fp32 of
-        what it rounds, and of what it gathers."""
+        """fp32 copies of what torch rounds for the cache and gathers from it, if its format is not
+        the model's."""
         if not self.converted:
             return 0
         keys = max(size.max_model_len + self.block_size, GATHERED_KEYS)
@@ -245,24 +248,24 @@ class StepMemory:
         return 4 * numbers * copies
 
     def _masks(self, size: StepSize) -> int:
-        """Masks of all prefilling sequences, per KV group; they live as long as the step."""
+        """Masks of all prefilling sequences, per KV group, which live as long as the step."""
         if self.attention_backend in ("cpu", *TRITON_BACKENDS):
             return 0
         return self._pairs(size) * (1 + 1 + 4) * self.num_groups
 
     def _pairs(self, size: StepSize) -> int:
-        """Most (query, key) pairs of a step."""
+        """Largest number of (query, key) pairs of a step."""
         return size.max_num_batched_tokens * size.max_model_len
 
 
-# Of one row of logits while the likeliest are looked for, a value and an index each; and in how
-# many rows at once.
+# Bytes of a logit while the most likely tokens are found (a value and an index), and rows at a
+# time.
 RANKED_BYTES, RANKED_ROWS = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsFootprint:
-    """Heads are never quantised, and run through Python.
+    """Bytes of draft heads, which are never quantised and run through Python.
 
     Attributes:
         drafts: most of a request in one step.
@@ -284,18 +287,18 @@ class HeadsFootprint:
 
     @property
     def graph(self) -> int:
-        """Captured once: a layer or two for each depth at which tokens are guessed."""
+        """Bytes of a captured forward: up to two layers for each depth of drafts."""
         return graph_bytes(2 * self.spec.depth)
 
     def step(self, rows: int) -> int:
-        """Peak of drafting for so many requests at once."""
+        """Peak of drafting for `rows` requests together."""
         spec, hidden, item = self.spec, self.spec.hidden_size, DTYPE_BYTES[self.dtype]
         if spec.kind == MEDUSA:
             guesses = rows * spec.depth
-            widths = 5 * hidden  # before, inside and after a block, and put together
-            copies = 2 if spec.own_logits else 1  # of logits: of each head, and put together
+            widths = 5 * hidden  # before, inside and after a block, and concatenated
+            copies = 2 if spec.own_logits else 1  # of logits: of each head, and concatenated
         else:
-            # Nodes that have children are at most half of a tree, but for a chain's.
+            # At most half of the nodes of a tree have children, unless it is a chain.
             guesses = rows * max(1, self.drafts // 2)
             widths = 7 * hidden + 3 * spec.inner_size
             copies = 1
@@ -303,34 +306,32 @@ class HeadsFootprint:
         return rows * hidden * item + guesses * widths * item + logits * spec.vocab_size
 
 
-# Interpreter, torch and kvik, the pages of libraries that loading and a step touch (250 to 275 MiB,
-# by how many of them the system has at hand, with
-# Python 3.11 and torch 2.13), and a tenth for other versions. On a GPU the CUDA context and cuBLAS
-# workspaces.
+# Interpreter, torch, kvik and the pages of libraries that loading and a step touch: 250 to 275 MiB
+# with Python 3.11 and torch 2.13, and a tenth more for other versions. On a GPU the CUDA context
+# and the workspaces of cuBLAS.
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "cuda": 768 * MIB}
-CUDA_BUILD_BYTES = 320 * MIB  # host memory that torch built for CUDA takes more, GPU or not
-# On a CPU: of a thread its stack and what its kernels note down; what torch's kernels keep between
-# calls where they run.
+CUDA_BUILD_BYTES = 320 * MIB  # host memory that a CUDA build of torch takes more, GPU or not
+# On a CPU: stack and scratch of a thread; memory that torch's kernels keep between calls.
 THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
 TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
-# Reference count, links and hash of a block in the Python block pool, and its place among pins.
+# Reference count, links, hash and pins of a block in the Python block pool.
 POOL_BYTES_PER_BLOCK = 300
-# While weights are loaded: two runs of rows that are read, and one that is made ready to be packed.
+# While weights are loaded: two runs of rows being read, and one being packed.
 LOADING_BYTES = 12 * MIB
-# What quantising takes beside the matrices themselves.
+# Scratch of quantising, without the matrices themselves.
 QUANTIZED_SCRATCH_BYTES = 12 * MIB
-# Hidden states that are pooled at once, and what each number of one takes: a copy in fp32, one in
-# double precision.
+# Hidden states that are pooled together, and bytes of each of their numbers: a copy in fp32 and one
+# in double precision.
 POOLED_ROWS, POOLED_BYTES = 64, 12
-# What a pooled vector takes for each number: a sum in double precision, then a Python float.
+# Bytes of each number of a pooled vector: a sum in double precision, then a Python float.
 VECTOR_BYTES = 8 + 32
-# What penalties count of a request, for each entry of the vocabulary.
+# Bytes of the counts for penalties of a request, per entry of the vocabulary.
 SEEN_BYTES_PER_TOKEN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes the engine may plan with, and their source in words."""
+    """Bytes that the engine may plan with, and where the limit comes from."""
 
     size: int
     source: str
@@ -361,13 +362,13 @@ class Footprint:
     device: str  # "cpu" or "cuda"
     attention_backend: str
     block_size: int
-    runtime: int  # bytes that are gone before the model comes
+    runtime: int  # bytes that are taken before the model is loaded
     kv_cache_dtype: str = AUTO  # see `EngineConfig.kv_cache_dtype`
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()  # layers that keep the model's dtype
     kernels: str = "torch"  # what multiplies: "native", "triton" or "torch"
     mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
-    draft: Footprint | None = None  # of the draft model beside it
-    heads: HeadsFootprint | None = None  # of draft heads
+    draft: Footprint | None = None  # of its draft model
+    heads: HeadsFootprint | None = None  # of its draft heads
     graph_memory: int | None = None  # see `EngineConfig`
 
     @property
@@ -385,19 +386,19 @@ class Footprint:
 
     @property
     def stored_as(self) -> str:
-        """In what, in a word."""
+        """The format of the weights, in a word."""
         if self.quantization != "none":
             return self.quantization
         return "the checkpoint's format" if self._stored else self.dtype
 
     @property
     def _stored(self) -> list[LinearLayers]:
-        """What the checkpoint stores quantised."""
+        """Linear layers that the checkpoint stores quantised."""
         return [like for like in self.spec.linear_layers() if any(like.stored)]
 
     @property
     def block_bytes(self) -> int:
-        """With a draft model's keys and values, which lie beside the model's in it."""
+        """Bytes of a block, with the keys and values of a draft model in it."""
         drafting = 0
         if self.draft is not None:
             drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
@@ -405,7 +406,7 @@ class Footprint:
 
     @property
     def block_cost(self) -> int:
-        """Bytes of a block and of its bookkeeping in host memory."""
+        """Bytes of a block and its bookkeeping in host memory."""
         return self.block_bytes + (POOL_BYTES_PER_BLOCK if self.device == "cpu" else 0)
 
     def blocks_per_request(self, num_tokens: int, chunk: int) -> int:
@@ -432,7 +433,7 @@ class Footprint:
 
     @property
     def _taped(self) -> bool:
-        """A step runs as a tape of native kernels, none of torch's."""
+        """Whether a step runs as a tape of native kernels, without torch's."""
         return self.attention_backend == "cpu"
 
     def activations(self, size: StepSize) -> int:
@@ -444,7 +445,7 @@ class Footprint:
         return own + drafting
 
     def overhead(self, size: StepSize) -> int:
-        """Runtime, the tables of running requests and of rotary positions, what loading takes."""
+        """Runtime, tables of running requests and of rotary positions, loading."""
         spec = self.spec
         entries = -(-size.max_model_len // self.block_size) * len(self.groups)
         table = size.max_num_seqs * (size.max_model_len + 2 * entries) * 4
@@ -455,17 +456,17 @@ class Footprint:
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES
         loading = self._loading()
-        if self._taped:  # what it took is released before the first step
+        if self._taped:  # its memory is released before the first step
             loading = max(0, loading - self.activations(size))
         return total + loading
 
     @property
     def _captured_steps(self) -> bool:
-        """Whether forwards are captured: other attention backends plan each on the host."""
+        """Whether forwards are captured; other attention backends plan each on the host."""
         return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
-        """Of the forwards that may be captured."""
+        """Sizes of the forwards that may be captured."""
         if not self._captured_steps or self.graph_memory == 0:
             return ()
         return decoding_sizes(size.max_num_seqs) + self._judging_sizes(size)
@@ -477,7 +478,7 @@ class Footprint:
         return drafting_sizes(size.max_num_seqs, *drafts, tree=tree)
 
     def draft_graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
-        """The same of the draft model, or of the heads."""
+        """The same for the draft model or the heads."""
         if self.kernels != "triton" or not size.max_draft_rows or self.graph_memory == 0:
             return ()
         rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
@@ -488,7 +489,7 @@ class Footprint:
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
 
     def graphs(self, size: StepSize) -> int:
-        """Of all that may be captured, as asked for, or as it is expected to take."""
+        """Bytes of all captured forwards: as the options say, else an estimate."""
         drafting = self.draft_graph_sizes(size)
         if not drafting and not self._captured_steps:
             return 0
@@ -507,8 +508,8 @@ class Footprint:
         return total
 
     def _captured(self, sizes: tuple[GraphSize, ...], count: int, size: StepSize) -> int:
-        """Captured forwards: each by itself, the tensors of the largest, whose memory all share,
-        and the output that they write to.
+        """Bytes of captured forwards: the graph of each, the tensors of the largest, whose memory
+        all share, and their output.
 
         Args:
             sizes: the largest are among them. count: of all of them.
@@ -523,8 +524,8 @@ class Footprint:
         return count * each + shared + output
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
-        """A draft model's step, its rotary positions, and what drafts were drawn from: until they
-        are judged, and twice while they are put together."""
+        """A step of the draft model, its rotary positions, and the distributions of its drafts:
+        until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
         rotation = size.max_model_len * draft.spec.head_dim * 4 if draft.spec.rope else 0
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
@@ -538,11 +539,11 @@ class Footprint:
         return self.spec.hidden_size * (rows * POOLED_BYTES + size.max_num_seqs * VECTOR_BYTES)
 
     def fixed(self, size: StepSize) -> int:
-        """Everything beside the KV cache."""
+        """Everything but the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size)
 
     def plan(self, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:
-        """Bytes by part, with a KV cache of so many blocks."""
+        """Return the bytes by part, with a KV cache of `num_blocks`."""
         bookkeeping = POOL_BYTES_PER_BLOCK * num_blocks if self.device == "cpu" else 0
         return MemoryPlan(
             limit=limit.size,
@@ -556,10 +557,10 @@ class Footprint:
         if self.mapped is not None:
             return 0
         total = LOADING_BYTES
-        if not self.spec.gated_mlp:  # GPT-2: stored transposed, so matrices come whole, in fp32
+        if not self.spec.gated_mlp:  # GPT-2: stored transposed, so whole matrices are read, in fp32
             total += 2 * self.spec.intermediate_size * self.spec.hidden_size * 4
         if self.quantization != "none" or self._stored:
             total += QUANTIZED_SCRATCH_BYTES
-        # quantised tensors come whole, and the next one is read meanwhile
+        # Quantised tensors are read whole, the next one while one is converted.
         total += 2 * max((like.stored_bytes for like in self._stored), default=0)
         return total

@@ -1,7 +1,7 @@
-"""Wishes + facts of the model + facts of the machine -> every setting, each with its reason.
+"""Options, facts of the model and facts of the machine -> every setting, each with its reason.
 
-Pure: nothing is read, loaded or allocated here, so the plan stands before the first byte of weights
-is touched, and what cannot fit is an error that says what would.
+Pure: nothing is read, loaded or allocated here, so the plan is complete before the first byte of
+weights is read, and a model that cannot fit is an error that says what would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvik.config.config import (
     ResolvedConfig,
     RunnerConfig,
     check_config,
-    wish_of,
+    requested_speculation,
 )
 from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
@@ -33,11 +33,11 @@ def resolve(
     source: DraftSource = NO_SOURCE,
     drawn_seed: int | None = None,
 ) -> ResolvedConfig:
-    """Decide everything.
+    """Decide every setting of an engine.
 
     Args:
-        source: of drafts.
-        drawn_seed: what the engine takes if no seed was asked for; None: nothing is started.
+        source: where drafts come from.
+        drawn_seed: seed of the engine if the options give none; None: no engine is started.
 
     Raises:
         ConfigError: a field that is out of range, or contradicts the model or another field.
@@ -45,18 +45,18 @@ def resolve(
     """
     config = check_config(config)
     if config.load_format == "random":
-        spec = replace(spec, quantization=None, built=None)  # made as floats, however it is stored
+        spec = replace(spec, quantization=None, built=None)  # random weights are floats
     notes = Notes()
     if spec.built is not None:
         config = settled(config, spec.built, hardware)
         notes = Notes(dict.fromkeys(built_in(spec.built), BUILT_IN))
     compute, limit = choose_compute(config, spec, hardware, notes)
-    wish = wish_of(config)
+    asked = requested_speculation(config)
     mapped = None if spec.built is None else spec.built.weight_bytes
     footprint = footprint_of(config, spec, hardware, compute, mapped)
-    footprint = with_drafter(footprint, wish, source)
+    footprint = with_drafter(footprint, asked, source)
     footprint, size, num_blocks = Fit(config, footprint, limit).decide(notes)
-    speculation = choose_speculation(wish, size, footprint.groups, source, notes)
+    speculation = choose_speculation(asked, size, footprint.groups, source, notes)
     threads = config.threads or hardware.cores
     notes.add(
         "threads",

@@ -1,4 +1,4 @@
-"""Speculative decoding: what the user asked for, checked, and what was decided.
+"""Speculative decoding: its options, their checks, and what was decided.
 
 One JSON object (`speculative_config`) says everything; the flags `spec_method`, `spec_model` and
 `spec_tokens` stand for its commonest fields, and win over them.
@@ -17,13 +17,14 @@ from kvik.options import Flag, Integer, Number, OneOf, Text, option, options_of,
 from kvik.spec.model import ModelSpec
 from kvik.spec.weights import SCHEMES
 
-WISHES = ("speculative_config", "spec_method", "spec_model", "spec_tokens")  # engine options
+# Engine options.
+SPECULATION_OPTIONS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 OFF = "off"
-# Methods that need a model, or heads, of their own; and those that look tokens up.
+# Methods with a draft model or heads; methods that look tokens up.
 MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix")
 TREE_METHODS = ("medusa", "eagle")
 METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
-# Facts of the options that mean something to one method alone.
+# Facts of the options that apply to one method only.
 DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
     {"methods": (method,)} for method in ("draft_model", "ngram", "suffix")
 )
@@ -93,7 +94,7 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """Where drafts come from, if not from the text itself.
+    """A model or heads that draft.
 
     Attributes:
         path: folder of the draft model or of the heads; "" if there is none.
@@ -113,7 +114,7 @@ NO_SOURCE = DraftSource()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSpeculation:
-    """What was decided.
+    """Speculative decoding as it was decided.
 
     Attributes:
         method: one of `METHODS` but "off".
@@ -148,14 +149,14 @@ class ResolvedSpeculation:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are drawn from a distribution, where a request's tokens are."""
+        """Whether drafts are sampled, if the tokens of their request are."""
         return self.method == "draft_model"
 
 
-def speculative_wish(
+def merge_speculation(
     config: Mapping[str, object] | None, method: str | None, model: str | None, tokens: int | None
 ) -> SpeculativeConfig | None:
-    """The options of an engine, each checked by itself, as one wish; None if speculation is off.
+    """Merge the speculation options of an engine, each already checked; None if it is off.
 
     Args:
         config: `speculative_config`. method, model, tokens: `spec_method`, `spec_model` and
@@ -175,27 +176,27 @@ def speculative_wish(
             given[key] = value
             idle.pop(key, None)
             idle[key] = name
-    wish = SpeculativeConfig(**given)
+    asked = SpeculativeConfig(**given)
     if "method" not in given and idle:
         text = f"must be one of {', '.join(METHODS)} beside {', '.join(idle.values())}"
         raise ConfigError("spec_method", f"{text}; it is not given")
-    if wish.method == OFF:
+    if asked.method == OFF:
         return None
-    _of_its_method(wish, given)
-    if wish.ngram_min > wish.ngram_max:
+    _of_its_method(asked, given)
+    if asked.ngram_min > asked.ngram_max:
         raise ConfigError(
             "speculative_config",
-            f"ngram_min must be at most ngram_max ({wish.ngram_max}), not {wish.ngram_min}",
+            f"ngram_min must be at most ngram_max ({asked.ngram_max}), not {asked.ngram_min}",
         )
-    if wish.method == "draft_model" and not wish.model:
+    if asked.method == "draft_model" and not asked.model:
         raise ConfigError("spec_model", "must name a draft model for the method draft_model")
-    if wish.method in LOOKUP_METHODS and wish.model:
-        raise ConfigError("spec_model", f"must be left out: {wish.method} needs no model")
-    return wish
+    if asked.method in LOOKUP_METHODS and asked.model:
+        raise ConfigError("spec_model", f"must be left out: {asked.method} needs no model")
+    return asked
 
 
 def _checked(config: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of `speculative_config`, each checked by itself."""
+    """Check each field of `speculative_config` and return them."""
     options = {one.name: one for one in options_of(SpeculativeConfig)}
     found = {}
     for key, value in config.items():
@@ -209,14 +210,14 @@ def _checked(config: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _of_its_method(wish: SpeculativeConfig, given: Mapping[str, object]) -> None:
-    """Refuse what would change nothing. What stands at its default may be said."""
+def _of_its_method(asked: SpeculativeConfig, given: Mapping[str, object]) -> None:
+    """Refuse fields that would have no effect, unless they have their default."""
     for one in options_of(SpeculativeConfig):
         methods = one.facts.get("methods", METHODS)
-        if wish.method not in methods and getattr(wish, one.name) != one.default:
+        if asked.method not in methods and getattr(asked, one.name) != one.default:
             raise ConfigError(
                 "speculative_config",
-                f"{one.name} is for the method {', '.join(methods)}, not {wish.method}",
+                f"{one.name} is for the method {', '.join(methods)}, not {asked.method}",
             )
     for name in ("typical_epsilon", "typical_delta"):
         if name in given and "typical_acceptance" not in given:

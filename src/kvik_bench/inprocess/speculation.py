@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from kvik.cli.eval import text_name, texts_of
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.speculative import WISHES
+from kvik.config.speculative import SPECULATION_OPTIONS
 from kvik.config.units import show_bytes
 from kvik.core.types import DraftCounts
 from kvik.engine.stats import SpeculationStats
@@ -462,7 +462,7 @@ def run(arguments: argparse.Namespace) -> int:
     # What one run leaves in the cache would serve the next one.
     refuse_varied(options, "enable_prefix_caching")
     config = EngineConfig(**options, enable_prefix_caching=False)
-    if all(getattr(config, name) is None for name in WISHES):
+    if all(getattr(config, name) is None for name in SPECULATION_OPTIONS):
         config = replace(config, spec_method=DEFAULT_METHOD)
     guessing = resolve_config(config)
     if guessing.speculation is None:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.speculative import OFF, WISHES
+from kvik.config.speculative import OFF, SPECULATION_OPTIONS
 from kvik.engine.client import Engine
 from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
@@ -357,7 +357,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
     check_repeats(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
-    refuse_varied(options, "quantization", "enable_prefix_caching", "policy", *WISHES)
+    refuse_varied(options, "quantization", "enable_prefix_caching", "policy", *SPECULATION_OPTIONS)
     config = EngineConfig(**options)
     requests = Requests(
         arguments.num_requests,
