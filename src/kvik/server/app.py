@@ -113,7 +113,7 @@ class AppConfig:
 
     Attributes:
         host: the address it listens on; "" is every address.
-        allowed_host: host names to accept beside those that are always known.
+        allowed_host: host names to accept besides those that are always known.
         cors_origin: origins of the pages that may use it.
         admin: every route that is not open needs the key of an administrator.
     """
@@ -274,6 +274,6 @@ def all_routes(server: Server, requests: RequestMetricsObserver) -> list[Route]:
 
 
 def openai_routes(server: Server) -> list[Route]:
-    """The routes of the OpenAI API, and of the tokenizer beside it."""
+    """The routes of the OpenAI API and of the tokenizer."""
     endpoints = (chat, completions, embeddings, invocations, models, tokenize)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]

@@ -35,11 +35,11 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # as msgspec words it
 PIECE_BYTES = 1 << 18  # of a large body, worked on at once: other threads wait as long
 MAX_SHOWN = 24  # characters of a number
-MAX_IGNORED = 16  # fields that are told of
+MAX_IGNORED = 16  # fields that are reported
 
 
 async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:
-    """The body as `kind`. Fields that `kind` does not have are told in `x-kvik-ignored-fields`.
+    """The body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
 
     Args:
         unhonoured: fields that are refused if they ask for something, unless `kind` has them.
@@ -55,7 +55,7 @@ async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING
 async def read_chosen(
     request: Request, choose: Callable[[dict[str, Any]], tuple[type[T], Table]]
 ) -> T:
-    """As `read_body`, where the body itself tells of which kind it is.
+    """As `read_body`, for a body that determines its own kind.
 
     Args:
         choose: from the JSON object to its kind, and the fields that are not honoured; may raise
@@ -68,7 +68,7 @@ async def read_chosen(
         limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)
-        else:  # others have their turn between its steps
+        else:  # in a thread, for the event loop goes on
             body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
     context.ignored_fields += ignored
     return body

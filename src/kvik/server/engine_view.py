@@ -1,6 +1,6 @@
-"""What the engine decided and what it is doing: `/v1/engine`, and as a stream `/v1/engine/live`.
+"""The decisions and the state of the engine: `/v1/engine`, and as a stream `/v1/engine/live`.
 
-Both show how all callers use the server, so where there are keys they are for administrators.
+Both show how all callers use the server, so where there are keys they need an administrator's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EngineFrame:
 
     Attributes:
         reason: why the engine is not ready; "" if it is.
-        view: the first one whole, then without the steps and the finished requests that were told
-            already; None: the engine does not answer now.
+        view: complete in the first event, then without the steps and finished requests that were
+            sent already; None: the engine does not answer now.
     """
 
     state: EngineState
@@ -63,8 +63,7 @@ class EngineFacts:
 
 
 class EngineFeed:
-    """Asks the engine at most once in `interval` seconds, however many watch, and never while
-    nobody does."""
+    """Reads the engine at most once in `interval` seconds, whatever the number of watchers."""
 
     def __init__(self, engine: AsyncEngineClient, interval: float = INTERVAL) -> None:
         self._engine = engine
@@ -74,7 +73,7 @@ class EngineFeed:
         self._taken = 0.0  # when, on the clock of the event loop
 
     async def after(self, seen: EngineFrame | None) -> EngineFrame:
-        """The next frame that is not `seen`, and not old."""
+        """The next frame after `seen`."""
         now = asyncio.get_running_loop().time
         async with self._lock:
             frame = self._frame
@@ -89,13 +88,18 @@ class EngineFeed:
     async def _take(self) -> EngineFrame:
         view = None
         if self._engine.state is EngineState.READY:
-            with suppress(UnavailableError):  # it is busy, or has just stopped: the state will tell
+            with suppress(UnavailableError):  # it is busy, or stopped just now
                 view = await self._engine.live()
         return EngineFrame(self._engine.state, self._engine.reason, view)
 
 
 class EngineView:
-    """The handlers. `interval` and `max_watchers`: of the stream."""
+    """The handlers.
+
+    Args:
+        interval: seconds between events of the stream.
+        max_watchers: streams at the same time.
+    """
 
     def __init__(
         self,
@@ -143,21 +147,21 @@ class EngineView:
 
     async def _events(self) -> AsyncIterator[bytes]:
         seen: EngineFrame | None = None
-        told: LiveView | None = None
-        while not self._drain.started:  # a server that stops does not wait for who only looks
+        sent: LiveView | None = None
+        while not self._drain.started:  # a server that stops does not wait for watchers
             seen = await self._feed.after(seen)
             view = seen.view
-            if view is not None and told is not None and view.stats.steps >= told.stats.steps:
-                view = view.after(told)
+            if view is not None and sent is not None and view.stats.steps >= sent.stats.steps:
+                view = view.after(sent)
             yield json_event(EngineFrame(seen.state, seen.reason, view))
-            told = seen.view or told
+            sent = seen.view or sent
 
 
 class WatchedStream(StreamingResponse):
     """A stream that ends when its reader does not read.
 
     Args:
-        leave: is called at its end, however it comes.
+        leave: called when the stream ends, for whatever reason.
     """
 
     def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Browsers: which pages may use the server, and that no name of a stranger leads to it."""
+"""Checks of browsers' requests: the Host header and the origin of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: who calls. Only hashes are kept, and every comparison looks at all of them."""
+"""API keys. Only hashes are kept, and every comparison reads all of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Keys:
         return any(key.caller.is_admin for key in self._keys)
 
     def caller(self, headers: Headers) -> Caller | None:
-        """Who sends these headers; None: nobody we know.
+        """Whose key these headers have; None: no valid one.
 
         A key is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`; some clients send both,
         and one that is right will do.
@@ -68,7 +68,7 @@ class Keys:
         found = None
         for text in presented(headers):
             digest = sha256(text.encode("utf-8", "surrogateescape")).digest()
-            for key in self._keys:  # all of them: the time taken tells nothing
+            for key in self._keys:  # all of them, so that timing reveals nothing
                 if hmac.compare_digest(digest, key.digest):
                     found = key.caller
         return found
@@ -126,7 +126,7 @@ def _of_file(file: str) -> tuple[list[Key], bool]:
         caller = _caller(name or f"line-{number}", admin=admin is not None)
         keys.append(Key(_digest("api_key_file", key), caller))
     if not keys:
-        # Nobody who names a file of keys wants an open server.
+        # An operator who names a file of keys does not want an open server.
         raise ConfigError("api_key_file", f"{file!r} holds no key")
     return keys, named
 

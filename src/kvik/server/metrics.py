@@ -174,7 +174,7 @@ class Exposition(Collector):
 
     Args:
         model_name: a label of every value.
-        compat: whose names to use beside ours: "vllm" or "none".
+        compat: whose names to use besides ours: "vllm" or "none".
     """
 
     def __init__(self, model_name: str, compat: str) -> None:
@@ -192,7 +192,7 @@ class Exposition(Collector):
         for prefix, labels in self._own if ours else self._all:
             named = Metric(prefix + metric.name, metric.documentation, metric.type)
             for sample in metric.samples:
-                if not sample.name.endswith("_created"):  # no time series, and nobody reads it
+                if not sample.name.endswith("_created"):  # of no use here
                     named.add_sample(prefix + sample.name, labels | sample.labels, sample.value)
             self._metrics.append(named)
 
@@ -404,7 +404,7 @@ def _places(counts: Sequence[int]) -> list[Row]:
 
 
 def _limits(shown: Exposition, recent: Efficiency, doubt: str) -> None:
-    """What the last minute reached beside what the machine can do.
+    """What the last minute reached, compared with what the machine can do.
 
     Args:
         doubt: why its ceilings may be wrong, or "".

@@ -1,4 +1,4 @@
-"""Who watches generations live and end: metrics, traces."""
+"""Observers of generations, such as metrics and traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GenerationRecord:
-    """The facts of one generation; times in seconds of `time.monotonic`."""
+    """What observers see of one generation; times in seconds of `time.monotonic`."""
 
     request_id: str
     tenant: str
@@ -31,33 +31,35 @@ class GenerationRecord:
 
 
 class Observer(Protocol):
-    """Called in the event loop, so each method must be quick."""
+    """Sees what happens to generations. Its methods are called in the event loop: be quick."""
 
     def arrived(self, record: GenerationRecord) -> None:
-        """It was admitted and sent to the engine."""
+        """A request was admitted and sent to the engine."""
         ...
 
     def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
-        """Tokens of one completion came; `record` still says what was before them."""
+        """Tokens of one completion came; `record` does not count them yet."""
         ...
 
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
-        """It ended. Without output it failed, or nobody waits for it.
+        """A request ended. Without output it failed or was aborted.
 
         Args:
-            reason: "stop" or "length", the first of its completions'; else "abort", "deadline" or
-                "error".
+            reason: "stop" or "length" of its first completion; else "abort", "deadline" or "error".
         """
         ...
 
     def refused(self, tenant: str, reason: str) -> None:
-        """It was not admitted: "queue" or "share" is full, "deadline" too near, engine or server
-        "unavailable", or the request "invalid"."""
+        """A request was not admitted.
+
+        Args:
+            reason: "queue" or "share" (full), "deadline" (too near), "unavailable" or "invalid".
+        """
         ...
 
 
 class Observers:
-    """Many observers as one. What one of them raises is logged, and goes no further."""
+    """Several observers as one. What one of them raises is logged and goes no further."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)

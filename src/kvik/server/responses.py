@@ -25,24 +25,24 @@ INLINE_ITEMS = 2000  # items at a microsecond or two: a thread would take longer
 
 
 async def offload(num_items: int, work: Callable[[], T]) -> T:
-    """What `work` returns: done at once if it is little, else in a thread, where Python gives all
-    others their turn every few milliseconds.
+    """Run `work` here if it is short, else in a thread, so that the event loop goes on.
 
     Args:
-        num_items: tokens, messages, log probabilities: whatever there is one turn of a loop for.
+        num_items: iterations of its loop, over tokens, messages or log probabilities.
     """
     return work() if num_items <= INLINE_ITEMS else await asyncio.to_thread(work)
 
 
-CHUNK_ITEMS = 16  # entries of a long list that are encoded at once
+CHUNK_ITEMS = 16  # entries of a long list that are encoded in one call
 
 
 class LazyList:
-    """A list whose entries are made as they are encoded, and gone after that. To make, to collect
-    or to free them all at once would hold up other threads too.
+    """A list whose entries are made while they are encoded, and then freed.
+
+    To make, collect or free all of them at once would block other threads.
 
     Args:
-        rows: what they are made from, one of each.
+        rows: what the entries are made from, one of each.
     """
 
     def __init__(self, rows: Sequence[T], make: Callable[[T], object]) -> None:
@@ -57,8 +57,10 @@ class LazyList:
 
 
 def encode_in_chunks(value: object) -> bytes:
-    """As `msgspec.json.encode`, for Structs whose fields have their own names and for lists, as our
-    answers are made of, and `LazyList` ones. It takes longer in all."""
+    """Encode as `msgspec.json.encode` does, but let other threads run in between.
+
+    It takes Structs without renamed fields, lists and `LazyList`s.
+    """
     out: list[bytes] = []
     _add(value, out)
     return b"".join(out)

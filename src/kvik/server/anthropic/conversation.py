@@ -1,4 +1,4 @@
-"""System prompt and messages -> turns for the chat template, and where its cache marks stand."""
+"""Messages as a prompt, and the prefixes of it that their cache marks pin."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ContentBlock(Struct, kw_only=True):
 
 
 class MessageParam(Struct, kw_only=True):
-    """One turn. Turns of one role that follow each other are one."""
+    """A message. Consecutive messages of one role are one turn."""
 
     role: Literal["user", "assistant"]
     content: str | list[ContentBlock]
@@ -78,14 +78,16 @@ _SECONDS = {None: FIVE_MINUTES, "5m": FIVE_MINUTES, "1h": HOUR}
 
 
 @dataclass(slots=True)
-class Turn:
+class ConversationTurn:
+    """Consecutive messages of one role."""
+
     role: str
-    texts: list[str] = field(default_factory=list)  # of its blocks
+    texts: list[str] = field(default_factory=list)  # one for each block
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMark:
-    """The prompt up to the end of a block is to be kept for so many seconds."""
+    """A wish to keep the prompt in the cache up to the end of a block."""
 
     turn: int
     block: int  # of that turn
@@ -94,22 +96,28 @@ class CacheMark:
 
 @dataclass(slots=True)
 class Conversation:
-    """Attributes:
-    turns: no two of one role follow each other; the first may be the system's.
-    marks: in order.
+    """The turns of a request, with its cache marks.
+
+    Attributes:
+        turns: roles alternate; the first may be "system".
+        marks: in order.
     """
 
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ConversationTurn] = field(default_factory=list)
     marks: list[CacheMark] = field(default_factory=list)
 
     @property
     def continues(self) -> bool:
-        """The last turn is the beginning of the answer."""
+        """Whether the model continues the last turn."""
         return self.turns[-1].role == "assistant"
 
 
 def read_conversation(body: CountRequest) -> Conversation:
-    """Raises `ParamError` for what is not text, or marked too often."""
+    """The conversation of a body.
+
+    Raises:
+        ParamError: a block is not text, or too many are marked.
+    """
     conversation = Conversation()
     if body.system:
         _add(conversation, "system", "system", body.system)
@@ -129,8 +137,8 @@ def read_conversation(body: CountRequest) -> Conversation:
     return conversation
 
 
-def plain(turns: Sequence[Turn]) -> list[Mapping[str, object]]:
-    """As the chat template takes them."""
+def plain(turns: Sequence[ConversationTurn]) -> list[Mapping[str, object]]:
+    """The messages for the chat template."""
     return [{"role": turn.role, "content": "\n".join(turn.texts)} for turn in turns]
 
 
@@ -139,7 +147,7 @@ def _add(
 ) -> None:
     turns = conversation.turns
     if not turns or turns[-1].role != role:
-        turns.append(Turn(role))
+        turns.append(ConversationTurn(role))
     for text, control in _texts(place, content):
         turns[-1].texts.append(text)
         if control is not None:
@@ -167,19 +175,29 @@ def _texts(
 
 
 def _mark(conversation: Conversation, turn: int, control: CacheControl) -> None:
-    """At the last block so far of a turn."""
+    """Mark the last block of a turn so far."""
     block = len(conversation.turns[turn].texts) - 1
     conversation.marks.append(CacheMark(turn, block, _SECONDS[control.ttl]))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """A conversation as tokens."""
+
     token_ids: list[int]
     pins: tuple[Pin, ...]  # in order of length
 
 
 async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
-    """Raises `ParamError` if the template refuses the conversation, or it is too long."""
+    """Render and tokenise a conversation, and find the prefix of each cache mark.
+
+    What a template makes of a block is up to the template. So the conversation is rendered once
+    more up to the mark, and the prefix is what both texts have in common. Where a template shows
+    the beginning of a conversation differently when it stands alone, less is kept.
+
+    Raises:
+        ParamError: the template refuses the conversation, or it is too long.
+    """
     turns = conversation.turns
     if conversation.continues:
         with rename_fields(continue_final_message="messages"):
@@ -197,20 +215,20 @@ async def make_prompt(texts: Texts, conversation: Conversation) -> Prompt:
 
 
 async def _length(
-    texts: Texts, turns: Sequence[Turn], mark: CacheMark, text: str, ids: Sequence[int]
+    texts: Texts, turns: Sequence[ConversationTurn], mark: CacheMark, text: str, ids: Sequence[int]
 ) -> int:
     """Tokens of the prompt up to a mark."""
     marked = turns[mark.turn]
-    shown = [*turns[: mark.turn], Turn(marked.role, marked.texts[: mark.block + 1])]
+    shown = [*turns[: mark.turn], ConversationTurn(marked.role, marked.texts[: mark.block + 1])]
     if marked.role == "system":
-        # Most templates need somebody to speak. What he says is not what he says in the prompt.
+        # Most templates need a message; its text must differ from that of the prompt.
         following = turns[mark.turn + 1]
         other = "b" if following.texts[0].lstrip().startswith("a") else "a"
-        shown.append(Turn(following.role, [other]))
+        shown.append(ConversationTurn(following.role, [other]))
     try:
         alone = await texts.render(plain(shown), add_generation_prompt=False)
     except ParamError:
-        return 0  # this template cannot show the beginning of this conversation
+        return 0  # the template refuses the beginning alone
     length = common_length(alone, text)
     if length == len(text):
         return len(ids)
@@ -218,7 +236,7 @@ async def _length(
 
 
 def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """How long the longest common beginning is: by halves, since slices are compared quickly."""
+    """Length of the common prefix, by bisection: slices compare quickly."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,4 +1,4 @@
-"""What answers have in common: their head, usage, tokens and log probabilities."""
+"""What responses share: their head, usage, tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINGERPRINT = f"kvik-{__version__}"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """`id` and `model` of an answer, and when it was begun, in whole seconds since 1970."""
+    """`id`, `model` and time (in whole seconds since 1970) of a response."""
 
     id: str
     model: str
@@ -31,18 +31,19 @@ class ResponseHead:
 
 
 class Speculation(Struct, kw_only=True):
-    """Tokens guessed ahead for an answer, of all its choices together. A check is a step that
-    judged drafts of a choice. A draft's place is how many drafts stand before it; drafts of a tree
-    have the place of their depth.
+    """Speculation for an answer, of all its choices together.
+
+    A check is a step that verified drafts of a choice. The position of a draft is the number of
+    drafts before it, in a tree its depth.
 
     Attributes:
         checks: how many there were.
-        drafted_per_position: [i] checks with a draft at place i.
-        accepted_per_position: [i] checks in which it was right, and those before it.
-        mean_accepted_length: tokens that a check brought, the model's own included. null: none was
-            made.
-        speedup: how much faster the tokens came than they would have without speculation, as
-            estimated from the times of steps with and without drafts. null: not known.
+        drafted_per_position: [i] checks with a draft at position i.
+        accepted_per_position: [i] checks in which it and all before it were accepted.
+        mean_accepted_length: tokens that a check yields, the model's own included. null: there
+            was no check.
+        speedup: how much faster the tokens came than without speculation, estimated from the
+            times of steps with and without drafts. null: not known.
     """
 
     checks: int
@@ -55,7 +56,7 @@ class Speculation(Struct, kw_only=True):
 
 
 def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
-    """Of finished requests together; unset if nobody guessed for any of them."""
+    """The speculation of finished requests together; unset if there was none."""
     known = [one for output in outputs if (one := output.speculation) is not None]
     if not known:
         return UNSET
@@ -77,14 +78,14 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """Of the tokens guessed ahead, by speculation."""
+    """Drafts of speculation."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(Struct):
-    """`speculation` is no field of OpenAI's: it is there where the engine guesses ahead."""
+    """`speculation` is not a field of OpenAI; it is present if the engine speculates."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -173,7 +174,7 @@ LEAST = -9999.0  # JSON has no minus infinity
 
 
 class TokenNames:
-    """How the tokens of a model are written. Without a tokenizer they are only numbers."""
+    """The text of single tokens; without a tokenizer, their numbers."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer

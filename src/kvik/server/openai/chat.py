@@ -63,7 +63,7 @@ class Part(Struct, kw_only=True):
 
 
 class Message(Struct, kw_only=True):
-    """One turn. The template decides in which order the roles may come."""
+    """A message. The template decides in which order roles may come."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -237,7 +237,7 @@ async def conversation_ids(
     continue_final_message: bool | None,
     add_special_tokens: bool | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's turn.
+    """Token ids of a conversation, ready for the assistant's answer.
 
     Args:
         add_generation_prompt: None is true, unless the final message is continued.

@@ -175,7 +175,7 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
         wanted = max(body.logprobs, body.prompt_logprobs or 0)
         changes["prompt_logprobs"] = wanted
     elif asked == 0 and body.prompt_logprobs is None:
-        changes["prompt_logprobs"] = 0  # for the engine's sake; nobody sees them
+        changes["prompt_logprobs"] = 0  # so that the engine reads the prompt; they are not shown
     return defaults.with_changes(**changes)
 
 

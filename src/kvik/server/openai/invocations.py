@@ -29,7 +29,7 @@ _KINDS: Mapping[str, tuple[type[Body], Table]] = {
 
 
 class Invocation(Struct):
-    """The body of /v1/chat/completions, /v1/completions or /v1/embeddings, told apart by these."""
+    """The body of /v1/chat/completions, /v1/completions or /v1/embeddings, recognised by these."""
 
     messages: Any = None
     prompt: Any = None

@@ -1,4 +1,4 @@
-"""What the routes that generate have in common: prompts, sampling parameters, checks."""
+"""What the endpoints that generate share: prompts, sampling parameters, checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
 
 
 def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
-    """The prompts by what errors call them: `name` alone, or `name[0]`, `name[1]`, ... of many.
+    """Prompts by their names in errors: `name` alone, or `name[0]`, `name[1]`, ... of many.
 
     Raises:
         ParamError: one is empty, or they are of mixed kinds.
@@ -53,7 +53,7 @@ def check_choices(name: str, num_prompts: int, n: int) -> None:
 async def all_prompt_ids(
     texts: Texts, prompts: Mapping[str, SinglePrompt], add_special_tokens: bool | None
 ) -> dict[str, list[int]]:
-    """Token ids of each prompt, by what errors call it."""
+    """Token ids of each prompt, by its name in errors."""
     found = {}
     for field, prompt in prompts.items():
         with rename_fields(prompt=field):
@@ -71,10 +71,10 @@ async def prompt_ids(
 
 
 def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int | None]:
-    """How many tokens an answer may have, with the field that says so.
+    """The field that limits the tokens of an answer, and its value.
 
     Args:
-        newest: `max_completion_tokens`, which goes before the others.
+        newest: `max_completion_tokens`, which takes precedence.
     """
     if newest is not None:
         return "max_completion_tokens", newest
@@ -95,7 +95,7 @@ def check_stream(body: Generating) -> None:
         raise ParamError("stream_options", "needs stream to be true")
 
 
-# How long a prompt is kept that shall be; each use begins the time anew.
+# Seconds for which a pinned prompt is kept after each use.
 RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
 _DEFAULT = "in_memory"
 MAX_LOGPROB_VALUES = 1 << 19
@@ -104,7 +104,7 @@ MAX_LOGPROB_VALUES = 1 << 19
 def generation_request(
     body: Generating, prompt_ids: Sequence[int], params: SamplingParams, field: str
 ) -> GenerationRequest:
-    """What the body wants with one prompt. Errors call that `field`."""
+    """The request to generate from one prompt, which errors call `field`."""
     return GenerationRequest(
         prompt_token_ids=prompt_ids,
         params=params,
@@ -117,7 +117,7 @@ def generation_request(
 
 
 def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
-    """Who names a key, or wants a prompt kept for long, has the whole of it pinned."""
+    """The whole prompt is pinned if the body names a cache key or a long retention."""
     retention = body.prompt_cache_retention
     if retention is not None and retention not in RETENTION:
         raise ParamError("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
@@ -127,7 +127,7 @@ def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
 
 
 def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: str) -> None:
-    """Whether the output that was asked for fits behind the prompt. The engine would give less.
+    """Refuse output that does not fit behind the prompt, where the engine would give less.
 
     Raises:
         ParamError: it does not, though the prompt itself fits.
@@ -149,7 +149,7 @@ def check_logprobs(
     of_prompt: str,
     of: str,
 ) -> None:
-    """Whether the log probabilities that may come of one request can be held.
+    """Refuse more log probabilities than a response may have.
 
     Args:
         of_prompt, of: fields that ask for those of the prompts and of the output.
