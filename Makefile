@@ -18,7 +18,7 @@ help:
 	@echo "make test-full     run all tests: before a merge"
 	@echo "make test-nightly  run all tests with ten times the examples, drawn anew"
 	@echo "make check         ruff, mypy"
-	@echo "make bench         run the benchmarks"
+	@echo "make bench         measure the bundled model here (kvik bench)"
 	@echo "make clean         remove .venv, build and caches"
 
 demo: $(VENV)/.kvik
@@ -43,7 +43,7 @@ check: $(VENV)/.kvik-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.kvik
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for verb in latency throughput startup batching techniques; do $(BIN)/kvik bench $$verb || exit 1; done
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
