@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvik_bench.load.drive import Budget, OpenLoop, RunLog, drive
-from kvik_bench.load.openai_target import OpenAITarget, Server, connected
+from kvik_bench.load.openai_target import OpenAITarget, TargetServer, connected
 from kvik_bench.load.serve import MAX_CPU_SHARE, Measured
 from kvik_bench.load.workload import DrawnLengths, Length, RandomWorkload, WordFiller, poisson
 
@@ -75,7 +75,7 @@ class Cost:
 
 
 async def load(url: str, tokens: int, prompt_tokens: int, rate: float, seconds: float) -> Cost:
-    server = Server(url, "completions", "some/model-1b")
+    server = TargetServer(url, "completions", "some/model-1b")
     lengths = DrawnLengths(Length("fixed", prompt_tokens), Length("fixed", tokens), "0")
     workload = RandomWorkload(lengths, WordFiller(), "0")
     log = RunLog()

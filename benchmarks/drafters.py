@@ -31,7 +31,7 @@ from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains
 from kvik.worker.request_table import RequestTable
-from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
 
 ROUNDS, GROWTH = 60, 3
 
@@ -152,7 +152,9 @@ def draft_model(rows: int, k: int) -> list[float]:
     rng = np.random.default_rng(0)
     with loaded(resolve_config(config)) as engine:
         for _ in range(4):
-            run_jobs(engine, [Job(rng.integers(10, 500, 32).tolist(), 200) for _ in range(rows)])
+            run_jobs(
+                engine, [BenchRequest(rng.integers(10, 500, 32).tolist(), 200) for _ in range(rows)]
+            )
     return made[0].outside
 
 

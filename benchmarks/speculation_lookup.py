@@ -32,7 +32,7 @@ from kvik.worker import worker
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampler import LaunchedTokens
 from kvik.worker.step_inputs import AtOnce
-from kvik_bench.inprocess.inproc import Job, loaded, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure
 from kvik_bench.inprocess.speculation import Pair
 
@@ -94,7 +94,7 @@ def summary(text: str) -> str:
     return "In short: " + " Later, ".join(sentences[::3])
 
 
-def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[Job]:
+def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[BenchRequest]:
     """Requests of one round. Their answers are written down."""
     (story,) = held_out_texts()
     draw = np.random.default_rng((number + 100, batch))
@@ -105,7 +105,7 @@ def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[Job]:
         answer = edited(piece) if kind == "edit" else summary(piece)
         prompt = [i, *tokenizer.encode(f"{piece}\n\n", add_special_tokens=False)]
         said = tokenizer.encode(answer, add_special_tokens=False)[: ROOM - len(prompt)]
-        made.append(Job(prompt, len(said)))
+        made.append(BenchRequest(prompt, len(said)))
         texts.append([*prompt, *said])
     ANSWERS.write(texts)
     return made

@@ -31,14 +31,14 @@ from kvik.engine.client import Engine
 from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
-from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
-from kvik_bench.inprocess.jobs import Pieces, Requests, fixed
+from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
+from kvik_bench.inprocess.jobs import Requests, TextPieces, fixed
 from kvik_bench.inprocess.measures import OUTPUT
 from kvik_bench.load.workload import DrawnLengths, parse_length
 
 LONGEST, TOGETHER = 768, 32
 DRAFT = "stories-draft"  # beside the bundled model
-Jobs = Callable[[int, int], list[Job]]  # round, size of the vocabulary -> requests
+Jobs = Callable[[int, int], list[BenchRequest]]  # round, size of the vocabulary -> requests
 
 
 def random_tokens(count: int, prompt: int, output: int, shared: int = 0) -> Jobs:
@@ -53,14 +53,14 @@ def varied(count: int, prompt: str, output: str) -> Jobs:
 def story(count: int, prompt: int, output: int) -> Jobs:
     # Ids of the bundled model's tokenizer are ids of any model.
     tokenizer = Tokenizer.load(find_model(""))
-    pieces = Pieces.of(tokenizer, held_out_texts(), prompt, output, "0")
+    pieces = TextPieces.of(tokenizer, held_out_texts(), prompt, output, "0")
     return lambda number, vocab_size: pieces.jobs(number, count)
 
 
 def staggered(jobs: Jobs, gap: float) -> Jobs:
     """So many seconds from one request to the next."""
 
-    def late(number: int, vocab_size: int) -> list[Job]:
+    def late(number: int, vocab_size: int) -> list[BenchRequest]:
         return [replace(job, due=i * gap) for i, job in enumerate(jobs(number, vocab_size))]
 
     return late
@@ -89,14 +89,14 @@ class Found:
     accepted: float
 
 
-def by_processor(engine: Engine, jobs: list[Job]) -> Run:
+def by_processor(engine: Engine, jobs: list[BenchRequest]) -> LoadRun:
     """As if nothing else had run meanwhile."""
     before = time.process_time()
     run = run_jobs(engine, jobs)
     return replace(run, started=0.0, ended=time.process_time() - before)
 
 
-def compare(plain: Run, other: Run) -> Found:
+def compare(plain: LoadRun, other: LoadRun) -> Found:
     before, after = other.before.speculation, other.after.speculation
     share = 0.0
     if before is not None and after is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ConfigError
-from kvik.planner.cost import Load, columns, cost, count, dollars, parse_load, seconds, three
+from kvik.planner.cost import DailyLoad, columns, cost, count, dollars, parse_load, seconds, three
 
 
 def test_a_million_tokens() -> None:
@@ -22,14 +22,14 @@ def test_every_device_is_paid() -> None:
 
 def test_a_day() -> None:
     # One request a second takes 100 / 1000 + 10 / 100 = 0.2 seconds of it.
-    paid = cost(3.6, 1, 1000, 100, Load(86_400, prompt=100, output=10))
+    paid = cost(3.6, 1, 1000, 100, DailyLoad(86_400, prompt=100, output=10))
     assert paid.copies == 1
     assert paid.busy == pytest.approx(0.2)
     assert paid.per_day == pytest.approx(86.4)
 
 
 def test_more_than_one_copy_can_do() -> None:
-    paid = cost(3.6, 2, 1000, 100, Load(6 * 86_400, prompt=100, output=10))
+    paid = cost(3.6, 2, 1000, 100, DailyLoad(6 * 86_400, prompt=100, output=10))
     assert paid.copies == 2
     assert paid.busy == pytest.approx(0.6)
     assert paid.per_day == pytest.approx(2 * 2 * 86.4)

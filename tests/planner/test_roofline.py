@@ -16,7 +16,7 @@ from kvik.planner.devices import DEVICES, Device, Setting, find_device
 from kvik.planner.families import shape_from_config
 from kvik.planner.roofline import (
     LinearCost,
-    Step,
+    PlannedStep,
     StepTime,
     compute_bound_batch,
     decode,
@@ -99,13 +99,13 @@ def test_a_prompt_by_hand(llama: ModelShape) -> None:
 
 def test_prompts_of_a_batch_share_the_weights(llama: ModelShape) -> None:
     at = Setting(ROUND, "fp16", "fp16", batch=8)
-    together = step_time(llama, at, Step(((8, 10, 0),)))
+    together = step_time(llama, at, PlannedStep(((8, 10, 0),)))
     assert part(together, "weights").floor == pytest.approx(2 * 32 * 202_375_168 / 1e12)
     ceiling, _ = prefill_rate(llama, at, 10)
     assert ceiling == pytest.approx(8 * 10 / together.floor)
     # a pipeline of two stages is at two groups of four at a time
     halves = replace(at, pp=2)
-    four = step_time(llama, halves, Step(((4, 10, 0),)))
+    four = step_time(llama, halves, PlannedStep(((4, 10, 0),)))
     assert prefill_rate(llama, halves, 10)[0] == pytest.approx(2 * 4 * 10 / four.floor)
 
 

@@ -19,7 +19,7 @@ from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.memory import bytes_of
-from kvik.planner.roofline import Step, decode, prefill, step_time
+from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik.planner.search import largest, least
 from kvik.planner.serving import (
     Drafting,
@@ -49,7 +49,7 @@ def told(found: Prediction | None) -> Prediction:
     return found
 
 
-def seconds(step: Step) -> float:
+def seconds(step: PlannedStep) -> float:
     return step_time(SHAPE, Setting(DEVICE, "bf16", "bf16"), step).expected
 
 
@@ -140,7 +140,7 @@ class Simulation:
         runs = [(1, n, end - n) for n, end in rows if n > 1]
         if singles:
             runs.append((len(singles), 1, round(fmean(singles)) - 1))
-        self.now += seconds(Step(tuple(runs)))
+        self.now += seconds(PlannedStep(tuple(runs)))
         output = ModelRunnerOutput(plan.step, [[1] if s else [] for s in plan.samples])
         before = len(self.done)
         for delta in self.scheduler.update(output, self.now):

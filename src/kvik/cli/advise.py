@@ -13,7 +13,7 @@ from textwrap import wrap
 from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
-from kvik.planner.advice.advise import Advice, Report, advise
+from kvik.planner.advice.advise import Advice, AdviceReport, advise
 from kvik.planner.advice.figures import Figures, Wish
 from kvik.planner.advice.reasons import most_served
 from kvik.planner.cost import seconds
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: AdviceReport) -> dict[str, object]:
     """The report without what the question already said."""
     device = report.usual.at.device
     return {
@@ -84,7 +84,7 @@ def as_json(report: Report) -> dict[str, object]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: AdviceReport) -> str:
     lines = [*_header(report), ""]
     for place, advice in enumerate(report.advice, 1):
         lines += _advice(f"{place}. {advice.topic}", advice)
@@ -99,7 +99,7 @@ def as_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _header(report: Report) -> list[str]:
+def _header(report: AdviceReport) -> list[str]:
     device, shape, traffic = report.usual.at.device, report.usual.shape, report.traffic
     basis = "measured here" if device.measured else "ceilings of its data sheet; kernels reach less"
     requests = f"{traffic.prompt} prompt + {traffic.output} output tokens"

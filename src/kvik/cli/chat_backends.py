@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, Usage
+from kvik.cli.openai_stream import Chunk, Event, EventTooLarge, SseParser, StreamedUsage
 from kvik.cli.remote_server import RemoteServer
 from kvik.cli.report import stats_line
 from kvik.core.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ class Facts:
     note: str = ""
 
 
-class Answer(AbstractContextManager["Answer"], Protocol):
+class ChatAnswer(AbstractContextManager["ChatAnswer"], Protocol):
     """An answer as pieces of text, read inside its `with`; leaving that stops the answer."""
 
     def __iter__(self) -> Iterator[str]:
@@ -55,7 +55,7 @@ class Answer(AbstractContextManager["Answer"], Protocol):
 class Backend(Protocol):
     """Answers with the sampling parameters that it was made with."""
 
-    def answer(self, messages: Messages) -> Answer:
+    def answer(self, messages: Messages) -> ChatAnswer:
         """Raises `KvikError`: these messages cannot be answered."""
         ...
 
@@ -225,7 +225,7 @@ class RemoteAnswer:
         self._decode = msgspec.json.Decoder(Chunk).decode
         self._ended = False
         self._finish: str | None = None
-        self._usage = Usage()
+        self._usage = StreamedUsage()
         self._first = 0.0  # seconds from the request to the first text
         self.facts: Facts | None = None
 

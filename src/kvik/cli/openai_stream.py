@@ -72,23 +72,23 @@ class SseParser:
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of tokens; another number is no count
 
 
-class PromptDetails(msgspec.Struct):
+class StreamedPromptDetails(msgspec.Struct):
     cached_tokens: Count | None = None
 
 
-class CompletionDetails(msgspec.Struct):
+class StreamedCompletionDetails(msgspec.Struct):
     accepted_prediction_tokens: Count | None = None
     rejected_prediction_tokens: Count | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamedUsage(msgspec.Struct):
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: CompletionDetails | None = None
+    prompt_tokens_details: StreamedPromptDetails | None = None
+    completion_tokens_details: StreamedCompletionDetails | None = None
 
 
-class Delta(msgspec.Struct):
+class StreamedDelta(msgspec.Struct):
     """What a chat chunk adds. Reasoning and tool calls are output too."""
 
     content: str | None = None
@@ -98,15 +98,15 @@ class Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct):
+class StreamedChoice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: StreamedDelta | None = None
     finish_reason: str | None = None
 
 
 class Chunk(msgspec.Struct):
     """The fields that are read; a server may send others."""
 
-    choices: list[Choice] | None = []
-    usage: Usage | None = None
+    choices: list[StreamedChoice] | None = []
+    usage: StreamedUsage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")

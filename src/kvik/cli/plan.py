@@ -13,7 +13,7 @@ from kvik.cli.flags import Parser, add_question_flag, integer, number
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
-from kvik.planner.plan import Plan, Question, Speed, plan
+from kvik.planner.plan import Plan, PlannedSpeed, Question, plan
 from kvik.planner.speculation import SpeculationCurve
 from kvik.spec.model import SHORT_DTYPES
 
@@ -126,7 +126,7 @@ def _what_fits(plan: Plan) -> list[str]:
     return ["  would fit", *columns(rows, "<>", indent=4)]
 
 
-def _prefill(plan: Plan, speed: Speed) -> str:
+def _prefill(plan: Plan, speed: PlannedSpeed) -> str:
     measured = plan.device.measured
     header = ["prompt", "at least", "tokens/s", "bound by"]
     rows = []
@@ -140,7 +140,7 @@ def _prefill(plan: Plan, speed: Speed) -> str:
     return _table(plan, "prefill, one prompt", header, rows, ">" * (len(header) - 1) + "<")
 
 
-def _decode(plan: Plan, speed: Speed) -> str:
+def _decode(plan: Plan, speed: PlannedSpeed) -> str:
     measured = plan.device.measured
     header = ["batch", "ceiling tokens/s", "of each request", "step", "bound by", "fits"]
     rows = []

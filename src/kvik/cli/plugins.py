@@ -19,7 +19,7 @@ METERS = "kvik.meters"  # entry points that name measurements
 DECODING = "decoding"
 
 
-class Speed(Protocol):
+class SpeedChange(Protocol):
     """Tokens/s of one request to a model before and after a change."""
 
     def as_json(self) -> dict[str, object]: ...
@@ -30,7 +30,7 @@ class Speed(Protocol):
 
 
 class DecodingMeter(Protocol):
-    def __call__(self, before: ResolvedConfig, after: ResolvedConfig) -> Speed:
+    def __call__(self, before: ResolvedConfig, after: ResolvedConfig) -> SpeedChange:
         """Let both models decode in turn."""
         ...
 

@@ -19,7 +19,7 @@ from kvik.errors import ConfigError, KvikError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvik.cli.quantize_report import Report
+    from kvik.cli.quantize_report import QuantizeReport
     from kvik.quantize.recipe import Recipe
     from kvik.quantize.source import Source
 
@@ -83,7 +83,7 @@ class BeforeAfter:
                 f"the original cannot be measured ({error}); --eval none --no-speed do without",
             ) from None
 
-    def measure(self, report: Report, folder: Path) -> Report:
+    def measure(self, report: QuantizeReport, folder: Path) -> QuantizeReport:
         """The report with what was found.
 
         Args:
@@ -243,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from kvik.cli.quantize_report import Report
+    from kvik.cli.quantize_report import QuantizeReport
     from kvik.launch import find_device
     from kvik.quantize.output import Output
     from kvik.quantize.save import check_request, quantise_folder
@@ -263,7 +263,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with share_bar() as progress:
             saved = quantise_folder(source, recipe, windows, output, progress, device)
-        report = Report(
+        report = QuantizeReport(
             model=arguments.model or str(source.folder),
             saved=saved,
             calibration=_calibration(arguments, windows),

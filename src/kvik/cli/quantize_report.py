@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvik.cli.plugins import Speed
+from kvik.cli.plugins import SpeedChange
 from kvik.config.units import show_bytes
 from kvik.evaluate.quality import Change
 from kvik.quantize.output import SavedLayer
@@ -43,7 +43,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantizeReport:
     """
     Attributes:
         calibration: what the statistics are of, in words.
@@ -56,7 +56,7 @@ class Report:
     calibration: str
     seconds: float
     perplexity: Perplexity | None = None
-    speed: Speed | None = None
+    speed: SpeedChange | None = None
 
     @property
     def bits_per_weight(self) -> float:

@@ -59,7 +59,7 @@ MILLION = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DailyLoad:
     """Requests of one kind that come all day.
 
     Attributes:
@@ -92,13 +92,13 @@ class Cost:
     price: float
     input: float
     output: float
-    load: Load | None = None
+    load: DailyLoad | None = None
     copies: int | None = None
     busy: float | None = None
     per_day: float | None = None
 
 
-def parse_load(text: str, prompt: int, output: int) -> Load:
+def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
     """ "5/s" is requests per second, "50M" or "5e7" tokens per day, prompt and output together.
 
     Raises:
@@ -119,11 +119,15 @@ def parse_load(text: str, prompt: int, output: int) -> Load:
             f"must be tokens per day (50M) or requests per second (5/s), not {text[:40]!r}",
         )
     requests = value * DAY if per_second else value / (prompt + output)
-    return Load(requests, prompt, output)
+    return DailyLoad(requests, prompt, output)
 
 
 def cost(
-    price: float, devices: int, prefill_rate: float, decode_rate: float, load: Load | None = None
+    price: float,
+    devices: int,
+    prefill_rate: float,
+    decode_rate: float,
+    load: DailyLoad | None = None,
 ) -> Cost:
     """Cost at these rates.
 

@@ -11,7 +11,7 @@ from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import Limit
 from kvik.errors import ConfigError
 from kvik.planner.calibration import calibration_path
-from kvik.planner.cost import Cost, Load, cost, parse_load
+from kvik.planner.cost import Cost, DailyLoad, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
@@ -112,7 +112,7 @@ def request_of(question: Question, context: int) -> tuple[int, int]:
     return context - output, output
 
 
-def load_of(question: Question, context: int) -> Load | None:
+def load_of(question: Question, context: int) -> DailyLoad | None:
     """Raises ConfigError for a load that is none."""
     if question.load is None:
         return None
@@ -163,7 +163,7 @@ class DecodeSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class PlannedSpeed:
     """What needs the speed of the device.
 
     Attributes:
@@ -179,7 +179,7 @@ class Speed:
     speculation: tuple[SpeculationCurve, ...]
 
 
-def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> Speed:
+def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> PlannedSpeed:
     """Rooflines, costs and the gain of speculation.
 
     Raises:
@@ -187,7 +187,7 @@ def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory)
         ModelError: the draft is not found or cannot be read.
     """
     batches = {1, at.batch} if at.batch > 1 else {1}
-    return Speed(
+    return PlannedSpeed(
         prefill=tuple(_prefill(shape, at, tokens) for tokens in _prompts(at.context)),
         decode=tuple(_decode(shape, at, batch, memory) for batch in _batches(at, memory)),
         compute_bound_batch=compute_bound_batch(shape, at),
@@ -422,7 +422,7 @@ class Plan:
     pp: int
     memory: Memory
     remedies: tuple[Remedy, ...]
-    speed: Speed | None
+    speed: PlannedSpeed | None
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]

@@ -35,7 +35,7 @@ LAYER_CALLS, STEP_CALLS = 5, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryReads:
     """Bytes that are read in turn, step after step, and bytes a second at which they come."""
 
     working_set: float
@@ -59,7 +59,7 @@ class LinearCost:
         found = kind if kind in measured.linears else next(iter(alike), "")
         return LinearCost(measured.linears.get(found, ()))
 
-    def seconds(self, rows: float, matrix: Matrix, num_bytes: float, reading: Reading) -> float:
+    def seconds(self, rows: float, matrix: Matrix, num_bytes: float, reading: MemoryReads) -> float:
         """Of one matrix of so many bytes, what is written of its outputs included."""
         if not self.paces:
             return 0.0
@@ -159,7 +159,7 @@ ACTIVATION_BYTES = 2  # of what devices that share a layer send each other
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """One part of a step, on one of the devices that share it.
 
     Attributes:
@@ -184,7 +184,7 @@ class StepTime:
         "sampling", "host", "links"; those that take any time.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
 
     @property
     def floor(self) -> float:
@@ -204,7 +204,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """What a step computes.
 
     Attributes:
@@ -229,22 +229,22 @@ class Step:
         return self.sequences + self.drafted
 
 
-def decode(batch: int, context: int) -> Step:
+def decode(batch: int, context: int) -> PlannedStep:
     """One token for each of `batch` sequences that then are `context` tokens long."""
-    return Step(((batch, 1, context - 1),))
+    return PlannedStep(((batch, 1, context - 1),))
 
 
-def verify(batch: int, context: int, drafts: int) -> Step:
+def verify(batch: int, context: int, drafts: int) -> PlannedStep:
     """`decode` with so many guesses behind the token of each sequence."""
-    return Step(((batch, 1 + drafts, context - 1),), drafted=batch * drafts)
+    return PlannedStep(((batch, 1 + drafts, context - 1),), drafted=batch * drafts)
 
 
-def prefill(tokens: int, cached: int = 0) -> Step:
+def prefill(tokens: int, cached: int = 0) -> PlannedStep:
     """The prompt of one sequence, behind what the cache has of it."""
-    return Step(((1, tokens, cached),))
+    return PlannedStep(((1, tokens, cached),))
 
 
-def step_time(shape: ModelShape, at: Setting, step: Step) -> StepTime:
+def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
     """The latency of one step: the stages of a pipeline come one after the other.
 
     Raises:
@@ -265,7 +265,7 @@ def decode_rate(shape: ModelShape, at: Setting) -> tuple[float, float]:
 def prefill_rate(shape: ModelShape, at: Setting, prompt: int) -> tuple[float, float]:
     """Prompt tokens a second while all requests are at prompts of this length: ceiling,
     expected."""
-    time = step_time(shape, at, Step(((at.group, prompt, 0),)))
+    time = step_time(shape, at, PlannedStep(((at.group, prompt, 0),)))
     return at.batch * prompt / time.floor, at.batch * prompt / time.expected
 
 
@@ -298,19 +298,19 @@ class _Work:
     device: Device
     weight_format: str
     kv_format: str
-    step: Step
+    step: PlannedStep
     working_set: float
     read_rate: float
 
     @classmethod
-    def of(cls, shape: ModelShape, at: Setting, step: Step) -> _Work:
+    def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:
         read = shape.read_bytes(at.weight_format, step.rows)
         for count, new, cached in step.runs:
             read += count * shape.kv_bytes(new + cached, at.kv_format)
         rate = at.device.read_rate(read)
         return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StepPart]:
         inner = [m for m in self.shape.matrices if m.multiplied and m.role != "head"]
         head = [m for m in self.shape.matrices if m.multiplied and m.role == "head"]
         rows, sampled = self.step.rows, self.step.sampled
@@ -327,14 +327,14 @@ class _Work:
             prompts = self._runs(decoding=False)
             prompted = sum(count * new for count, new, _ in prompts)
             small = small_seconds(self.shape, measured, pace, prompted, rows - prompted)
-            parts.append(Part("small kernels", 0.0, 0.0, 0.0, small, "host"))
+            parts.append(StepPart("small kernels", 0.0, 0.0, 0.0, small, "host"))
             reading = logits * LOGIT_BYTES / self.read_rate
             choosing = max(reading, logits * measured.logit)
-            parts.append(Part("sampling", logits * LOGIT_BYTES, 0.0, reading, choosing, "host"))
+            parts.append(StepPart("sampling", logits * LOGIT_BYTES, 0.0, reading, choosing, "host"))
             host = measured.host_seconds(self.working_set, self.step.sequences)
             for count, new, _ in prompts:
                 host += count * (measured.host_request + new * measured.host_token)
-            parts.append(Part("host", 0.0, 0.0, 0.0, host, "host"))
+            parts.append(StepPart("host", 0.0, 0.0, 0.0, host, "host"))
         return parts
 
     def _runs(self, *, decoding: bool) -> list[tuple[int, int, int]]:
@@ -342,12 +342,12 @@ class _Work:
         drafts = self.step.drafted > 0
         return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
 
-    def _products(self, name: str, matrices: list[Matrix], rows: int, item: int) -> Part:
+    def _products(self, name: str, matrices: list[Matrix], rows: int, item: int) -> StepPart:
         """Args:
         item: bytes of an output that go to memory; 0: outputs stay in the cache.
         """
         rate = self.read_rate
-        reading = Reading(self.working_set, rate)
+        reading = MemoryReads(self.working_set, rate)
         num_bytes = flops = expected = 0.0
         for matrix in matrices:
             moved = self.shape.read_of(matrix, self.weight_format, rows)
@@ -363,7 +363,7 @@ class _Work:
         unit = self.device.rate(arithmetic(self.weight_format, self.device.kind))
         return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
 
-    def _decoding(self) -> Part:
+    def _decoding(self) -> StepPart:
         """Attention of sequences with one new token, and its guesses."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
@@ -386,7 +386,7 @@ class _Work:
             expected += max(read / rate, working)
         return self._attention("kv cache", num_bytes, flops, expected)
 
-    def _prompts(self) -> Part:
+    def _prompts(self) -> StepPart:
         """Attention of sequences with several new tokens."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
@@ -400,7 +400,7 @@ class _Work:
                 expected += max(read / rate, computed / pace.prefill)
         return self._attention("attention", num_bytes, flops, expected)
 
-    def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> Part:
+    def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:
         unit = "bf16" if kv_facts(self.kv_format).bits <= 16 else "fp32"
         computing = flops / self.device.rate(unit)
         return _part(name, num_bytes, flops, num_bytes / self.read_rate, computing, expected)
@@ -408,13 +408,13 @@ class _Work:
 
 def _part(
     name: str, num_bytes: float, flops: float, reading: float, computing: float, expected: float
-) -> Part:
+) -> StepPart:
     floor = max(reading, computing)
     bound = "bandwidth" if reading >= computing else "compute"
-    return Part(name, num_bytes, flops, floor, max(floor, expected), bound)
+    return StepPart(name, num_bytes, flops, floor, max(floor, expected), bound)
 
 
-def _links(shape: ModelShape, at: Setting, step: Step) -> list[Part]:
+def _links(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
     """Two sums over the devices in each layer, in a ring; one message between stages.
 
     Raises:
@@ -428,4 +428,4 @@ def _links(shape: ModelShape, at: Setting, step: Step) -> list[Part]:
     message = step.rows * shape.hidden_size * ACTIVATION_BYTES
     sent = 2 * shape.num_layers * message * 2 * (tp - 1) / tp + (pp - 1) * message
     seconds = sent / device.link
-    return [Part("links", float(sent), 0.0, seconds, seconds, "links")]
+    return [StepPart("links", float(sent), 0.0, seconds, seconds, "links")]

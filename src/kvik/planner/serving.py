@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from kvik.planner.devices import Setting
 from kvik.planner.memory import bytes_of, memory_of
-from kvik.planner.roofline import Step, decode, step_time, verify
+from kvik.planner.roofline import PlannedStep, decode, step_time, verify
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
@@ -87,7 +87,7 @@ class Serving:
     drafting: Drafting | None = None
     memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
-    def expected_seconds(self, step: Step) -> float:
+    def expected_seconds(self, step: PlannedStep) -> float:
         """Return the expected duration of a step.
 
         Raises:
@@ -265,10 +265,10 @@ def step_seconds(
     """Of a step over prompts and decoding requests, halfway through their output, whose drafts are
     made and checked too."""
     if not decoding:
-        return serving.expected_seconds(Step(tuple(prompts)))
+        return serving.expected_seconds(PlannedStep(tuple(prompts)))
     context, drafting = traffic.halfway, serving.drafting
     plain = decode(decoding, context)
-    seconds = serving.expected_seconds(Step((*prompts, *plain.runs)))
+    seconds = serving.expected_seconds(PlannedStep((*prompts, *plain.runs)))
     if drafting is None:
         return seconds
     checking = serving.expected_seconds(verify(decoding, context, drafting.drafts))

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
 
     from kvik.evaluate.bar import reading_bar
-    from kvik_bench.inprocess.models import Comparison, Decoding
+    from kvik_bench.inprocess.models import Decoding, ModelComparison
     from kvik_bench.inprocess.rounds import check_repeats
     from kvik_bench.report.result import run_facts
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output_tokens < 2:
         raise ConfigError("output_tokens", f"must be at least 2, not {arguments.output_tokens}")
     decoding = Decoding(arguments.prompt_tokens, arguments.output_tokens, arguments.repeats)
-    comparison = Comparison.of(
+    comparison = ModelComparison.of(
         list(_contenders(arguments)),
         texts_of(arguments),
         arguments.window,

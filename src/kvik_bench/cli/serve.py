@@ -20,9 +20,9 @@ from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output,
 
 if TYPE_CHECKING:
     from kvik_bench.load.drive import RunLog
-    from kvik_bench.load.openai_target import Server
+    from kvik_bench.load.openai_target import TargetServer
     from kvik_bench.load.serve import Level, LoadTest
-    from kvik_bench.load.workload import Filler, TraceRow, Workload
+    from kvik_bench.load.workload import Filler, LoadWorkload, TraceRow
 
 
 # The flags of `kvik bench serve`, and which of them go together.
@@ -241,9 +241,9 @@ class Progress:
             print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
-def _server(arguments: argparse.Namespace) -> Server:
+def _server(arguments: argparse.Namespace) -> TargetServer:
     from kvik.planner.slo import parse_seconds
-    from kvik_bench.load.openai_target import Dialect, Server
+    from kvik_bench.load.openai_target import Dialect, TargetServer
 
     remote = RemoteServer.at(arguments.url, arguments.api_key)
     try:
@@ -252,7 +252,7 @@ def _server(arguments: argparse.Namespace) -> Server:
         extra = None
     if not isinstance(extra, dict):
         raise ConfigError("extra_body", f"must be a JSON object, not {arguments.extra_body[:60]!r}")
-    return Server(
+    return TargetServer(
         remote.url,
         arguments.endpoint,
         arguments.model,
@@ -291,7 +291,7 @@ def _test(arguments: argparse.Namespace) -> LoadTest:
 
 def _levels_and_workload(
     arguments: argparse.Namespace, think_time: float
-) -> tuple[tuple[Level, ...], Callable[[str], Workload]]:
+) -> tuple[tuple[Level, ...], Callable[[str], LoadWorkload]]:
     from kvik_bench.load.workload import read_trace
 
     check_together(arguments)
@@ -343,7 +343,9 @@ def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Lev
     return Level(label, most, lambda seed: OpenLoop(offsets, most))
 
 
-def _workload(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Callable[[str], Workload]:
+def _workload(
+    arguments: argparse.Namespace, rows: Sequence[TraceRow]
+) -> Callable[[str], LoadWorkload]:
     """Lengths are those of the trace, if there is one."""
     from kvik_bench.load.workload import (
         DrawnLengths,
@@ -363,7 +365,7 @@ def _workload(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Callab
         return lambda seed: TextWorkload(texts, output, seed, turns)
     filler = _filler(arguments)
 
-    def workload(seed: str) -> Workload:
+    def workload(seed: str) -> LoadWorkload:
         lengths: Lengths = TraceLengths(rows) if rows else DrawnLengths(prompt, output, seed)
         return RandomWorkload(lengths, filler, seed, turns, prefix, arguments.prefixes or 1)
 

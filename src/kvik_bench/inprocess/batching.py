@@ -19,7 +19,7 @@ from kvik_bench.cli.output import (
     write_out,
 )
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, refuse_varied
 from kvik_bench.inprocess.measures import (
     E2ES,
@@ -103,7 +103,7 @@ def measure_batching(
     if rate is None:
         engine, rate = _capacity(engine, load)
         source = "what continuous batching served when all requests were there at once"
-    runs: dict[Batching, list[Run]] = {batching: [] for batching in BATCHINGS}
+    runs: dict[Batching, list[LoadRun]] = {batching: [] for batching in BATCHINGS}
     with rounds:
         for number, batching in rounds.over(BATCHINGS, lambda batching: batching.name):
             engine = _with_policy(engine, batching)
@@ -147,14 +147,17 @@ def _with_policy(engine: Engine, batching: Batching) -> Engine:
     return reschedule(engine, replace(resolved.scheduler, policy=batching.policy), resolved.cache)
 
 
-def _timed(jobs: Sequence[Job], rate: float, seed: str) -> list[Job]:
+def _timed(jobs: Sequence[BenchRequest], rate: float, seed: str) -> list[BenchRequest]:
     """The first is due at once."""
     times = [0.0, *islice(poisson(rate, seed), len(jobs) - 1)]
     return [replace(job, due=due) for job, due in zip(jobs, times, strict=True)]
 
 
 def _row(
-    batching: Batching, runs: Mapping[Batching, Sequence[Run]], load: Requests, ceilings: Ceilings
+    batching: Batching,
+    runs: Mapping[Batching, Sequence[LoadRun]],
+    load: Requests,
+    ceilings: Ceilings,
 ) -> Row:
     found = runs[batching]
     note = f"over {STATIC.name} batching, round by round"

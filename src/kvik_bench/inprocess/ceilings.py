@@ -9,9 +9,9 @@ from typing import Literal
 from kvik.config.config import ResolvedConfig
 from kvik.planner.devices import Device
 from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency, RunningModel
-from kvik.planner.roofline import Step, decode, step_time
+from kvik.planner.roofline import PlannedStep, decode, step_time
 from kvik.planner.serving import Serving, Traffic, predict
-from kvik_bench.inprocess.inproc import Run
+from kvik_bench.inprocess.inproc import LoadRun
 from kvik_bench.report.result import Figure
 
 CEILING = "by what must be read and computed, at this machine's limits"
@@ -41,14 +41,14 @@ class Ceilings:
     def notes(self) -> tuple[str, ...]:
         return ceiling_notes(self.device)
 
-    def remark(self, label: str, runs: Sequence[Run]) -> str:
+    def remark(self, label: str, runs: Sequence[LoadRun]) -> str:
         """The bottleneck in words, of the run that took the median time."""
         typical = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
         found = self._efficiency(typical)
         limit = f" is limited by {found.bottleneck}" if found.possible else ""
         return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
 
-    def achieved(self, runs: Sequence[Run]) -> tuple[Figure, ...]:
+    def achieved(self, runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
         """Bytes read and operations done a second, and their shares of what is possible."""
         found = [self._efficiency(run) for run in runs]
 
@@ -84,14 +84,16 @@ class Ceilings:
     def prefill(self, tokens: int, batch: int) -> tuple[Figure, ...]:
         """Prompt tokens a second of prompts that share steps: expectation and ceiling."""
         together = self._together(tokens, batch)
-        return self._rates("prefill", [(1, Step(((together, tokens, 0),)))], together * tokens)
+        return self._rates(
+            "prefill", [(1, PlannedStep(((together, tokens, 0),)))], together * tokens
+        )
 
     def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
         """Output tokens a second of requests that run together from their prompts to their end."""
         fresh = max(1, traffic.prompt - traffic.shared)
         together = self._together(fresh, count)
-        steps: list[tuple[float, Step]] = [
-            (count / together, Step(((together, fresh, traffic.prompt - fresh),)))
+        steps: list[tuple[float, PlannedStep]] = [
+            (count / together, PlannedStep(((together, fresh, traffic.prompt - fresh),)))
         ]
         if traffic.output > 1:
             steps.append((traffic.output - 1, decode(count, traffic.halfway)))
@@ -123,11 +125,11 @@ class Ceilings:
         """Prompts that a step has room for."""
         return min(count, max(1, self.model.resolved.scheduler.max_num_batched_tokens // tokens))
 
-    def _efficiency(self, run: Run) -> Efficiency:
+    def _efficiency(self, run: LoadRun) -> Efficiency:
         return self.model.efficiency(run.before, run.after, run.seconds)
 
     def _rates(
-        self, name: str, steps: Sequence[tuple[float, Step]], tokens: int
+        self, name: str, steps: Sequence[tuple[float, PlannedStep]], tokens: int
     ) -> tuple[Figure, ...]:
         """Of so many steps of each kind, which make so many tokens."""
         if not self.device.rated:

@@ -27,7 +27,7 @@ LOOK_PERIOD = 0.005  # seconds between looks at the KV cache: a look takes a ten
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """One request of a load: greedy, and as long as wanted whatever the model says."""
 
     prompt: Sequence[int]
@@ -36,7 +36,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadRun:
     """What came of a load. Records and answers are in the order of the jobs."""
 
     started: float
@@ -52,7 +52,7 @@ class Run:
         return self.ended - self.started
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
+def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     """Serve all jobs, each from the moment it is due.
 
     Raises:
@@ -69,7 +69,7 @@ def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
         else:
             time.sleep(load.until_next_due())
     ended = time.monotonic()
-    return Run(
+    return LoadRun(
         started,
         ended,
         load.records,
@@ -95,7 +95,7 @@ class _Load:
     """Jobs on their way through the engine."""
 
     engine: Engine
-    jobs: Sequence[Job]
+    jobs: Sequence[BenchRequest]
     records: list[RequestRecord] = field(init=False)
     answers: list[list[int]] = field(init=False)
     unfinished: int = field(init=False)

@@ -11,7 +11,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError, ParamError
 from kvik.planner.serving import Traffic
 from kvik.text.tokenizer import Tokenizer
-from kvik_bench.inprocess.inproc import Job
+from kvik_bench.inprocess.inproc import BenchRequest
 from kvik_bench.load.workload import DrawnLengths, Length, Lengths, TokenFiller
 
 MAX_REQUESTS = 1_000_000
@@ -56,14 +56,14 @@ class Requests:
         prompt = round(mean(prompt for prompt, _ in sizes))
         return Traffic(prompt, round(mean(output for _, output in sizes)), self.prefix_tokens)
 
-    def jobs(self, number: int, vocab_size: int) -> list[Job]:
+    def jobs(self, number: int, vocab_size: int) -> list[BenchRequest]:
         """Of one round."""
         seed = f"{self.seed}/{number}"
         filler = TokenFiller(vocab_size)
         prefixes = self.prefix_prompts(number, vocab_size)
         draw = random.Random(f"{seed}/prefix of")
         return [
-            Job(
+            BenchRequest(
                 draw.choice(prefixes) + filler.fill(prompt - self.prefix_tokens, f"{seed}/{i}"),
                 output,
             )
@@ -111,7 +111,7 @@ def refuse_varied(options: Mapping[str, object], *names: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TextPieces:
     """
     Attributes:
         prefix: tokens that begin each prompt (BOS).
@@ -133,7 +133,7 @@ class Pieces:
         prompt_tokens: int,
         output_tokens: int,
         seed: str,
-    ) -> Pieces:
+    ) -> TextPieces:
         """Raises ParamError when a prompt has no room for its prefix and one token more."""
         prefix = tokenizer.encode("")
         if prompt_tokens <= len(prefix):
@@ -143,7 +143,7 @@ class Pieces:
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return cls(prefix, [ids for ids in tokens if ids], prompt_tokens, output_tokens, seed)
 
-    def jobs(self, number: int, count: int) -> list[Job]:
+    def jobs(self, number: int, count: int) -> list[BenchRequest]:
         """Requests of one round: a piece of each text in turn, from anywhere in it."""
         draw = random.Random(f"{self.seed}/{number}")
         first = draw.randrange(len(self.texts))
@@ -152,7 +152,9 @@ class Pieces:
         for i in range(count):
             text = self.texts[(first + i) % len(self.texts)]
             start = draw.randrange(max(1, len(text) - room + 1))
-            jobs.append(Job([*self.prefix, *text[start : start + room]], self.output_tokens))
+            jobs.append(
+                BenchRequest([*self.prefix, *text[start : start + room]], self.output_tokens)
+            )
         return jobs
 
 
@@ -165,6 +167,6 @@ class RandomPieces:
     output_tokens: int
     seed: str
 
-    def jobs(self, number: int, count: int) -> list[Job]:
+    def jobs(self, number: int, count: int) -> list[BenchRequest]:
         lengths = fixed(self.prompt_tokens, self.output_tokens)
         return Requests(count, lengths, seed=self.seed).jobs(number, self.vocab_size)

@@ -18,7 +18,7 @@ from kvik_bench.cli.output import (
     write_out,
 )
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import (
     DECODE,
@@ -77,7 +77,7 @@ def measure_latency(
     engine: Engine, load: LatencyLoad, rounds: Rounds, facts: Mapping[str, str], ceilings: Ceilings
 ) -> Result:
     vocab_size = engine.resolved.model.vocab_size
-    runs: dict[int, list[Run]] = {batch: [] for batch in load.batches}
+    runs: dict[int, list[LoadRun]] = {batch: [] for batch in load.batches}
     with rounds:
         for number, batch in rounds.over(list(runs), lambda batch: f"batch {batch}"):
             run = run_jobs(engine, load.requests(batch).jobs(number, vocab_size))
@@ -104,7 +104,7 @@ def measure_latency(
 
 
 def _row(
-    load: LatencyLoad, batch: int, runs: Mapping[int, Sequence[Run]], ceilings: Ceilings
+    load: LatencyLoad, batch: int, runs: Mapping[int, Sequence[LoadRun]], ceilings: Ceilings
 ) -> Row:
     found, first = runs[batch], runs[load.batches[0]]
     note = f"output of a row over that of batch {load.batches[0]}, round by round"

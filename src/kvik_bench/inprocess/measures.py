@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvik_bench.inprocess.inproc import Run
+from kvik_bench.inprocess.inproc import LoadRun
 from kvik_bench.load.metrics import DEFINITIONS, e2es, token_times, tpots, ttfts
 from kvik_bench.load.records import RequestRecord
 from kvik_bench.report.result import Figure
@@ -25,10 +25,10 @@ class Measure:
     unit: str
     better: Literal["more", "less"]
     definition: str
-    of: Callable[[Run], float | None]
+    of: Callable[[LoadRun], float | None]
 
 
-def figures(measures: Iterable[Measure], runs: Sequence[Run]) -> tuple[Figure, ...]:
+def figures(measures: Iterable[Measure], runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
     """A value for each run, of the measures that all runs have."""
     found = []
     for measure in measures:
@@ -43,7 +43,7 @@ def figures(measures: Iterable[Measure], runs: Sequence[Run]) -> tuple[Figure, .
 
 
 def ratios(
-    name: str, measure: Measure, runs: Sequence[Run], base: Sequence[Run], definition: str
+    name: str, measure: Measure, runs: Sequence[LoadRun], base: Sequence[LoadRun], definition: str
 ) -> Figure:
     """The measure over that of another subject, round by round."""
     values = []
@@ -68,7 +68,7 @@ def milliseconds(
     definition: str,
     statistic: Statistic = mean,
 ) -> Measure:
-    def of(run: Run) -> float | None:
+    def of(run: LoadRun) -> float | None:
         values = times(run.records)
         return statistic(values) * 1e3 if len(values) else None
 
@@ -84,29 +84,29 @@ def percentiles(
     )
 
 
-def _prompt_tokens(run: Run) -> int:
+def _prompt_tokens(run: LoadRun) -> int:
     return sum(record.prompt_tokens for record in run.records)
 
 
-def _output_tokens(run: Run) -> int:
+def _output_tokens(run: LoadRun) -> int:
     return sum(record.num_output_tokens for record in run.records)
 
 
-def _first_tokens_done(run: Run) -> float:
+def _first_tokens_done(run: LoadRun) -> float:
     """When the last request had its first token."""
     return max(record.times[0] for record in run.records)
 
 
-def _prefill_rate(run: Run) -> float:
+def _prefill_rate(run: LoadRun) -> float:
     return _prompt_tokens(run) / (_first_tokens_done(run) - run.started)
 
 
-def decode_seconds(run: Run) -> float:
+def decode_seconds(run: LoadRun) -> float:
     """From when every request had its first token."""
     return run.ended - _first_tokens_done(run)
 
 
-def _decode_rate(run: Run) -> float | None:
+def _decode_rate(run: LoadRun) -> float | None:
     since = _first_tokens_done(run)
     tokens = sum(
         count
@@ -117,7 +117,7 @@ def _decode_rate(run: Run) -> float | None:
     return tokens / decode_seconds(run) if tokens else None
 
 
-def _prefix_hits(run: Run) -> float | None:
+def _prefix_hits(run: LoadRun) -> float | None:
     asked = run.after.prefix_queries - run.before.prefix_queries
     return 100 * (run.after.prefix_hits - run.before.prefix_hits) / asked if asked else None
 

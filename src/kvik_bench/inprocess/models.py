@@ -19,7 +19,7 @@ from kvik.evaluate.reader import check_room, loaded_reader, longest_window, reso
 from kvik.evaluate.windows import choose_window
 from kvik.launch import resolve_config
 from kvik.spec.kv import AUTO, formats_of
-from kvik_bench.inprocess.inproc import Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import DECODE, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds
@@ -64,7 +64,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ModelComparison:
     """What is to be measured, found possible as far as that can be seen without loading.
 
     Attributes:
@@ -86,7 +86,7 @@ class Comparison:
         window: int | None,
         stride: int | None,
         decoding: Decoding | None,
-    ) -> Comparison:
+    ) -> ModelComparison:
         """Raises KvikError, which names the option, when something can be seen to be impossible."""
         labels = [contender.label for contender in contenders]
         for label in labels:
@@ -145,7 +145,7 @@ class Comparison:
                     found.append(read(self.reading, model, reference, progress))
         return found
 
-    def _decode(self) -> tuple[list[list[Run]], tuple[str, ...]]:
+    def _decode(self) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
         """As `decode_in_turn`."""
         if self.decoding is None:
             return [[] for _ in self.contenders], ()
@@ -170,11 +170,11 @@ class Comparison:
 
 def decode_in_turn(
     labels: Sequence[str], models: Sequence[ResolvedConfig], decoding: Decoding
-) -> tuple[list[list[Run]], tuple[str, ...]]:
+) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
     """The runs of each model, one for each round, in which each is loaded afresh. Also what may
     make them wrong, in words."""
     requests, rounds = _requests(decoding), Rounds(decoding.repeats, 0)
-    runs: list[list[Run]] = [[] for _ in models]
+    runs: list[list[LoadRun]] = [[] for _ in models]
     with rounds:
         for number, i in rounds.over(range(len(runs)), lambda i: f"decoding: {labels[i]}"):
             with loaded(models[i]) as engine:
@@ -250,7 +250,7 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
     )
 
 
-def speeds(runs: Sequence[Run], reference: Sequence[Run] | None) -> tuple[Figure, ...]:
+def speeds(runs: Sequence[LoadRun], reference: Sequence[LoadRun] | None) -> tuple[Figure, ...]:
     """Of decoding, and beside the reference."""
     found = figures((DECODE,), runs) if runs else ()
     if reference and found:

@@ -29,8 +29,8 @@ from kvik_bench.cli.output import (
     integers,
     write_out,
 )
-from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
-from kvik_bench.inprocess.jobs import Pieces, RandomPieces, check_context, refuse_varied
+from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
+from kvik_bench.inprocess.jobs import RandomPieces, TextPieces, check_context, refuse_varied
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, decode_seconds, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.report.result import (
@@ -54,8 +54,8 @@ from kvik_bench.report.table import show_figure
 class Pair:
     """The same work in one round, without and with speculation."""
 
-    plain: Run
-    guessing: Run
+    plain: LoadRun
+    guessing: LoadRun
     trees: bool  # drafts of a request form a tree
 
     @property
@@ -295,7 +295,7 @@ GAUGES = (
 
 
 class Prompts(Protocol):
-    def jobs(self, number: int, count: int) -> list[Job]:
+    def jobs(self, number: int, count: int) -> list[BenchRequest]:
         """So many requests for one round."""
         ...
 
@@ -490,7 +490,7 @@ def _prompts(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[P
     seed, sizes = str(arguments.seed), (arguments.prompt_tokens, arguments.output_tokens)
     texts, tokenizer = texts_of(arguments), load_tokenizer(resolved)
     if tokenizer is not None:
-        return Pieces.of(tokenizer, texts, *sizes, seed), text_name(arguments)
+        return TextPieces.of(tokenizer, texts, *sizes, seed), text_name(arguments)
     if arguments.data is not None:
         raise ConfigError("data", "cannot be read: the model has no tokenizer")
     random = RandomPieces(resolved.model.vocab_size, *sizes, seed)

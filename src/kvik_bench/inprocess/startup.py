@@ -47,7 +47,7 @@ FIRST_TOKEN, SHORT = "first token", "kvik --help"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class TimedStart:
     """One start.
 
     Attributes:
@@ -77,7 +77,7 @@ def measure_startup(
         KvikError: a process failed.
     """
     prompt = TokenFiller(resolved.model.vocab_size).fill(prompt_tokens, str(seed))
-    starts: list[Start] = []
+    starts: list[TimedStart] = []
     helps: list[float] = []
     with rounds:
         for number, subject in rounds.over((FIRST_TOKEN, SHORT)):
@@ -109,7 +109,7 @@ def measure_startup(
     )
 
 
-def start_once(options: Mapping[str, object], prompt: list[int]) -> Start:
+def start_once(options: Mapping[str, object], prompt: list[int]) -> TimedStart:
     """Raises KvikError with the last line that the process wrote when it fails."""
     order = {"options": options, "prompt": prompt, "started": time.monotonic()}
     done = subprocess.run(
@@ -124,7 +124,9 @@ def start_once(options: Mapping[str, object], prompt: list[int]) -> Start:
         raise KvikError("startup", f"the process failed: {words[-1]}")
     answer = json.loads(done.stdout.splitlines()[-1])
     times: list[float] = answer["marks"]
-    return Start(tuple(later - earlier for earlier, later in pairwise(times)), answer["peak_bytes"])
+    return TimedStart(
+        tuple(later - earlier for earlier, later in pairwise(times)), answer["peak_bytes"]
+    )
 
 
 def _help_seconds() -> float:
@@ -133,7 +135,7 @@ def _help_seconds() -> float:
     return time.monotonic() - started
 
 
-def _loading(resolved: ResolvedConfig, starts: list[Start]) -> tuple[list[str], Figure]:
+def _loading(resolved: ResolvedConfig, starts: list[TimedStart]) -> tuple[list[str], Figure]:
     """How fast weights were loaded, beside what memory can do."""
     index = list(PARTS).index("load")
     rates = tuple(resolved.memory.weights / start.parts[index] / 1e9 for start in starts)

@@ -19,7 +19,7 @@ def main() -> None:
 
     from kvik.config.config import EngineConfig
     from kvik.launch import resolve_config, start
-    from kvik_bench.inprocess.inproc import Job, run_jobs
+    from kvik_bench.inprocess.inproc import BenchRequest, run_jobs
 
     mark()
     resolved = resolve_config(EngineConfig(**order["options"]))
@@ -29,7 +29,7 @@ def main() -> None:
     mark()
     engine = start(resolved)
     mark()
-    run_jobs(engine, [Job(order["prompt"], 1)])
+    run_jobs(engine, [BenchRequest(order["prompt"], 1)])
     mark()
     engine.client.close()
 

@@ -25,7 +25,7 @@ from kvik_bench.cli.output import (
     write_out,
 )
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
 from kvik_bench.inprocess.measures import E2E, OUTPUT, PREFIX_HITS, TPOT, TTFT, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds, check_repeats
@@ -45,16 +45,16 @@ PLAIN = "none"  # weights as they are stored
 EQUAL = "share of the tokens before the first that differs from the answer with plain weights"
 OVER = "output / output of that rung, round by round"
 
-Serve = Callable[[Engine, Sequence[Job]], Run]
+Serve = Callable[[Engine, Sequence[BenchRequest]], LoadRun]
 
 
-def without_cache(engine: Engine, jobs: Sequence[Job]) -> Run:
+def without_cache(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     """Each token is a request of its own, whose prompt is all that came before: nothing that was
     computed for one token is used for the next. Needs an engine without prefix caching."""
     return _joined([_one_without_cache(engine, job) for job in jobs])
 
 
-def one_by_one(engine: Engine, jobs: Sequence[Job]) -> Run:
+def one_by_one(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     return _joined([run_jobs(engine, [job]) for job in jobs])
 
 
@@ -150,11 +150,11 @@ class LadderLoad:
                 "num_requests", f"must be at most {most} (max_num_seqs), to run together"
             )
 
-    def of(self, rung: Rung, jobs: Sequence[Job]) -> Sequence[Job]:
+    def of(self, rung: Rung, jobs: Sequence[BenchRequest]) -> Sequence[BenchRequest]:
         return jobs[: self.alone] if rung.alone else jobs
 
 
-Found = dict[str, list[Run]]  # by the name of the rung
+Found = dict[str, list[LoadRun]]  # by the name of the rung
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class Ladder:
     def _traffic(self) -> Traffic:
         return self.load.requests.traffic()
 
-    def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, Run]]:
+    def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, LoadRun]]:
         """The rungs that share an engine. Each fresh engine is warmed up with other prompts."""
         resolved = self._loadings[group[0].loading]
         vocab_size = resolved.model.vocab_size
@@ -242,7 +242,7 @@ class Ladder:
                     rung.serve(engine, others[:1] if rung.alone else others)
                 for prefix in requests.prefix_prompts(number, vocab_size):
                     if prefix:  # as a service that runs for a while knows what prompts share
-                        run_jobs(engine, [Job(prefix, 1)])
+                        run_jobs(engine, [BenchRequest(prefix, 1)])
                 yield rung, rung.serve(engine, self.load.of(rung, jobs))
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
@@ -289,11 +289,11 @@ class Ladder:
         return machine.batch(1 if rung.alone else self.load.requests.count, traffic)
 
 
-def _one_without_cache(engine: Engine, job: Job) -> Run:
+def _one_without_cache(engine: Engine, job: BenchRequest) -> LoadRun:
     answer: list[int] = []
     runs = []
     for _ in range(job.output_tokens):
-        runs.append(run_jobs(engine, [Job([*job.prompt, *answer], 1)]))
+        runs.append(run_jobs(engine, [BenchRequest([*job.prompt, *answer], 1)]))
         answer += runs[-1].answers[0]
     record = RequestRecord(len(job.prompt), runs[0].started, runs[0].started)
     for run in runs:
@@ -302,9 +302,9 @@ def _one_without_cache(engine: Engine, job: Job) -> Run:
     return replace(_joined(runs), records=[record], answers=[answer])
 
 
-def _joined(runs: Sequence[Run]) -> Run:
+def _joined(runs: Sequence[LoadRun]) -> LoadRun:
     """Runs that followed each other as one."""
-    return Run(
+    return LoadRun(
         runs[0].started,
         runs[-1].ended,
         [record for run in runs for record in run.records],

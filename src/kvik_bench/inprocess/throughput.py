@@ -17,7 +17,7 @@ from kvik_bench.cli.output import (
     write_out,
 )
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
 from kvik_bench.inprocess.measures import (
     E2ES,
@@ -59,7 +59,7 @@ def measure_throughput(
 ) -> Result:
     vocab_size = engine.resolved.model.vocab_size
     label = "offline"
-    runs: list[Run] = []
+    runs: list[LoadRun] = []
     with rounds:
         for number, _ in rounds.over((label,)):
             run = run_jobs(engine, load.jobs(number, vocab_size))

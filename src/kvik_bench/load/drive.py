@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
-from kvik_bench.load.workload import Conversation, LoadRequest, Workload
+from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
 
 # Where requests go, behind one protocol.
 
@@ -73,13 +73,13 @@ class RunLog:
         return self.cpu_seconds / max(self.ended - self.started, 1e-9)
 
 
-Talk = Callable[[Conversation, float, float], Awaitable[bool]]
+Talk = Callable[[LoadConversation, float, float], Awaitable[bool]]
 
 
 class Load(Protocol):
     """When conversations start."""
 
-    async def run(self, talk: Talk, workload: Workload, budget: Budget) -> None:
+    async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
         """Call `talk(conversation, due, held)` for each; return when all have ended. It answers
         whether the conversation came to its end."""
 
@@ -96,7 +96,7 @@ class ClosedLoop:
     concurrency: int
     think_time: float = 0.0
 
-    async def run(self, talk: Talk, workload: Workload, budget: Budget) -> None:
+    async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
         loop = asyncio.get_running_loop()
         deadline = _deadline(loop.time(), budget)
         numbers = iter(range(1 << 62))  # shared by the users
@@ -130,14 +130,14 @@ class OpenLoop:
     offsets: Iterable[float]
     max_in_flight: int
 
-    async def run(self, talk: Talk, workload: Workload, budget: Budget) -> None:
+    async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         deadline = _deadline(start, budget)
         places = asyncio.Semaphore(self.max_in_flight)
         free_since = start  # until then there was no place, for those after it neither
 
-        async def guest(conversation: Conversation, due: float, held: float) -> None:
+        async def guest(conversation: LoadConversation, due: float, held: float) -> None:
             try:
                 await talk(conversation, due, held)
             finally:
@@ -162,7 +162,7 @@ class OpenLoop:
 async def drive(
     load: Load,
     target: Target,
-    workload: Workload,
+    workload: LoadWorkload,
     budget: Budget,
     log: RunLog,
     think_time: float = 0.0,
@@ -176,7 +176,7 @@ async def drive(
     """
     loop = asyncio.get_running_loop()
 
-    async def talk(conversation: Conversation, due: float, held: float) -> bool:
+    async def talk(conversation: LoadConversation, due: float, held: float) -> bool:
         answers: list[str] = []
         for _ in conversation.turns:
             request = conversation.request(answers)

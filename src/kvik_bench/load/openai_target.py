@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import msgspec
 
-from kvik.cli.openai_stream import Choice, Chunk, Event, EventTooLarge, SseParser, Usage
+from kvik.cli.openai_stream import (
+    Chunk,
+    Event,
+    EventTooLarge,
+    SseParser,
+    StreamedChoice,
+    StreamedUsage,
+)
 from kvik.errors import ConfigError
 from kvik_bench.load.records import RequestRecord
 from kvik_bench.load.workload import Content, LoadRequest
@@ -91,7 +98,7 @@ class AnswerReader:
         self._decode = decoder.decode
         self._sse = SseParser()
         self._texts: list[str] = []
-        self._usage: Usage | None = None
+        self._usage: StreamedUsage | None = None
         self._running = False  # counts come with the chunks, not only after them
         self._counted = 0  # tokens recorded so far
         self._finish: float | None = None
@@ -149,7 +156,7 @@ class AnswerReader:
         for choice in chunk.choices or ():
             self._take_choice(choice, total, now)
 
-    def _take_choice(self, choice: Choice, total: int | None, now: float) -> None:
+    def _take_choice(self, choice: StreamedChoice, total: int | None, now: float) -> None:
         """`total`: tokens of the answer until now, where the server tells."""
         has_output, ends = self._has_output(choice), choice.finish_reason is not None
         if ends and self._finish is None:
@@ -166,7 +173,7 @@ class AnswerReader:
         elif total > self._counted and (has_output or ends):
             self._record_output(now, total - self._counted)
 
-    def _has_output(self, choice: Choice) -> bool:
+    def _has_output(self, choice: StreamedChoice) -> bool:
         text, delta = choice.text, choice.delta
         if delta is not None:
             text = delta.content
@@ -204,7 +211,7 @@ DISLIKES = ("HTTP 400", "HTTP 422")  # of a field, maybe
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class TargetServer:
     """Where to send, and how.
 
     Attributes:
@@ -242,7 +249,7 @@ class Server:
 class OpenAITarget:
     """Sends each request once; nothing is tried again."""
 
-    def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
+    def __init__(self, server: TargetServer, session: aiohttp.ClientSession) -> None:
         self._server = server
         self._session = session
         self._url = server.route(ROUTES[server.endpoint])
@@ -286,7 +293,7 @@ class OpenAITarget:
 
 
 @asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
+async def connected(server: TargetServer) -> AsyncIterator[aiohttp.ClientSession]:
     """A session for any number of connections to the server."""
     headers = {
         "User-Agent": "kvik bench",
@@ -303,7 +310,7 @@ async def connected(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def first_model(server: Server, session: aiohttp.ClientSession) -> str:
+async def first_model(server: TargetServer, session: aiohttp.ClientSession) -> str:
     """The first model that the server lists.
 
     Raises:
@@ -322,7 +329,9 @@ async def first_model(server: Server, session: aiohttp.ClientSession) -> str:
         raise ConfigError("model", "must be given: the server does not list its models") from None
 
 
-async def accepted(server: Server, session: aiohttp.ClientSession, request: LoadRequest) -> Server:
+async def accepted(
+    server: TargetServer, session: aiohttp.ClientSession, request: LoadRequest
+) -> TargetServer:
     """The server with the optional fields that it accepts, found by sending one request.
 
     What may pass (overload, a broken stream) is no reason to give up.

@@ -16,9 +16,15 @@ from kvik.planner.slo import Slo
 from kvik_bench.load import metrics
 from kvik_bench.load.drive import Budget, ClosedLoop, Load, RunLog, drive
 from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, Spread
-from kvik_bench.load.openai_target import OpenAITarget, Server, accepted, connected, first_model
+from kvik_bench.load.openai_target import (
+    OpenAITarget,
+    TargetServer,
+    accepted,
+    connected,
+    first_model,
+)
 from kvik_bench.load.records import RequestRecord
-from kvik_bench.load.workload import Workload
+from kvik_bench.load.workload import LoadWorkload
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
 # A load test as a result: figures with their definitions, and what to think of them in words.
@@ -315,7 +321,7 @@ class LoadTest:
     """
 
     levels: tuple[Level, ...]
-    workload: Callable[[str], Workload]  # for a seed
+    workload: Callable[[str], LoadWorkload]  # for a seed
     budget: Budget
     slo: Slo | None = None
     think_time: float = 0.0
@@ -330,7 +336,7 @@ class ServeBench:
     """Runs a test; what was measured so far can be had at any time, also after an interruption."""
 
     test: LoadTest
-    server: Server
+    server: TargetServer
     logs: dict[str, list[RunLog]] = field(default_factory=dict)
 
     async def run(self, watch: Watch | None = None) -> None:

@@ -246,18 +246,18 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LoadTurn:
     content: Content
     tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class LoadConversation:
     """Turns that are asked one after another; each repeats all that was said before."""
 
-    turns: tuple[Turn, ...]
-    system: Turn | None = None  # a prefix that conversations share
+    turns: tuple[LoadTurn, ...]
+    system: LoadTurn | None = None  # a prefix that conversations share
 
     def request(self, answers: Sequence[str]) -> LoadRequest:
         """The next request, after as many answers."""
@@ -270,17 +270,17 @@ class Conversation:
         messages.append(("user", turn.content))
         return LoadRequest(tuple(messages), tokens + turn.tokens, turn.output_tokens)
 
-    def first(self, turns: int) -> Conversation:
+    def first(self, turns: int) -> LoadConversation:
         return replace(self, turns=self.turns[:turns])
 
 
-class Workload(Protocol):
+class LoadWorkload(Protocol):
     """Conversations by number, from 0."""
 
     @property
     def turns(self) -> int: ...  # of each conversation
 
-    def conversation(self, index: int) -> Conversation: ...
+    def conversation(self, index: int) -> LoadConversation: ...
 
 
 class Filler(Protocol):
@@ -324,20 +324,20 @@ class RandomWorkload:
     prefix_tokens: int = 0
     prefixes: int = 1
 
-    def conversation(self, index: int) -> Conversation:
+    def conversation(self, index: int) -> LoadConversation:
         turns = []
         for turn in range(self.turns):
             tokens, output_tokens = self.lengths.of(index, turn)
             content = self.filler.fill(tokens, f"{self.seed}/{index}/{turn}")
-            turns.append(Turn(content, tokens, output_tokens))
-        return Conversation(tuple(turns), self._prefix(index))
+            turns.append(LoadTurn(content, tokens, output_tokens))
+        return LoadConversation(tuple(turns), self._prefix(index))
 
-    def _prefix(self, index: int) -> Turn | None:
+    def _prefix(self, index: int) -> LoadTurn | None:
         if not self.prefix_tokens:
             return None
         which = random.Random(f"{self.seed}/prefix of/{index}").randrange(self.prefixes)
         content = self.filler.fill(self.prefix_tokens, f"{self.seed}/prefix/{which}")
-        return Turn(content, self.prefix_tokens, 0)
+        return LoadTurn(content, self.prefix_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +349,13 @@ class TextWorkload:
     seed: str
     turns: int = 1
 
-    def conversation(self, index: int) -> Conversation:
+    def conversation(self, index: int) -> LoadConversation:
         turns = []
         for turn in range(self.turns):
             text = self.texts[(index * self.turns + turn) % len(self.texts)]
             rng = random.Random(f"{self.seed}/lengths/{index}/{turn}")
-            turns.append(Turn(text, len(text.split()), self.output.draw(rng)))
-        return Conversation(tuple(turns))
+            turns.append(LoadTurn(text, len(text.split()), self.output.draw(rng)))
+        return LoadConversation(tuple(turns))
 
 
 def read_texts(path: Path) -> list[str]:

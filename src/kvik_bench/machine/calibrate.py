@@ -27,7 +27,7 @@ from kvik.launch import launch
 from kvik.planner.calibration import Calibration, HostCost, Machine, ReadRate, this_machine
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import read_shape
-from kvik.planner.roofline import Step, decode, prefill, step_time
+from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik_bench.inprocess.rounds import OTHERS, Watch, disturbance, undisturbed
 from kvik_bench.machine.kernels import (
     Readings,
@@ -66,7 +66,7 @@ def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calib
         shape = read_shape(name)
         device = Device("this", "cpu", 0, measured.bandwidth, measured.peaks, calibration=measured)
 
-        def kernels(step: Step) -> float:
+        def kernels(step: PlannedStep) -> float:
             return step_time(shape, Setting(device, "bf16", "bf16"), step).expected
 
         engine = _Engine(folder, vocab, measured.machine, effort, limits)

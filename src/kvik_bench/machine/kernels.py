@@ -94,8 +94,8 @@ def measure_linears(
         [float(m.spec.rows) for m in small],
         [float(m.spec.rows * m.spec.inputs) for m in small],
     ]
-    cached = _Layers(stage, kind, MEDIUM, CACHED, most)
-    streamed = _Layers(stage, kind, LARGE, effort.streamed, most)
+    cached = _LayerStack(stage, kind, MEDIUM, CACHED, most)
+    streamed = _LayerStack(stage, kind, LARGE, effort.streamed, most)
     paces = []
     for rows in effort.rows:
         times = _typical(lambda rows=rows: repeated(rows), effort.samples)  # type: ignore[misc]
@@ -121,7 +121,7 @@ def measure_linears(
     return tuple(paces)
 
 
-class _Layers:
+class _LayerStack:
     """Layers of equal matrices, one after the other, that take about so many bytes."""
 
     def __init__(

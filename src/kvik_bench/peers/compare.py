@@ -48,7 +48,7 @@ Run = Callable[[EngineEntry, Job, float], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EngineComparison:
     """What is compared: `name` and `folder` of the model, the engines, the work."""
 
     name: str
@@ -132,7 +132,7 @@ def turns(
 
 
 def measure(
-    comparison: Comparison,
+    comparison: EngineComparison,
     found: Found,
     run: Run,
     say: Callable[[str], None],
@@ -190,7 +190,7 @@ REASON = 80  # characters of a failure that are shown in the table
 EXACT = "fp32"  # the format in which engines should agree
 
 
-def to_result(comparison: Comparison, found: Found, facts: Mapping[str, str]) -> Result:
+def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, str]) -> Result:
     """A row for each engine, by format, kvik first; and one for each that could not be run."""
     entries, absent = comparison.engines.entries, comparison.engines.absent
     readings = _Readings(comparison, found)
@@ -234,7 +234,7 @@ def first_differences(ours: Tokens, theirs: Tokens) -> list[int]:
 class _Readings:
     """Takes figures out of what was found."""
 
-    def __init__(self, comparison: Comparison, found: Found) -> None:
+    def __init__(self, comparison: EngineComparison, found: Found) -> None:
         self._comparison = comparison
         self._found = found
         self._rounds = range(comparison.rounds)
@@ -473,7 +473,7 @@ def run(arguments: argparse.Namespace) -> int:
             "prompt_tokens",
             f"with the output is {longest} tokens; the model has {spec.max_context}",
         )
-    comparison = Comparison(
+    comparison = EngineComparison(
         name=Path(arguments.model).name or folder.name,
         folder=folder,
         engines=engines,

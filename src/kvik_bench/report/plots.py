@@ -18,7 +18,14 @@ from markupsafe import Markup
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 from kvik_bench.report.result import Chart, Figure, Result, Row
-from kvik_bench.report.table import Grid, definitions, grid, show_figure, spread_note, unit_title
+from kvik_bench.report.table import (
+    CellGrid,
+    definitions,
+    grid,
+    show_figure,
+    spread_note,
+    unit_title,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,14 +109,14 @@ def drawable(result: Result) -> list[Chart]:
     return [chart for chart in result.charts if len(_rows(result, chart)) > (chart.kind == "curve")]
 
 
-def chart_table(result: Result, chart: Chart) -> Grid:
+def chart_table(result: Result, chart: Chart) -> CellGrid:
     """What a chart shows, in numbers."""
     rows = _rows(result, chart)
     if chart.kind in ("ecdf", "points"):
         header = ("", *(f"p{share}" for share in SHARES), "highest", "count")
-        return Grid(header, tuple(_percentiles(row, chart.y) for row in rows))
+        return CellGrid(header, tuple(_percentiles(row, chart.y) for row in rows))
     header = ("", *(_axis(rows, name) for name in (chart.x, chart.y) if name))
-    return Grid(
+    return CellGrid(
         header,
         tuple(
             (row.label, *(show_figure(_figure(row, n)) for n in (chart.x, chart.y) if n))
@@ -352,7 +359,7 @@ class Picture:
     title: str
     svg: Markup
     words: str
-    numbers: Grid
+    numbers: CellGrid
 
 
 def as_html(result: Result) -> str:

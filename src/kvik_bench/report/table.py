@@ -17,14 +17,14 @@ MAX_WIDTH = 400  # characters of a table that goes to no terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CellGrid:
     """Cells as text. The first column names what the others are about."""
 
     header: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
 
 
-def grid(result: Result) -> Grid:
+def grid(result: Result) -> CellGrid:
     """What there is more of goes down: the figures, or the rows."""
     names, rows = list(result.names()), result.rows
     facts = list(dict.fromkeys(name for row in rows for name in row.facts))
@@ -32,9 +32,9 @@ def grid(result: Result) -> Grid:
         header = ("", *(row.label for row in rows))
         lines = [(name, *(row.facts.get(name, "-") for row in rows)) for name in facts]
         lines += [(_title(result, name), *(_cell(row, name) for row in rows)) for name in names]
-        return Grid(header, tuple(lines))
+        return CellGrid(header, tuple(lines))
     header = ("", *facts, *(_title(result, name) for name in names))
-    return Grid(
+    return CellGrid(
         header,
         tuple(
             (

@@ -18,7 +18,7 @@ from kvik.planner.devices import Setting
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Traffic
 from kvik_bench.inprocess.ceilings import Ceilings
-from kvik_bench.inprocess.inproc import Job, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, run_jobs
 from kvik_bench.report.result import Figure
 
 
@@ -57,7 +57,7 @@ def test_a_batch_is_its_prompts_and_then_its_tokens(calibrated: None, engine: En
 
 def test_what_a_run_achieved(calibrated: None, engine: Engine) -> None:
     ceilings = Ceilings.of(engine.resolved)
-    run = run_jobs(engine, [Job([20 + i] * 16, 8) for i in range(4)])
+    run = run_jobs(engine, [BenchRequest([20 + i] * 16, 8) for i in range(4)])
     found = by_name(ceilings.achieved([run]))
     busy = run.after.time.busy - run.before.time.busy
     weights = ceilings.model.shape.read_bytes("bf16", 4)
@@ -73,7 +73,7 @@ def test_a_machine_that_was_not_measured(uncalibrated: Path, engine: Engine) -> 
     ceilings = Ceilings.of(engine.resolved)
     assert "run `kvik calibrate`" in ceilings.notes[0]
     assert ceilings.decode(1, 8) == ceilings.steady(1, Traffic(8, 8)) == ()
-    run = run_jobs(engine, [Job([20, 21], 2)])
+    run = run_jobs(engine, [BenchRequest([20, 21], 2)])
     assert by_name(ceilings.achieved([run])).keys() == {"memory read", "arithmetic"}
     assert "is limited by" in ceilings.remark("This", [run])
 

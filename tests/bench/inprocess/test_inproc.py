@@ -9,14 +9,14 @@ import pytest
 from kvik.engine.client import Engine
 from kvik.errors import KvikError
 from kvik.launch import reschedule
-from kvik_bench.inprocess.inproc import Job, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, run_jobs
 
 PROMPTS = [[20, 21, 22], [30, 31, 32, 33, 34], [40]]
 LENGTHS = [4, 2, 7]
 
 
 def test_answers_and_records_are_in_the_order_of_the_jobs(engine: Engine) -> None:
-    jobs = [Job(p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    jobs = [BenchRequest(p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     run = run_jobs(engine, jobs)
     assert [len(answer) for answer in run.answers] == LENGTHS
     assert [record.prompt_tokens for record in run.records] == [3, 5, 1]
@@ -31,7 +31,7 @@ def test_answers_and_records_are_in_the_order_of_the_jobs(engine: Engine) -> Non
 
 
 def test_a_request_is_sent_when_it_is_due(engine: Engine) -> None:
-    run = run_jobs(engine, [Job(PROMPTS[0], 2, due=0.1), Job(PROMPTS[1], 2)])
+    run = run_jobs(engine, [BenchRequest(PROMPTS[0], 2, due=0.1), BenchRequest(PROMPTS[1], 2)])
     late, early = run.records
     assert late.sent == late.due == pytest.approx(run.started + 0.1)
     assert late.times[0] >= late.due
@@ -43,7 +43,7 @@ def test_a_short_queue_only_delays(engine: Engine) -> None:
     """Requests that the queue refuses wait outside, and their time counts."""
     scheduler = replace(engine.resolved.scheduler, max_queued_requests=2)
     short = reschedule(engine, scheduler, engine.resolved.cache)
-    run = run_jobs(short, [Job([20 + i], 2) for i in range(7)])
+    run = run_jobs(short, [BenchRequest([20 + i], 2) for i in range(7)])
     assert all(record.completed for record in run.records)
     assert {record.sent for record in run.records} == {run.started}
 
@@ -51,6 +51,6 @@ def test_a_short_queue_only_delays(engine: Engine) -> None:
 def test_nothing_is_sent_when_one_can_never_be_served(engine: Engine) -> None:
     before = engine.client.stats()
     with pytest.raises(KvikError):
-        run_jobs(engine, [Job([1], 2), Job([1] * 200, 2)])
+        run_jobs(engine, [BenchRequest([1], 2), BenchRequest([1] * 200, 2)])
     assert engine.client.stats().steps == before.steps
     assert not engine.client.has_requests

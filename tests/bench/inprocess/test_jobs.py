@@ -12,9 +12,9 @@ from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.jobs import (
-    Pieces,
     RandomPieces,
     Requests,
+    TextPieces,
     check_context,
     fixed,
     refuse_varied,
@@ -84,7 +84,7 @@ def test_options_that_a_benchmark_sets_cannot_be_given() -> None:
 
 
 TEXTS = (tuple(range(100, 200)), (7, 8, 9), tuple(range(300, 320)))
-PIECES = Pieces((1,), TEXTS, prompt_tokens=11, output_tokens=5, seed="0")
+PIECES = TextPieces((1,), TEXTS, prompt_tokens=11, output_tokens=5, seed="0")
 
 
 def test_each_text_in_turn() -> None:
@@ -113,8 +113,8 @@ def test_the_same_for_the_same_seed_and_round() -> None:
 def test_of_texts_as_a_tokenizer_reads_them() -> None:
     tokenizer = Tokenizer.load(find_model(""))
     prefix, text = tokenizer.encode(""), "The fox and the crow"
-    pieces = Pieces.of(tokenizer, [text, ""], 64, 5, "0")
+    pieces = TextPieces.of(tokenizer, [text, ""], 64, 5, "0")
     (job,) = pieces.jobs(0, 1)
     assert job.prompt == [*prefix, *tokenizer.encode(text, add_special_tokens=False)]
     with pytest.raises(ParamError, match=f"prompt_tokens: must be at least {len(prefix) + 1}"):
-        Pieces.of(tokenizer, [text], len(prefix), 5, "0")
+        TextPieces.of(tokenizer, [text], len(prefix), 5, "0")

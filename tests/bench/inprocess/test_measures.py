@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvik.engine.stats import EngineStats
-from kvik_bench.inprocess.inproc import Run
+from kvik_bench.inprocess.inproc import LoadRun
 from kvik_bench.inprocess.measures import (
     DECODE,
     E2E,
@@ -33,7 +33,7 @@ from kvik_bench.load.records import RequestRecord
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 
 
-def run_of(*answers: tuple[int, list[float]], ended: float) -> Run:
+def run_of(*answers: tuple[int, list[float]], ended: float) -> LoadRun:
     """Started at 10; each request has a prompt of so many tokens and a token at each time."""
     records = []
     for prompt, times in answers:
@@ -43,7 +43,9 @@ def run_of(*answers: tuple[int, list[float]], ended: float) -> Run:
         record.finished = 10.0 + times[-1]
         records.append(record)
     after = replace(ZERO, steps=5, preemptions=2, prefix_queries=200, prefix_hits=50)
-    return Run(10.0, 10.0 + ended, records, [[1] * len(t) for _, t in answers], ZERO, after, 0.25)
+    return LoadRun(
+        10.0, 10.0 + ended, records, [[1] * len(t) for _, t in answers], ZERO, after, 0.25
+    )
 
 
 RUN = run_of((30, [1.0, 1.5, 2.0]), (10, [2.0, 2.5, 3.0, 4.0]), ended=4.0)

@@ -13,7 +13,7 @@ from kvik.core.types import DraftCounts
 from kvik.engine.stats import EngineStats, SpeculationStats
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import resolve_config
-from kvik_bench.inprocess.inproc import Job, Run, loaded, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.inprocess.speculation import Pair, SpeculationLoad, measure_speculation
 from kvik_bench.load.records import RequestRecord
@@ -30,11 +30,11 @@ GUESSING = resolve_config(
         speculative_config={"adaptive": False},
     )
 )
-JOBS = [Job([20, 21, 22], 13), Job([30, 31], 13)]
+JOBS = [BenchRequest([20, 21, 22], 13), BenchRequest([30, 31], 13)]
 
 
 class Same:
-    def jobs(self, number: int, count: int) -> list[Job]:
+    def jobs(self, number: int, count: int) -> list[BenchRequest]:
         return JOBS[:count]
 
 
@@ -109,13 +109,15 @@ ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 TOKENS = 31  # one of the prompt's step, thirty decoded
 
 
-def run(seconds: float, steps: int, stats: tuple[SpeculationStats, SpeculationStats] | None) -> Run:
+def run(
+    seconds: float, steps: int, stats: tuple[SpeculationStats, SpeculationStats] | None
+) -> LoadRun:
     """One request: its first token comes after a second."""
     record = RequestRecord(8, 0.0, 0.0)
     record.chunk(1.0, 1)
     record.chunk(1.0 + seconds, TOKENS - 1)
     before, after = stats or (None, None)
-    return Run(
+    return LoadRun(
         0.0,
         1.0 + seconds,
         [record],

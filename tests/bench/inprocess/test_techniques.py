@@ -11,7 +11,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.client import Engine
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import reschedule, resolve_config
-from kvik_bench.inprocess.inproc import Job, run_jobs
+from kvik_bench.inprocess.inproc import BenchRequest, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.inprocess.techniques import (
@@ -36,7 +36,7 @@ def test_without_a_cache_everything_is_computed_again(engine: Engine) -> None:
     resolved = engine.resolved
     cache = replace(resolved.cache, enable_prefix_caching=False)
     engine = reschedule(engine, resolved.scheduler, cache)
-    jobs = [Job([20, 21, 22], 4), Job([30], 2)]
+    jobs = [BenchRequest([20, 21, 22], 4), BenchRequest([30], 2)]
     run = without_cache(engine, jobs)
     assert run.answers == run_jobs(engine, jobs).answers == one_by_one(engine, jobs).answers
     work = run.after.work.since(run.before.work)

@@ -13,7 +13,7 @@ from helpers.virtual_time import VirtualLoop, run_virtually
 
 from kvik_bench.load.drive import FAILURE_PAUSE, Budget, ClosedLoop, Load, OpenLoop, RunLog, drive
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
-from kvik_bench.load.workload import Conversation, LoadRequest, Turn, poisson, read_trace
+from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadTurn, poisson, read_trace
 
 
 class Numbered:
@@ -22,8 +22,10 @@ class Numbered:
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns
 
-    def conversation(self, index: int) -> Conversation:
-        return Conversation(tuple(Turn(f"{index}.{turn}", 1, 2) for turn in range(self.turns)))
+    def conversation(self, index: int) -> LoadConversation:
+        return LoadConversation(
+            tuple(LoadTurn(f"{index}.{turn}", 1, 2) for turn in range(self.turns))
+        )
 
 
 class Clockwork:

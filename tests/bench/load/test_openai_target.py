@@ -34,7 +34,7 @@ from kvik_bench.load.openai_target import (
     Chunk,
     Dialect,
     OpenAITarget,
-    Server,
+    TargetServer,
     accepted,
     connected,
     first_model,
@@ -49,7 +49,7 @@ EXACT = 0.002  # seconds
 
 
 def ask(
-    server: Server, count: int = 1, request: LoadRequest = ASK
+    server: TargetServer, count: int = 1, request: LoadRequest = ASK
 ) -> list[tuple[RequestRecord, str | None]]:
     """Send the request so many times, one after another."""
 
@@ -67,7 +67,7 @@ def ask(
 
 def answered(reply: Reply, endpoint: str = "completions") -> tuple[RequestRecord, str | None]:
     with FakeServer(lambda request: reply) as fake:
-        (found,) = ask(Server(fake.url, endpoint, "m", timeout=5.0))
+        (found,) = ask(TargetServer(fake.url, endpoint, "m", timeout=5.0))
     return found
 
 
@@ -97,7 +97,9 @@ def test_times_are_those_of_the_server_to_two_milliseconds() -> None:
     meet a busy processor."""
     for _ in range(10):
         with FakeServer(lambda request: stream(8, first=0.05, gap=0.02)) as fake:
-            records = [record for record, _ in ask(Server(fake.url, "completions", "m"), count=5)]
+            records = [
+                record for record, _ in ask(TargetServer(fake.url, "completions", "m"), count=5)
+            ]
         if worst_error(records, fake.requests) < EXACT:
             break
     assert worst_error(records, fake.requests) < EXACT
@@ -108,12 +110,16 @@ def test_times_are_those_of_the_server_to_two_milliseconds() -> None:
 
 def test_what_is_sent() -> None:
     with FakeServer(lambda request: stream(2)) as fake:
-        server = Server(fake.url + "/", "completions", "m", "secret", {"temperature": 0.5})
+        server = TargetServer(fake.url + "/", "completions", "m", "secret", {"temperature": 0.5})
         ask(server)
         request = LoadRequest((("system", [1, 2]), ("user", [3])), 3, 6)
-        ask(Server(fake.url + "/v1", "completions", "m", dialect=Dialect(usage=False)), 1, request)
+        ask(
+            TargetServer(fake.url + "/v1", "completions", "m", dialect=Dialect(usage=False)),
+            1,
+            request,
+        )
         plain = Dialect("max_completion_tokens", ignore_eos=False, running_usage=False)
-        ask(Server(fake.url, "chat", "m", dialect=plain))
+        ask(TargetServer(fake.url, "chat", "m", dialect=plain))
     first, second, third = fake.requests
     assert (first.method, first.path) == ("POST", "/v1/completions")
     assert first.headers["authorization"] == "Bearer secret"
@@ -136,12 +142,12 @@ def test_what_is_sent() -> None:
 
 
 def test_the_key_is_not_shown() -> None:
-    assert "secret" not in repr(Server("http://x", "chat", "m", "secret"))
+    assert "secret" not in repr(TargetServer("http://x", "chat", "m", "secret"))
 
 
 def test_a_connection_serves_many_requests() -> None:
     with FakeServer(lambda request: stream(2)) as fake:
-        assert all(record.completed for record, _ in ask(Server(fake.url, "chat", "m"), 5))
+        assert all(record.completed for record, _ in ask(TargetServer(fake.url, "chat", "m"), 5))
         assert fake.connections == 1
 
 
@@ -158,7 +164,7 @@ WHOLE = text("Größe 漢字 🙂", usage=usage(7, 3)) + text("", "stop", usage=
 
 def test_chunks_cut_at_every_byte_of_the_network() -> None:
     with FakeServer(lambda request: Reply([WHOLE[i : i + 1] for i in range(len(WHOLE))])) as fake:
-        ((record, words),) = ask(Server(fake.url, "completions", "m"))
+        ((record, words),) = ask(TargetServer(fake.url, "completions", "m"))
     assert words == "Größe 漢字 🙂" and record.completed
     assert list(record.tokens) == [3]
 
@@ -198,13 +204,13 @@ def test_a_connection_that_closes_early_is_lost() -> None:
 def test_a_server_that_hangs_runs_into_the_timeout() -> None:
     for steps in ([text("a"), 60.0], [60.0]):
         with FakeServer(lambda request, steps=steps: Reply(steps)) as fake:
-            ((record, _),) = ask(Server(fake.url, "completions", "m", timeout=0.3))
+            ((record, _),) = ask(TargetServer(fake.url, "completions", "m", timeout=0.3))
         assert record.error == "timeout"
 
 
 def test_a_stream_that_stays_open_after_its_end_is_complete() -> None:
     with FakeServer(lambda request: Reply([*stream(3).steps, 60.0])) as fake:
-        found = ask(Server(fake.url, "completions", "m"), 2)
+        found = ask(TargetServer(fake.url, "completions", "m"), 2)
         assert fake.connections == 2
     assert all(record.completed and record.e2e < 0.5 for record, _ in found)
 
@@ -216,14 +222,14 @@ def unused_url() -> str:
 
 
 def test_nobody_listens() -> None:
-    ((record, _),) = ask(Server(unused_url(), "completions", "m"))
+    ((record, _),) = ask(TargetServer(unused_url(), "completions", "m"))
     assert record.error == "connect"
 
 
 def test_after_an_error_the_next_request_is_fine() -> None:
     replies = [json_reply(500, b"x" * 100_000), Reply([b"data: {\n\n"]), stream(2)]
     with FakeServer(lambda request: replies[len(fake.requests) - 1]) as fake:
-        found = ask(Server(fake.url, "completions", "m"), 3)
+        found = ask(TargetServer(fake.url, "completions", "m"), 3)
         assert len(fake.requests) == 3  # nothing is tried again
     assert [record.error for record, _ in found] == ["HTTP 500", "bad chunk", None]
     assert len(found[0][0].detail) <= 200
@@ -237,7 +243,7 @@ def negotiated(refuses: Callable[[dict], str | None], endpoint: str = "chat") ->
         return stream(2) if words is None else json_reply(400, words.encode())
 
     async def main(url: str) -> Dialect:
-        server = Server(url, endpoint, "m")
+        server = TargetServer(url, endpoint, "m")
         async with connected(server) as session:
             return (await accepted(server, session, ASK)).dialect
 
@@ -284,7 +290,7 @@ def test_a_server_that_refuses_everything() -> None:
 )
 def test_a_refusal_says_what_may_help(status: int, hint: str) -> None:
     async def main(url: str) -> None:
-        server = Server(url, "completions", "m")
+        server = TargetServer(url, "completions", "m")
         async with connected(server) as session:
             await accepted(server, session, ASK)
 
@@ -298,8 +304,8 @@ def test_a_refusal_says_what_may_help(status: int, hint: str) -> None:
 
 
 def test_what_may_pass_is_no_refusal() -> None:
-    async def main(url: str) -> Server:
-        server = Server(url, "completions", "m")
+    async def main(url: str) -> TargetServer:
+        server = TargetServer(url, "completions", "m")
         async with connected(server) as session:
             return await accepted(server, session, ASK)
 
@@ -309,7 +315,7 @@ def test_what_may_pass_is_no_refusal() -> None:
 
 def test_the_first_model_is_taken() -> None:
     async def main(url: str) -> str:
-        server = Server(url, "completions", "")
+        server = TargetServer(url, "completions", "")
         async with connected(server) as session:
             return await first_model(server, session)
 

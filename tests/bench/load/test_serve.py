@@ -10,13 +10,13 @@ from helpers.fake_server import FakeServer, Received, Reply, models, stream
 from kvik.planner.slo import Slo
 from kvik_bench.load import serve
 from kvik_bench.load.drive import Budget, ClosedLoop, RunLog
-from kvik_bench.load.openai_target import Server
+from kvik_bench.load.openai_target import TargetServer
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
 from kvik_bench.load.serve import MAX_SERIES, Level, LoadTest, Measured, ServeBench, charts, row
-from kvik_bench.load.workload import DrawnLengths, Length, RandomWorkload, WordFiller, Workload
+from kvik_bench.load.workload import DrawnLengths, Length, LoadWorkload, RandomWorkload, WordFiller
 
 
-def workload(seed: str) -> Workload:
+def workload(seed: str) -> LoadWorkload:
     lengths = DrawnLengths(Length("fixed", 5), Length("fixed", 3), seed)
     return RandomWorkload(lengths, WordFiller(), seed)
 
@@ -37,7 +37,9 @@ def test_somebody_may_watch(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((label, log.finished))
 
     with FakeServer(reply) as fake:
-        bench = ServeBench(LoadTest(LEVELS, workload, Budget(4)), Server(fake.url, "chat", ""))
+        bench = ServeBench(
+            LoadTest(LEVELS, workload, Budget(4)), TargetServer(fake.url, "chat", "")
+        )
         asyncio.run(bench.run(watch))
     assert {label for label, _ in seen} == {"one", "two"}
     counts = [count for label, count in seen if label == "one"]
@@ -46,7 +48,7 @@ def test_somebody_may_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupted_test_has_a_result() -> None:
     with FakeServer(reply) as fake:
-        bench = ServeBench(LoadTest(LEVELS, workload, Budget()), Server(fake.url, "chat", ""))
+        bench = ServeBench(LoadTest(LEVELS, workload, Budget()), TargetServer(fake.url, "chat", ""))
 
         async def main() -> None:
             task = asyncio.create_task(bench.run())
@@ -64,7 +66,7 @@ def test_an_interrupted_test_has_a_result() -> None:
 
 
 def test_without_requests_there_are_no_rows() -> None:
-    bench = ServeBench(LoadTest(LEVELS, workload, Budget()), Server("http://x", "chat", "m"))
+    bench = ServeBench(LoadTest(LEVELS, workload, Budget()), TargetServer("http://x", "chat", "m"))
     bench.logs["one"] = [RunLog()]
     assert bench.result({}).rows == ()
 

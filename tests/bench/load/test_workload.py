@@ -11,17 +11,17 @@ import pytest
 from kvik.errors import ParamError
 from kvik_bench.load.workload import (
     WORDS,
-    Conversation,
     DrawnLengths,
     Length,
+    LoadConversation,
+    LoadTurn,
+    LoadWorkload,
     RandomWorkload,
     TextWorkload,
     TokenFiller,
     TraceLengths,
     TraceRow,
-    Turn,
     WordFiller,
-    Workload,
     bursts,
     constant,
     parse_length,
@@ -128,8 +128,8 @@ def test_prompts_share_prefixes() -> None:
 
 
 def test_a_conversation_repeats_what_was_said() -> None:
-    turns = (Turn("one", 1, 5), Turn("two", 2, 6), Turn("three", 3, 7))
-    conversation = Conversation(turns, Turn("be brief", 10, 0))
+    turns = (LoadTurn("one", 1, 5), LoadTurn("two", 2, 6), LoadTurn("three", 3, 7))
+    conversation = LoadConversation(turns, LoadTurn("be brief", 10, 0))
     first, second = conversation.request([]), conversation.request(["A"])
     assert first.messages == (("system", "be brief"), ("user", "one"))
     assert (first.prompt_tokens, first.output_tokens) == (11, 5)
@@ -148,7 +148,7 @@ def test_turns_differ() -> None:
 
 
 def test_texts_come_in_their_order() -> None:
-    workload: Workload = TextWorkload(["a b", "c", "d"], FIVE, "0", turns=2)
+    workload: LoadWorkload = TextWorkload(["a b", "c", "d"], FIVE, "0", turns=2)
     contents = [turn.content for i in range(2) for turn in workload.conversation(i).turns]
     assert contents == ["a b", "c", "d", "a b"]
     assert workload.conversation(0).request(()).prompt_tokens == 2

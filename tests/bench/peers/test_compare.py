@@ -10,7 +10,7 @@ import pytest
 from kvik.errors import ConfigError
 from kvik_bench.peers.adapter_process import Outcome
 from kvik_bench.peers.compare import (
-    Comparison,
+    EngineComparison,
     Found,
     equal_places,
     first_differences,
@@ -69,8 +69,10 @@ def entry(name: str, adapter: str, form: str = "bf16", *, together: bool = False
 
 def comparison(
     entries: Mapping[str, EngineEntry], rounds: int, absent: Mapping[str, str] | None = None
-) -> Comparison:
-    return Comparison("story", Path("/hub/story"), Engines(entries, absent or {}), WORKS, 3, rounds)
+) -> EngineComparison:
+    return EngineComparison(
+        "story", Path("/hub/story"), Engines(entries, absent or {}), WORKS, 3, rounds
+    )
 
 
 def compare(

@@ -15,7 +15,7 @@ from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
 from kvik.options import options_of
 from kvik.planner.advice import advise
-from kvik.planner.advice.advise import ORDER, Advice, Report, advise_shape
+from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
 from kvik.planner.advice.figures import Wish, improvement
 from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
@@ -31,17 +31,17 @@ CPU = Device("cpu", "cpu", 64 << 30, 50e9, {"fp32": 0.4e12, "bf16": 0.8e12, "int
 PROMISE = Slo(ttft=0.3, tpot=0.05)
 
 
-FOUND: dict[str, Report] = {}  # by the question: many tests ask the same
+FOUND: dict[str, AdviceReport] = {}  # by the question: many tests ask the same
 
 
-def report(model: str, device: Device, wish: Wish) -> Report:
+def report(model: str, device: Device, wish: Wish) -> AdviceReport:
     question = repr((model, device, wish))
     if question not in FOUND:
         FOUND[question] = advise_shape(SHAPES[model], device, wish)
     return FOUND[question]
 
 
-def advice(found: Report, topic: str) -> Advice:
+def advice(found: AdviceReport, topic: str) -> Advice:
     return next(a for a in (*found.advice, *found.later) if a.topic == topic)
 
 

@@ -247,7 +247,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AdviceReport:
     """Attributes:
     assumed: flags for what the wish did not say.
     obstacle: why no setting of this version fits, and what the figures are for in its place; "".
@@ -273,7 +273,7 @@ class Report:
     promise: str
 
 
-def advise(wish: Wish) -> Report:
+def advise(wish: Wish) -> AdviceReport:
     """Advice for a wish.
 
     Raises:
@@ -293,7 +293,7 @@ def advise_shape(
     wish: Wish,
     hardware: Hardware | None = None,
     draft: ModelShape | None = None,
-) -> Report:
+) -> AdviceReport:
     """Advice for a model that is read already, on a device that is found already.
 
     Args:
@@ -324,7 +324,7 @@ class _Adviser:
     draft: ModelShape | None
     usual: Serving
 
-    def report(self) -> Report:
+    def report(self) -> AdviceReport:
         start = self._at(self.usual)
         now, obstacle = self._first_that_fits(start)
         advice: list[Advice] = []
@@ -345,7 +345,7 @@ class _Adviser:
                 made, now = self._pull(topic, now)
                 advice.append(made)
         absent = [topic for topic in ORDER if not available(topic)]
-        return Report(
+        return AdviceReport(
             wish=self.wish,
             traffic=self.traffic,
             assumed=assumed(self.wish, self.traffic),
