@@ -38,8 +38,8 @@ from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
+from kvik.models.model_spec import read_model_spec
 from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
-from kvik.spec.model import read_model_spec
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.drafters.base import Drafter

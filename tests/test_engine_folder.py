@@ -23,12 +23,12 @@ from kvik.export import plan_export
 from kvik.gguf.export import model_metadata
 from kvik.gguf.writer import write_gguf
 from kvik.kernels.reference.packing import PLAIN
+from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.engine_folder import MappedStorage
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.planner.families import read_shape
 from kvik.spec.engine_folder import MANIFEST, WEIGHTS, Manifest
-from kvik.spec.model import read_model_spec
 from kvik.spec.weights import SCHEMES
 
 PROMPTS = [[5, 6, 7, 8], [9] * 20, [11]]
@@ -239,7 +239,7 @@ def test_without_native_kernels_a_folder_for_them_is_refused(tmp_path: Path) -> 
 
     from kvik.config.hardware import detect
     from kvik.config.resolve import resolve
-    from kvik.spec.model import read_model_spec
+    from kvik.models.model_spec import read_model_spec
 
     build("", tmp_path / "engine")
     spec, bare = read_model_spec(tmp_path / "engine"), replace(detect(), native=False)

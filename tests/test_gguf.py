@@ -97,7 +97,7 @@ def test_the_plan_counts_what_is_loaded(case: str, tied: bool, tmp_path: Path) -
     ops = replace(REFERENCE, matrix=matrix)
     spec = PagedModel(tmp_path / "m.gguf", ops=ops, dtype=torch.bfloat16).spec
     sizes = [stored_weight(each) for each in made]
-    rest = 2 * (spec.parameters.total - sum(each.outputs * each.inputs for each in sizes))
+    rest = 2 * (spec.num_parameters - sum(each.outputs * each.inputs for each in sizes))
     loaded = rest + sum(map(size, sizes))
     assert loaded == weight_bytes(spec, "bfloat16", "none")
     packed = pytest.importorskip("kvik.kernels.cpu.matrix").packed_sizes
@@ -193,5 +193,5 @@ def test_a_plan_counts_the_usual_bits_of_its_weights(
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES[case][0])
     shape = read_shape(str(tmp_path / "m.gguf"))
     assert shape.stored == stored
-    assert shape.spec is not None and shape.spec.parameters.total == shape.parameters
+    assert shape.spec is not None and shape.spec.num_parameters == shape.parameters
     assert any("counted as" in note for note in shape.notes) == (case != "F16")

@@ -29,11 +29,11 @@ from kvik.config.hardware import detect
 from kvik.config.memory import GATHERED_KEYS, LOADING_BYTES, PROMPT_PADDING, QUANTIZED_SCRATCH_BYTES
 from kvik.config.units import GIB, MIB
 from kvik.kernels.rounding import PIECE
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import RUN_BYTES, SINGLE
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
 from kvik.spec.engine_folder import WEIGHTS
-from kvik.spec.model import ModelSpec
 
 native = pytest.mark.skipif(
     find_spec("kvik.kernels.cpu._native") is None,

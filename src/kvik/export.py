@@ -18,13 +18,13 @@ from kvik.gguf.tokenizer_export import tokenizer_metadata
 from kvik.gguf.writer import Buffer, OutTensor, Scalar, write_gguf
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import ModelFiles, model_files
-from kvik.models.registry import MODELS
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.spec.kv import group_layers
-from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.model import DTYPE_BYTES
 
 # What matrices can be written in, by the names that users know.
 TYPES: Mapping[str, str] = {name.lower(): name for name in FILE_TYPES}
@@ -105,7 +105,7 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         max_model_len=1,
         checkpoint=checkpoint,
     )
-    MODELS[spec.architecture](spec, builder)
+    spec.family.make(spec, builder)
     check_weights(builder.declared, checkpoint)
 
 

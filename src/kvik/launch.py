@@ -31,7 +31,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.errors import ConfigError, ModelError
 from kvik.model_files import model_files
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

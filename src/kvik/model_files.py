@@ -11,11 +11,11 @@ from kvik.config.model_source import DESCRIPTION
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
 from kvik.files import is_gguf
-from kvik.gguf.facts import model_config, model_spec, sampling_config
+from kvik.gguf.facts import gguf_model_spec, model_config, sampling_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.fields import read_json
-from kvik.spec.model import ModelSpec, read_model_spec
 from kvik.text.tokenizer import Tokenizer
 
 # Sampling that a model's authors recommend.
@@ -84,7 +84,7 @@ class Gguf:
         self._file = read_gguf(path)
 
     def spec(self) -> ModelSpec:
-        return model_spec(self._file)
+        return gguf_model_spec(self._file)
 
     def has_tokenizer(self) -> bool:
         return has_tokenizer(self._file.metadata)

@@ -15,7 +15,7 @@ from helpers.optional_native import needs_native
 from kvik.cli.main import main
 from kvik.config.hardware import Gpu, detect
 from kvik.config.model_source import BUNDLED
-from kvik.spec.model import read_model_spec
+from kvik.models.model_spec import read_model_spec
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,7 @@ def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     spec = read_model_spec(BUNDLED)
-    for fact in ("LlamaForCausalLM", f"{spec.parameters.total:,}", "bytes per token", "num_blocks"):
+    for fact in ("LlamaForCausalLM", f"{spec.num_parameters:,}", "bytes per token", "num_blocks"):
         assert fact in out
 
 
@@ -49,7 +49,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json", "--device", "cpu", "--num-blocks", "9"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True
-    assert facts["parameters"] == read_model_spec(BUNDLED).parameters.total
+    assert facts["parameters"] == read_model_spec(BUNDLED).num_parameters
     decided = {d["name"]: (d["value"], d["reason"]) for d in facts["decisions"]}
     assert decided["num_blocks"] == ("9", "as asked")
     memory = facts["memory"]

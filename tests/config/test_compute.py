@@ -12,8 +12,8 @@ from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.config.memory import Footprint, StepSize
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.engine_folder import Built
-from kvik.spec.model import ModelSpec, read_model_spec
 
 AVX2 = frozenset(("avx2", "fma"))
 LAPTOP = Hardware("CPU", 4, 1 << 34, "RAM", isa=AVX2, native=True)

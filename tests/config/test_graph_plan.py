@@ -15,7 +15,7 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.resolve import resolve
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.errors import CapacityError
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 
 GIB = 1 << 30
 CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))

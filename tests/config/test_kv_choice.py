@@ -10,8 +10,8 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import Hardware
 from kvik.config.resolve import resolve
 from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import KV_FORMATS
-from kvik.spec.model import ModelSpec
 from kvik.spec.stored_weights import StoredQuantization
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from kvik.config.memory import CUDA_BUILD_BYTES
 from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError, KvikError
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -318,7 +318,7 @@ def test_rotary_positions_are_counted() -> None:
 def test_quantised_weights_leave_room(quantization: str, low: float, high: float) -> None:
     """Bytes per parameter; the tied embedding of Llama-3.2-1B stays at eight bits."""
     resolved = plan(max_model_len=4096, quantization=quantization)
-    assert low <= resolved.memory.weights / SMALL.parameters.total <= high
+    assert low <= resolved.memory.weights / SMALL.num_parameters <= high
     assert resolved.runner.quantization == quantization
     value, reason = decision(resolved, "quantization")
     assert value == quantization

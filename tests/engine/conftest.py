@@ -18,8 +18,8 @@ from kvik.engine.client import EngineState
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.engine.wire import Ready
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
-from kvik.spec.model import ModelSpec
 
 EOS = 63
 

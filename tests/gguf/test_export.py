@@ -15,7 +15,7 @@ from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor, write_gguf
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.rope import RopeSpec
 
 SIZES = {

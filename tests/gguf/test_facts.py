@@ -13,7 +13,7 @@ from helpers.gguf_files import llama_file, raw, write_with_package
 from kvik.errors import ModelError
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.rope import RopeSpec
 
 

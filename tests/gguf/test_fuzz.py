@@ -31,7 +31,7 @@ from kvik.errors import ModelError
 from kvik.gguf.facts import model_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import read_tokenizer
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

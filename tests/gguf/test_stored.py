@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.gguf_files import llama_file, write_with_package
 
-from kvik.gguf.facts import SCHEMES, model_spec, stored_quantization
+from kvik.gguf.facts import SCHEMES, gguf_model_spec, stored_quantization
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
@@ -62,7 +62,7 @@ def test_layers_by_name(tmp_path: Path) -> None:
 def test_a_file_of_floats(tmp_path: Path) -> None:
     file = read_gguf(llama_file(tmp_path / "m.gguf"))
     assert stored_quantization(file) is None
-    assert model_spec(file).quantization is None
+    assert gguf_model_spec(file).quantization is None
 
 
 def test_the_package_agrees_on_sizes() -> None:

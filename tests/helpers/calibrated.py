@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvik.models.model_spec import read_model_spec
 from kvik.quantize.calibrate import quantise_blocks
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult
-from kvik.spec.model import read_model_spec
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

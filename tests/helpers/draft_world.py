@@ -13,8 +13,8 @@ from torch import Tensor
 from kvik.core.plan import NewRequest
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.reference.ops import REFERENCE
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.kv_formats import allocate_apart
-from kvik.spec.model import ModelSpec
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.graphs import Eager, Network, StepOutput

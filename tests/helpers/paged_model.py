@@ -12,13 +12,13 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import model_files
-from kvik.models.registry import load_model
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
-from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.loader import load_model
 from kvik.nn.opening import open_weights
+from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
-from kvik.spec.model import ModelSpec
 
 
 class PagedModel:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.calibrate import CPU
 from kvik.quantize.float8 import E4M3, E5M2, Float8, float8
@@ -17,7 +18,6 @@ from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.source import open_source
-from kvik.spec.model import ModelSpec
 
 FOLDED = 0.5  # what norms are multiplied with, as if factors had been folded into them
 

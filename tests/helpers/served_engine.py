@@ -29,8 +29,8 @@ from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import HostLine
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
-from kvik.spec.model import ModelSpec
 
 EOS = 63
 

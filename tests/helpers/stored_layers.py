@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.configs import PUBLIC
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvik.spec.architectures import LLAMA_MATRICES
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.fields import Fields
 from kvik.spec.stored_weights import StoredQuantization, read_stored_quantization
 
-LAYERS = tuple(LLAMA_MATRICES.linear(32))
+LAYERS = tuple(
+    name
+    for linear in ModelSpec.from_config(PUBLIC["Llama-2-7B"]).declaration.linears
+    for name in linear.names
+)
 GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"
 
 

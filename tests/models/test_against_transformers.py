@@ -22,7 +22,7 @@ from kvik.attention.base import AttentionBackend
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.compute import LANES
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.spec.model import read_model_spec
+from kvik.models.model_spec import read_model_spec
 
 PROMPT = 40
 STEPS = 20

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.models.registry import Model
-from kvik.nn.context import ForwardContext
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
+from kvik.spec.declare import ForwardContext, Model
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

@@ -11,13 +11,7 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import reference_logits, save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
-from kvik.models.registry import MODELS
 from kvik.nn.checkpoint import SINGLE
-from kvik.spec.architectures import ARCHITECTURES
-
-
-def test_what_config_knows_is_what_models_run() -> None:
-    assert set(MODELS) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("GPT2", "transformer."), ("Llama", "model.")])

@@ -9,8 +9,8 @@ import pytest
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import tiny_model
 
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
-from kvik.spec.model import ModelSpec
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
@@ -37,7 +37,7 @@ def test_names_and_shapes_are_those_of_transformers(family: str) -> None:
     theirs = {name: tuple(p.shape) for name, p in reference.named_parameters()}
     ours = {name: t.shape for name, t in declared(spec).items()}
     assert ours == theirs
-    assert spec.parameters.total == sum(p.numel() for p in reference.parameters())
+    assert spec.num_parameters == sum(p.numel() for p in reference.parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -45,7 +45,7 @@ def test_counts_of_the_spec_are_what_is_declared(tied: bool) -> None:
     config = tiny_model("Llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     spec = replace(ModelSpec.from_config(config), tie_word_embeddings=tied)
     tensors = declared(spec)
-    assert sum(math.prod(t.shape) for t in tensors.values()) == spec.parameters.total
+    assert sum(math.prod(t.shape) for t in tensors.values()) == spec.num_parameters
     assert ("lm_head.weight" in tensors) is not tied
 
 

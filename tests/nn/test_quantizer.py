@@ -74,7 +74,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(
     model = PagedModel(tmp_path, ops=packing.ops, quantization=quantization, dtype=torch.bfloat16)
     packed = sum(size(weight) for weight in packing.weights)
     matrices = sum(weight.outputs * weight.inputs for weight in packing.weights)
-    plain = 2 * (model.spec.parameters.total - matrices)
+    plain = 2 * (model.spec.num_parameters - matrices)
     assert packed + plain == weight_bytes(model.spec, "bfloat16", quantization)
     # the matrices of three layers, and one that serves the head and a tied embedding
     assert len(packing.weights) == 4 * 3 + 1

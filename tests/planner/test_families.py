@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
 from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, ModelShape
-from kvik.spec.architectures import ARCHITECTURES
-from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import SCHEMES, weight_bytes
 
 PUBLISHED = facts("published.json")
@@ -113,7 +114,7 @@ def test_cache_bytes_every_text_should_know(name: str, size: int) -> None:
 def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
     spec, model = ModelSpec.from_config(config(name)), shape(name)
     assert model.spec == spec
-    assert model.parameters == spec.parameters.total
+    assert model.parameters == spec.num_parameters
     assert model.max_context == spec.max_context
     for dtype, item in DTYPE_BYTES.items():
         for scheme in SCHEMES:
@@ -288,7 +289,7 @@ def test_a_missing_dtype_is_said() -> None:
 def test_nothing_named_is_the_bundled_model() -> None:
     model = read_shape("")
     assert model.name == "stories"
-    assert model.parameters == ModelSpec.from_config(model_config(BUNDLED)).parameters.total
+    assert model.parameters == ModelSpec.from_config(model_config(BUNDLED)).num_parameters
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.errors import ModelError
+from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import unwatched
 from kvik.quantize.calibrate import ModelBlocks
-from kvik.quantize.structure import NORMS
-from kvik.spec.model import read_model_spec
 
 
 def open_model(folder: Path, tokens: int, dtype: torch.dtype = torch.float32) -> ModelBlocks:
@@ -136,10 +135,3 @@ def test_tensors_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"lack .*layers\.1\.mlp\.up_proj\.weight"):
         open_model(tmp_path, 4).check()
-
-
-def test_every_architecture_says_where_factors_go() -> None:
-    """One without a row is quantised without factors; here none is forgotten."""
-    from kvik.models.registry import MODELS
-
-    assert set(NORMS) == set(MODELS)

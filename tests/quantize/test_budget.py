@@ -11,11 +11,11 @@ from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
 from kvik.errors import ConfigError
+from kvik.models.model_spec import read_model_spec
 from kvik.quantize.budget import CHOICE, choose_bits
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
-from kvik.spec.model import read_model_spec
 
 
 def chosen(folder: Path, recipe: Recipe, work: Path) -> Recipe:

@@ -18,6 +18,7 @@ from kvik.config.model_source import BUNDLED
 from kvik.errors import ConfigError, ModelError
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.rounding import round_tokens
+from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks, calibration_windows, quantise_blocks
@@ -26,7 +27,6 @@ from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult
 from kvik.spec.fields import Fields
-from kvik.spec.model import read_model_spec
 from kvik.spec.stored_weights import read_stored_quantization
 from kvik.text.tokenizer import Tokenizer
 

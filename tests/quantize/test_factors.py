@@ -12,13 +12,13 @@ from helpers.calibrated import FAMILIES, random_windows
 from helpers.tiny_models import save_tiny
 from torch import Tensor
 
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import Folded, fold_block
 from kvik.quantize.statistics import InputStatistics
 from kvik.quantize.structure import Fold, folds
-from kvik.spec.model import ModelSpec, read_model_spec
 
 
 def first_block(
@@ -105,12 +105,6 @@ def test_in_bfloat16_the_gain_is_not_rounded(tmp_path: Path) -> None:
     before = block.tensors[name].float() * q.weight.float()
     after = folded.tensors[name].float() * folded.weights[q.name]
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
-
-
-def test_an_unknown_architecture_keeps_its_inputs(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Llama")
-    spec = replace(read_model_spec(tmp_path), architecture="GemmaForCausalLM")
-    assert folds(spec) == ()
 
 
 def test_heads_that_share_a_value_share_its_factors() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvik.errors import ConfigError, KvikError, ModelError
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Fp8Kind, Int8Kind
+from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import INDEX, SINGLE, open_checkpoint
 from kvik.nn.formats.registry import choose_format
 from kvik.quantize import output as output_module
@@ -29,7 +30,6 @@ from kvik.quantize.recipe import Recipe
 from kvik.quantize.results import BlockResult
 from kvik.quantize.save import Saved, check_request, quantise_folder
 from kvik.quantize.source import Source, open_source
-from kvik.spec.model import read_model_spec
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 DOWN, Q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 
-from kvik.spec.architectures import ARCHITECTURES
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
 from kvik.spec.kv import KVKind, group_layers
-from kvik.spec.model import ModelSpec
 from kvik.spec.rope import RopeSpec
 
 
@@ -30,7 +30,7 @@ from kvik.spec.rope import RopeSpec
 )
 def test_parameter_counts_of_public_models(name: str, count: int) -> None:
     spec = ModelSpec.from_config(PUBLIC[name])
-    assert spec.parameters.total == count
+    assert spec.num_parameters == count
     assert spec.weight_bytes("bfloat16") == 2 * count
     assert spec.weight_bytes("float32") == 4 * count
 
@@ -50,15 +50,17 @@ def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
     assert ModelSpec.from_config(PUBLIC[name]).kv_bytes_per_token(2) == size
 
 
-def test_parts_of_a_count() -> None:
-    parts = ModelSpec.from_config(PUBLIC["Qwen2.5-0.5B"]).parameters
-    assert parts.embedding == 151936 * 896
-    assert parts.attention == 896 * (896 + 2 * 128) + 896 * 896 + (896 + 2 * 128)
-    assert parts.mlp == 3 * 896 * 4864
-    assert parts.norms == 2 * 896
-    assert parts.final_norm == 896
-    assert parts.lm_head == 0
-    assert parts.layer == parts.attention + parts.mlp + parts.norms
+def test_a_declaration_lists_what_a_checkpoint_holds() -> None:
+    spec = ModelSpec.from_config(PUBLIC["Qwen2.5-0.5B"])
+    declaration = spec.declaration
+    block = {linear.role: linear for linear in declaration.of_block(3)}
+    assert block["qkv"].names[2] == "model.layers.3.self_attn.v_proj"
+    assert block["qkv"].num_parameters == 897 * (896 + 2 * 128)
+    assert block["o"].num_parameters == 896 * 896
+    assert block["gate_up"].num_parameters + block["down"].num_parameters == 3 * 896 * 4864
+    assert sum(norm.num_parameters for norm in declaration.norms if norm.layer == 3) == 2 * 896
+    assert declaration.embedding.num_parameters == 151936 * 896
+    assert declaration.head.tied and not declaration.head.num_parameters
 
 
 def test_mistral_is_one_group_of_windows() -> None:

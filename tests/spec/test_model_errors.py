@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.errors import ModelError
-from kvik.spec.architectures import ARCHITECTURES
-from kvik.spec.model import ModelSpec, read_model_spec
+from kvik.models.model_spec import ModelSpec, read_model_spec
+from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import ROPE_KINDS
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -161,7 +161,7 @@ def test_any_json_is_a_spec_or_a_clear_error(
     except ModelError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
     else:
-        assert spec.parameters.total > 0
+        assert spec.num_parameters > 0
         assert len(spec.kv_specs(2)) == len(spec.windows) == spec.num_layers
         assert spec.num_heads % spec.num_kv_heads == 0
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
 from kvik.errors import ModelError
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
 from kvik.spec.weights import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
 

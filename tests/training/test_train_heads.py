@@ -15,7 +15,7 @@ from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, read_heads_spec
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import Window
 from kvik.launch import resolve_config
-from kvik.nn.context import ForwardContext
+from kvik.spec.declare import ForwardContext
 from kvik.training.heads import (
     EagleTrainee,
     HeadsRecipe,

@@ -22,10 +22,10 @@ from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.launch import resolve_config
 from kvik.models import registry
 from kvik.models.llama import Llama
-from kvik.models.registry import load_model
 from kvik.nn.builder import Builder
-from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.loader import load_model
+from kvik.spec.declare import ForwardContext
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.graphs import Eager, Network
 from kvik.worker.input_batch import build_input_batch

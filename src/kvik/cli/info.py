@@ -15,8 +15,9 @@ from kvik.config.resolve import resolve
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.model_files import model_files
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import AUTO, formats_of
-from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import weight_bytes
 
 
@@ -67,7 +68,7 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"),
         ("vocabulary", f"{spec.vocab_size:,} tokens"),
         ("context", f"{spec.max_context:,} tokens"),
-        ("parameters", f"{spec.parameters.total:,}"),
+        ("parameters", f"{spec.num_parameters:,}"),
         ("checkpoint", _stored_as(spec)),
         ("weights", weights),
         ("KV cache", f"{_kv_bytes(spec, resolved):,} bytes per token in {kv_dtype}"),
@@ -95,7 +96,7 @@ def _as_json(
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "context": spec.max_context,
-        "parameters": spec.parameters.total,
+        "parameters": spec.num_parameters,
         "dtype": dtype,
         "stored_as": _stored_as(spec),
         "weight_bytes": _weights(spec, dtype, resolved),

@@ -11,9 +11,10 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import TRITON_SDPA, Limit, ModelSizes
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import AUTO, KV_FORMATS
-from kvik.spec.model import SHORT_DTYPES, ModelSpec
+from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.weights import SCHEMES, matrix_scheme, weight_bytes
 
 NATIVE_DTYPES = ("float32", "bfloat16")

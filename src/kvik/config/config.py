@@ -18,6 +18,7 @@ from kvik.config.speculative import (
 )
 from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec
 from kvik.options import (
     Flag,
     Integer,
@@ -30,7 +31,7 @@ from kvik.options import (
     option,
 )
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
-from kvik.spec.model import MAX_LAYERS, ModelSpec
+from kvik.spec.model import MAX_LAYERS
 from kvik.spec.weights import SCHEMES
 
 

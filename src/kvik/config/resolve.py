@@ -22,7 +22,7 @@ from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
 from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.core.config import CacheConfig, SchedulerConfig
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 
 
 def resolve(

@@ -13,8 +13,8 @@ from typing import Any
 from kvik.config.draft_heads import HeadsSpec
 from kvik.config.memory import StepSize
 from kvik.errors import ConfigError, shown
+from kvik.models.model_spec import ModelSpec
 from kvik.options import Flag, Integer, Number, OneOf, Text, option, options_of, unknown
-from kvik.spec.model import ModelSpec
 from kvik.spec.weights import SCHEMES
 
 # Engine options.

@@ -179,7 +179,7 @@ def patience_for(config: ResolvedConfig) -> Patience:
         return Patience()
     model, scheduler = config.model, config.scheduler
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * scheduler.max_model_len
-    operations = 2.0 * scheduler.max_num_batched_tokens * (model.parameters.total + attention)
+    operations = 2.0 * scheduler.max_num_batched_tokens * (model.num_parameters + attention)
     return Patience(stall=60.0 + operations / (_SLOWEST_CORE * config.runner.threads))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.errors import ModelError
-from kvik.gguf.facts import ARCHITECTURES, END_TOKENS
+from kvik.gguf.facts import END_TOKENS, GGUF_ARCHITECTURES
 from kvik.gguf.rope import llama3_divisors
 from kvik.gguf.writer import Scalar
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.rope import RopeSpec
 
-NAMES = {hf: name for name, hf in ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
+NAMES = {hf: name for name, hf in GGUF_ARCHITECTURES.items()} | {"MistralForCausalLM": "llama"}
 # `general.file_type` by the type of most matrices.
 FILE_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 

@@ -14,7 +14,9 @@ from kvik.gguf.reader import GgufFile
 from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, rope_scaling
 from kvik.gguf.types import Metadata
 from kvik.gguf.writer import Scalar
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelSpec
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import Rule, StoredQuantization, StoredScheme
 
@@ -150,10 +152,8 @@ def has_rotary_rows(name: str) -> bool:
 
 
 # `general.architecture` -> the architecture that config.json would name. Mistral is a llama there.
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+GGUF_ARCHITECTURES: Mapping[str, str] = {
+    row.gguf: row.name for row in ARCHITECTURES.values() if row.gguf is not None
 }
 # Tokens that end an answer: the text's end, and those of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -166,8 +166,8 @@ def architecture(file: GgufFile) -> str:
         ModelError: it is another one, or the file holds only a part of a model.
     """
     name = file.metadata.string("general.architecture")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if name not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
         raise file.metadata.error("general.architecture", f"must be one of {known}, not {name!r}")
     if file.metadata.integer("split.count", 0, 1 << 16, 1) > 1:
         raise file.metadata.error(
@@ -191,7 +191,7 @@ def head_size(file: GgufFile) -> int:
     return metadata.integer(f"{name}.attention.key_length", 1, MAX_WIDTH, usual)
 
 
-def model_spec(file: GgufFile) -> ModelSpec:
+def gguf_model_spec(file: GgufFile) -> ModelSpec:
     """The facts of the model in a file.
 
     Raises:
@@ -202,7 +202,7 @@ def model_spec(file: GgufFile) -> ModelSpec:
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
-    """The facts as a config.json has them, for `ModelSpec.from_config`.
+    """The facts as a config.json has them, for `models.config_json`.
 
     Raises:
         ModelError: an unknown architecture, or a value that cannot be.
@@ -221,7 +221,7 @@ def model_config(file: GgufFile) -> dict[str, object]:
     theta = metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0)
     names = {tensor.name for tensor in file.tensors}
     config: dict[str, object] = {
-        "architectures": [ARCHITECTURES[name]],
+        "architectures": [GGUF_ARCHITECTURES[name]],
         "hidden_size": size("embedding_length", MAX_WIDTH),
         "intermediate_size": size("feed_forward_length", MAX_WIDTH),
         "num_hidden_layers": size("block_count", MAX_LAYERS),

@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.nn.builder import Builder
+from kvik.spec.declare import Builder
 
 EPS = 1e-6
 
 
 class EagleLayer:
     def __init__(self, builder: Builder, *, hidden: int, inner: int) -> None:
-        self.join = builder.linear("fc", 2 * hidden, hidden, bias=True, shard=None)
+        self.join = builder.linear("fc", 2 * hidden, hidden, bias=True)
         self.norm = builder.rms_norm("norm", hidden, EPS)
         self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)
 

@@ -5,25 +5,27 @@ Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matri
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from kvik.nn.builder import Builder
-from kvik.nn.context import ForwardContext
-from kvik.spec.model import ModelSpec
+from kvik.spec.declare import Architecture, Builder, ForwardContext
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GPT2Attention:
     """Multi-head attention; positions are already in the hidden state."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
         hidden = spec.hidden_size
         self.heads = (3, spec.num_heads, spec.head_dim)
         self.qkv = builder.linear(
-            "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, shard="column", transposed=True
+            "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=True
         )
         self.attend = builder.attention(layer, spec.head_dim)
         self.o = builder.linear(
-            "c_proj", hidden, hidden, bias=spec.o_bias, shard="row", transposed=True
+            "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=True
         )
         builder.ignore("bias", "masked_bias")  # causal masks that old checkpoints carry
 
@@ -36,11 +38,11 @@ class GPT2Attention:
 class GPT2Layer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.layer_norm("ln_1", hidden, eps)
+        self.attention_norm = builder.layer_norm("ln_1", hidden, eps, before="qkv")
         self.attention = GPT2Attention(spec, builder.at("attn"), layer)
-        self.mlp_norm = builder.layer_norm("ln_2", hidden, eps)
+        self.mlp_norm = builder.layer_norm("ln_2", hidden, eps, before="up")
         self.mlp = builder.at("mlp").mlp(
             "c_fc", "c_proj", hidden, spec.intermediate_size, bias=spec.mlp_bias, transposed=True
         )
@@ -54,7 +56,7 @@ class GPT2Layer:
 class GPT2:
     """The language model."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder) -> None:
+    def __init__(self, spec: ModelFacts, builder: Builder) -> None:
         trunk = builder.at("transformer", optional=True)
         self.embed = trunk.token_embedding(
             "wte", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings
@@ -83,3 +85,33 @@ class GPT2:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""
         return self.lm_head(hidden)
+
+
+GPT2_MODEL = Architecture(
+    "GPT2LMHeadModel",
+    "gpt2",
+    GPT2,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    activations=("gelu_new", "gelu_pytorch_tanh"),
+    rms_norm=False,
+    gated_mlp=False,
+    rotary=False,
+    tied=True,
+    eos_token_ids=(50256,),
+    keys={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+)

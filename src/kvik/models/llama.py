@@ -1,39 +1,24 @@
 """Llama 2, 3 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
 
-Many models are this network with another attention, or with other facts in the `ModelSpec`.
+Many models are this network with another attention, or with other facts in the `ModelFacts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+from kvik.spec.declare import Architecture, Builder, ForwardContext, WindowRule
+from kvik.spec.model import ModelFacts
 
-from kvik.nn.builder import Builder
-from kvik.nn.context import ForwardContext
-from kvik.spec.model import ModelSpec
-
-# Mistral (Jiang et al. 2023): a Llama whose layers attend to a sliding window of keys.
-
-
-def mistral(spec: ModelSpec, builder: Builder) -> Llama:
-    """The window (section 2) is `spec.windows`; attention and cache read it from there."""
-    return Llama(spec, builder)
-
-
-# Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases on q, k and v.
-
-
-def qwen2(spec: ModelSpec, builder: Builder) -> Llama:
-    """The biases are `spec.qkv_bias`; some layers may see a window, as `spec.windows` says."""
-    return Llama(spec, builder)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LlamaAttention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -43,9 +28,7 @@ class LlamaAttention:
             bias=spec.qkv_bias,
         )
         self.attend = builder.attention(layer, dim)
-        self.o = builder.linear(
-            "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
-        )
+        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
         builder.ignore("rotary_emb.inv_freq")
 
     def __call__(
@@ -64,19 +47,19 @@ class AttentionBlock(Protocol):
         ...
 
 
-MakeAttention = Callable[[ModelSpec, Builder, int], AttentionBlock]
+MakeAttention = Callable[[ModelFacts, Builder, int], AttentionBlock]
 
 
 class LlamaLayer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
     def __init__(
-        self, spec: ModelSpec, builder: Builder, layer: int, attention: MakeAttention
+        self, spec: ModelFacts, builder: Builder, layer: int, attention: MakeAttention
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps)
+        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
         self.attention = attention(spec, builder.at("self_attn"), layer)
-        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
@@ -89,7 +72,7 @@ class Llama:
     """The language model; `attention` makes the attention of a layer."""
 
     def __init__(
-        self, spec: ModelSpec, builder: Builder, attention: MakeAttention = LlamaAttention
+        self, spec: ModelFacts, builder: Builder, attention: MakeAttention = LlamaAttention
     ) -> None:
         assert spec.rope is not None
         trunk = builder.at("model", optional=True)
@@ -122,3 +105,23 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""
         return self.lm_head(hidden)
+
+
+LLAMA = Architecture(
+    "LlamaForCausalLM",
+    "llama",
+    Llama,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    eos_token_ids=(2,),
+    gguf="llama",
+)
+# Mistral (Jiang et al. 2023): layers attend to a sliding window of keys (section 2).
+MISTRAL = Architecture(
+    "MistralForCausalLM", "mistral", Llama, window=WindowRule.ALL, eos_token_ids=(2,)
+)
+# Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may see a window.
+QWEN2 = Architecture(
+    "Qwen2ForCausalLM", "qwen2", Llama, qkv_bias=True, window=WindowRule.BY_LAYER, gguf="qwen2"
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kvik.nn.builder import Builder
+from kvik.spec.declare import Builder
 
 Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
 
@@ -37,17 +37,17 @@ class MedusaHeads:
         self.heads = heads
         # The first blocks read the same hidden state, so they are one matrix.
         names = tuple(f"{head}.0.linear" for head in range(heads))
-        self.first = builder.linear(names, hidden, (hidden,) * heads, bias=True, shard=None)
+        self.first = builder.linear(names, hidden, (hidden,) * heads, bias=True)
         self.blocks = [
             [
-                builder.linear(f"{head}.{layer}.linear", hidden, hidden, bias=True, shard=None)
+                builder.linear(f"{head}.{layer}.linear", hidden, hidden, bias=True)
                 for layer in range(1, layers)
             ]
             for head in range(heads)
         ]
         self.shared = logits
         self.outputs: list[Logits] = [
-            builder.linear(f"{head}.{layers}", hidden, vocab, bias=False, shard=None)
+            builder.linear(f"{head}.{layers}", hidden, vocab, bias=False)
             for head in range(heads if logits is None else 0)
         ]
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama
-from kvik.nn.builder import Builder
-from kvik.nn.context import ForwardContext
-from kvik.spec.model import ModelSpec
+from kvik.spec.declare import Architecture, Builder, ForwardContext, WindowRule
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Qwen3Attention:
     """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
 
-    def __init__(self, spec: ModelSpec, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -25,9 +27,7 @@ class Qwen3Attention:
         self.q_norm = builder.rms_norm("q_norm", dim, spec.norm_eps)
         self.k_norm = builder.rms_norm("k_norm", dim, spec.norm_eps)
         self.attend = builder.attention(layer, dim)
-        self.o = builder.linear(
-            "o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, shard="row"
-        )
+        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
@@ -38,5 +38,18 @@ class Qwen3Attention:
         return self.o(attended, residual)
 
 
-def qwen3(spec: ModelSpec, builder: Builder) -> Llama:
+def qwen3(spec: ModelFacts, builder: Builder) -> Llama:
     return Llama(spec, builder, Qwen3Attention)
+
+
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    qwen3,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    window=WindowRule.BY_LAYER,
+    head_dim=128,
+    gguf="qwen3",
+)

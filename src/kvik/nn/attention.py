@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, HeadNorms
-from kvik.nn.context import ForwardContext
 from kvik.nn.norm import RMSNorm
+from kvik.spec.declare import ForwardContext
 
 
 class Attention:

@@ -5,7 +5,7 @@ A model therefore has no loading code, and does not know how its weights are sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +25,22 @@ from kvik.nn.norm import Embedding, LayerNorm, MatrixEmbedding, RMSNorm
 from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
+from kvik.spec.declare import Role
 from kvik.spec.kv import KVGroup
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_scheme
 
 BIAS = "bias"
+# How ranks divide a matrix: by its outputs, by its inputs, or not.
+SHARDS: Mapping[Role, Shard] = {
+    "qkv": "column",
+    "gate_up": "column",
+    "up": "column",
+    "o": "row",
+    "down": "row",
+    "": None,
+}
 # Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its
 # own.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
@@ -138,13 +148,14 @@ class Builder:
         outputs: int | tuple[int, ...],
         *,
         bias: bool,
-        shard: Shard,
+        role: Role = "",
         transposed: bool = False,
         activation: Activation | None = None,
     ) -> Linear:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
+            role: decides how ranks divide the matrix.
             transposed: the checkpoint stores [inputs, outputs].
             activation: of the outputs; "silu_and_mul" halves them.
         """
@@ -152,7 +163,9 @@ class Builder:
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed) for width in outputs]
         stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, shard=shard, activation=activation)
+        return self._linear(
+            names, shapes, stored, bias=bias, shard=SHARDS[role], activation=activation
+        )
 
     def heads(
         self,
@@ -168,7 +181,7 @@ class Builder:
         for size in self._alike(names):
             some = slice(first, first + size)
             widths = tuple(count * head_dim for count in heads[some])
-            linears.append(self.linear(names[some], inputs, widths, bias=bias, shard="column"))
+            linears.append(self.linear(names[some], inputs, widths, bias=bias, role="qkv"))
             parts.append(heads[some])
             first += size
         return Heads(linears, parts, head_dim)
@@ -180,10 +193,10 @@ class Builder:
             hidden,
             (inner, inner),
             bias=bias,
-            shard="column",
+            role="gate_up",
             activation="silu_and_mul",
         )
-        return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, shard="row"))
+        return GatedMLP(gate_up, self.linear("down_proj", inner, hidden, bias=bias, role="down"))
 
     def mlp(
         self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
@@ -195,11 +208,11 @@ class Builder:
                 hidden,
                 inner,
                 bias=bias,
-                shard="column",
+                role="up",
                 transposed=transposed,
                 activation="gelu_tanh",
             ),
-            self.linear(down, inner, hidden, bias=bias, shard="row", transposed=transposed),
+            self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed),
         )
 
     def embedding(self, name: str, rows: int, hidden: int, *, shard: Shard = None) -> Embedding:
@@ -231,10 +244,10 @@ class Builder:
         shape, stored = LinearShape(hidden, vocab), self._scheme(name)
         return self._linear((name,), [shape], [stored], bias=False, shard="column", head=True)
 
-    def rms_norm(self, name: str, dim: int, eps: float) -> RMSNorm:
+    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
 
-    def layer_norm(self, name: str, dim: int, eps: float) -> LayerNorm:
+    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> LayerNorm:
         weight, bias = self._gain(name, dim), self._empty(f"{name}.bias", dim)
         self._declare(self._name(f"{name}.bias"), bias, "bias", None)
         return LayerNorm(self.ops, weight, bias, eps)

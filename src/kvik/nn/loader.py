@@ -9,14 +9,32 @@ from contextlib import contextmanager
 import torch
 
 from kvik.errors import ModelError, shown
-from kvik.nn.builder import Declarations, DeclaredTensor
+from kvik.models.model_spec import ModelSpec
+from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
+from kvik.spec.declare import Model
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read
 RANDOM_STD = 0.02
 RANDOM_DRAWS = 1 << 20  # of a matrix
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # that stand for each other
 MAX_LISTED = 3  # names repeated in an error
+
+
+def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
+    """Make the model that `spec` describes, with the weights of the builder's checkpoint.
+
+    Without a checkpoint, what the builder's storage does not hold becomes random, from `seed`.
+
+    Raises:
+        ModelError: the checkpoint does not fit the spec, or cannot be quantised.
+    """
+    model = spec.family.make(spec, builder)
+    if builder.checkpoint is None:
+        random_weights(builder.declared, seed)
+    else:
+        load_weights(builder.declared, builder.checkpoint)
+    return model
 
 
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:

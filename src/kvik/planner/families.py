@@ -10,16 +10,16 @@ from dataclasses import replace
 from kvik.config.model_source import CONFIG, find_config
 from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
-from kvik.gguf.facts import METHOD, model_config, model_spec, usual_bits
+from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
 from kvik.planner.shape import CacheShape, Matrix, ModelShape
-from kvik.spec.architectures import ARCHITECTURES
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
-from kvik.spec.model import ModelSpec
 
 # Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
 FOREIGN_KEYS = (
@@ -67,7 +67,7 @@ def _gguf_shape(file: GgufFile, name: str) -> ModelShape:
     if bits is not None:
         nearest = 4 if bits <= 4 else 8
         config["quantization_config"] = {"quant_method": METHOD, "bits": nearest}
-    return replace(shape_from_config(config, name), spec=model_spec(file))
+    return replace(shape_from_config(config, name), spec=gguf_model_spec(file))
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
@@ -188,7 +188,7 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         gated_mlp=spec.gated_mlp,
         tied=spec.tie_word_embeddings,
         matrices=tuple(matrices),
-        other_parameters=spec.parameters.total - sum(m.parameters for m in matrices),
+        other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
             CacheShape(count, 2 * keys, 2 * spec.num_kv_heads, window)
             for window, count in Counter(spec.windows).items()

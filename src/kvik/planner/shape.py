@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import WeightFacts, kv_facts, weight_facts
-from kvik.spec.model import DTYPE_BYTES, ModelSpec
+from kvik.spec.model import DTYPE_BYTES
 
 # What quantised checkpoints leave in the model's dtype: tables that are looked up, and routers,
 # which are small and decide much.

@@ -17,12 +17,11 @@ from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import FloatWeight, Matrix, Weight
-from kvik.models.registry import MODELS, Network
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, DeclaredTensor
-from kvik.nn.context import ForwardContext
 from kvik.nn.kv_formats import allocate_kv
+from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import group_layers
-from kvik.spec.model import ModelSpec
 
 # Given the number of a matrix and its inputs x [tokens, inputs]: x as it is multiplied.
 Watch = Callable[[int, Tensor], Tensor]
@@ -107,7 +106,7 @@ class Block:
         ops = self._tap.ops()
         self._backend = SdpaAttention(ops)
         builder = block_builder(spec, ops, self._backend, tokens, dtype, device)
-        self._network: Network = MODELS[spec.architecture](spec, builder)
+        self._network: Network = spec.family.make(spec, builder)
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
         self._places: dict[str, tuple[Matrix, int]] = {}  # of linear layers

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvik.errors import ConfigError
 from kvik.files import write_whole
+from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockLinear, unwatched
 from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
 from kvik.quantize.gptq import rtn
@@ -23,7 +24,6 @@ from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.quantize.results import Progress
 from kvik.quantize.sensitivity import Candidate, choose_formats
 from kvik.spec.fields import read_json
-from kvik.spec.model import ModelSpec
 
 CHOICE = "layer_bits.json"
 BYTE = 8

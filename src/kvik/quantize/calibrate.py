@@ -20,10 +20,9 @@ from kvik.attention.sdpa import SdpaAttention
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import DRAFT, writing_whole
 from kvik.kernels.torch_ops import TORCH
-from kvik.models.registry import MODELS
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, open_checkpoint
-from kvik.nn.context import ForwardContext
 from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, block_builder, unwatched
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
@@ -31,8 +30,7 @@ from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.statistics import InputStatistics
 from kvik.quantize.structure import Fold, folds, linear_inputs, unclipped_rows
-from kvik.spec.architectures import ARCHITECTURES
-from kvik.spec.model import ModelSpec
+from kvik.spec.declare import ForwardContext
 from kvik.text.tokenizer import Tokenizer
 
 # The residual stream of all calibration windows, between two blocks: in a file, not in memory.
@@ -107,9 +105,9 @@ class ModelBlocks:
         self._checkpoint, self._spec = checkpoint, spec
         self._entries = checkpoint.entries
         self._tokens, self.dtype, self.device = tokens, dtype, device
-        names = ARCHITECTURES[spec.architecture].matrices
-        self._head = names.head + WEIGHT
-        self._before = names.o[0].partition("{}")[0]  # what names of blocks begin with
+        declared = spec.declaration
+        self._head = declared.head.names[0] + WEIGHT
+        self._before = declared.block.partition("{}")[0]  # what names of blocks begin with
 
     def check(self) -> None:
         """
@@ -147,7 +145,7 @@ class ModelBlocks:
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
         )
-        network = MODELS[spec.architecture](spec, builder)
+        network = spec.family.make(spec, builder)
         for declared in builder.declared.tensors:
             if declared.kind != "matrix" or declared.name == self._head:
                 continue
@@ -204,7 +202,7 @@ class ModelBlocks:
     def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
         meta = torch.device("meta")
         builder = block_builder(spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, meta)
-        MODELS[spec.architecture](spec, builder)
+        spec.family.make(spec, builder)
         return builder.declared.tensors
 
     def _stored_name(self, declared: str, index: int) -> str:

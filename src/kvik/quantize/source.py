@@ -8,14 +8,13 @@ from pathlib import Path
 
 from kvik.errors import ModelError, shown
 from kvik.files import is_gguf
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors_writer import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.structure import linear_inputs
-from kvik.spec.architectures import ARCHITECTURES
 from kvik.spec.engine_folder import is_engine_folder
-from kvik.spec.model import ModelSpec, read_model_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ def open_source(folder: Path) -> Source:
 
 def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
     """As the checkpoint has it: those saved from the bare trunk leave out the first word."""
-    (name,) = ARCHITECTURES[spec.architecture].matrices.o
-    whole = name[: name.index("{}.") + len("{}.")]
+    whole = spec.declaration.block
     bare = whole.partition(".")[2]
     begins = whole.format(0)
     return whole if any(tensor.startswith(begins) for tensor in tensors) else bare

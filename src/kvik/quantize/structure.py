@@ -14,18 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.spec.architectures import ARCHITECTURES
-from kvik.spec.model import ModelSpec
-
-# The norms before attention and before the MLP, of architectures whose norms multiply by their
-# gain alone. One that is not here is quantised without factors.
-NORMS: Mapping[str, tuple[str, str]] = {
-    "LlamaForCausalLM": ("input_layernorm", "post_attention_layernorm"),
-    "MistralForCausalLM": ("input_layernorm", "post_attention_layernorm"),
-    "Qwen2ForCausalLM": ("input_layernorm", "post_attention_layernorm"),
-    "Qwen3ForCausalLM": ("input_layernorm", "post_attention_layernorm"),
-    "GPT2LMHeadModel": ("ln_1", "ln_2"),
-}
+from kvik.models.model_spec import ModelSpec
+from kvik.spec.declare import Declaration, DeclaredLinear, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +55,60 @@ class Fold:
 
 
 def folds(spec: ModelSpec) -> tuple[Fold, ...]:
-    """Those of a block. Layers whose inputs come from linear ones go first: the value projection
-    has taken the factors of the output projection when its own are sought."""
-    if spec.architecture not in NORMS:
-        return ()
-    names = ARCHITECTURES[spec.architecture].matrices
-    prefix = names.o[0].partition("{}")[0] + "{}."
-    norms = [prefix + name for name in NORMS[spec.architecture]]
-    hidden, inner = torch.arange(spec.hidden_size), torch.arange(spec.intermediate_size)
+    """Return those of a block.
+
+    Layers whose inputs come from linear ones go first: the value projection has taken the factors
+    of the output projection when its own are sought. A norm is a source where matrices of one role
+    alone read it, and multiplies by its gain.
+    """
+    declared = spec.declaration
+    roles = _by_role(declared)
+    qkv, o, down = roles["qkv"], roles["o"], roles["down"]
+    up = roles.get("gate_up") or roles["up"]
     heads = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
     values = heads[:, None] * spec.head_dim + torch.arange(spec.head_dim)  # [heads, head_dim]
-    fused = len(names.qkv) == 1  # q, k and v are one layer
+    fused = len(qkv.names) == 1  # q, k and v are one layer
     first = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if fused else 0
-    found = [Fold(names.o, names.qkv[-1], True, first, values.flatten())]
-    if spec.gated_mlp:
-        found.append(Fold(names.down, names.up[-1], True, 0, inner))
-    found.append(Fold(names.qkv, norms[0], False, 0, hidden))
-    found.append(Fold(names.up, norms[1], False, 0, hidden))
+    found = [
+        Fold(_patterns(declared, o), _patterns(declared, qkv)[-1], True, first, values.flatten())
+    ]
+    if up.role == "gate_up":
+        inner = torch.arange(down.inputs)
+        found.append(Fold(_patterns(declared, down), _patterns(declared, up)[-1], True, 0, inner))
+    for norm in declared.norms:
+        if norm.layer == 0 and norm.before:
+            readers = _patterns(declared, roles[norm.before])
+            source = declared.block + declared.in_block(norm.name)
+            found.append(Fold(readers, source, False, 0, torch.arange(norm.size)))
     return tuple(found)
 
 
 def linear_inputs(spec: ModelSpec) -> dict[str, int]:
     """How many inputs each linear layer of a block has, by name; {} is the block."""
-    names = ARCHITECTURES[spec.architecture].matrices
-    hidden, attended = spec.hidden_size, spec.num_heads * spec.head_dim
-    sizes = (
-        (names.qkv, hidden),
-        (names.o, attended),
-        (names.up, hidden),
-        (names.down, spec.intermediate_size),
-    )
-    return {name: inputs for layers, inputs in sizes for name in layers}
+    declared = spec.declaration
+    return {
+        name: linear.inputs
+        for linear in declared.of_block(0)
+        for name in _patterns(declared, linear)
+    }
 
 
 def unclipped_rows(spec: ModelSpec) -> Mapping[str, int]:
     """Of layers that make queries and keys, how many rows do: their error is not that of the
     attention, so none of these weights are cut. By name; {} is the block."""
-    names = ARCHITECTURES[spec.architecture].matrices.qkv
+    declared = spec.declaration
+    names = _patterns(declared, _by_role(declared)["qkv"])
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if len(names) == 1:
         return {names[0]: queries + keys}
     return {names[0]: queries, names[1]: keys}
+
+
+def _by_role(declared: Declaration) -> dict[Role, DeclaredLinear]:
+    """The linear layers of a block, of which each role has one."""
+    return {linear.role: linear for linear in declared.of_block(0)}
+
+
+def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
+    """The names of a block's layers, with {} for the block."""
+    return tuple(declared.block + declared.in_block(name) for name in linear.names)

@@ -16,8 +16,7 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
-from kvik.models.registry import Model
-from kvik.nn.context import ForwardContext
+from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
 from kvik.worker.input_batch import InputBatch
 

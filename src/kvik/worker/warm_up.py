@@ -32,7 +32,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT
 from kvik.kernels.triton.shape_classes import lengths
 from kvik.kernels.upload import upload
-from kvik.spec.model import ModelSpec
+from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import Network
 from kvik.worker.row_graphs import RowFunction
 from kvik.worker.sampler import Sampler

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.errors import ConfigError
-from kvik.nn.context import ForwardContext
+from kvik.spec.declare import ForwardContext
 from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.loading import load_network

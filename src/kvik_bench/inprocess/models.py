@@ -196,7 +196,7 @@ def _sizes(resolved: ResolvedConfig) -> tuple[Figure, ...]:
         Figure(
             "bits",
             "",
-            (8 * weights / resolved.model.parameters.total,),
+            (8 * weights / resolved.model.num_parameters,),
             "less",
             "bits of memory for each parameter, with scales, embeddings and what stays in floats",
         ),

@@ -26,7 +26,8 @@ from kvik.config.hardware import detect
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
-from kvik.spec.model import SHORT_DTYPES, read_model_spec
+from kvik.models.model_spec import read_model_spec
+from kvik.spec.model import SHORT_DTYPES
 from kvik_bench.cli.output import add_model, add_output_flags, check_output, write_out
 from kvik_bench.inprocess.rounds import Watch
 from kvik_bench.peers.adapter_process import Outcome, run_adapter

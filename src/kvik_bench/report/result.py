@@ -170,7 +170,7 @@ def engine_facts(resolved: ResolvedConfig) -> Mapping[str, str]:
     return {
         "model": runner.model_path,
         "architecture": resolved.model.architecture,
-        "parameters": f"{resolved.model.parameters.total:,}",
+        "parameters": f"{resolved.model.num_parameters:,}",
         "dtype": runner.dtype,
         "quantization": runner.quantization,
         "device": runner.device,

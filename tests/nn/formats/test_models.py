@@ -111,7 +111,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(case: str, plain: Path, tmp_p
     ops = replace(REFERENCE, matrix=matrix)
     model = PagedModel(tmp_path / "q", ops=ops, dtype=torch.bfloat16)
     matrices = sum(weight.outputs * weight.inputs for weight in weights)
-    rest = 2 * (model.spec.parameters.total - matrices)
+    rest = 2 * (model.spec.num_parameters - matrices)
     loaded = sum(size(weight) for weight in weights) + rest
     assert loaded == weight_bytes(model.spec, "bfloat16", "none")
     assert loaded < model.spec.weight_bytes("bfloat16") or case in MULTIPLIED_OUT

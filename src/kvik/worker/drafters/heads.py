@@ -13,12 +13,11 @@ from kvik.errors import ModelError
 from kvik.kernels.upload import upload
 from kvik.models.eagle import EagleLayer
 from kvik.models.medusa import MedusaHeads
-from kvik.models.registry import Model
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
-from kvik.nn.context import ForwardContext
 from kvik.nn.loader import load_weights
 from kvik.nn.safetensors import read_header
+from kvik.spec.declare import ForwardContext, Model
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.platforms import Parts

@@ -14,7 +14,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.errors import ModelError
-from kvik.models.registry import Model
+from kvik.spec.declare import Model
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree

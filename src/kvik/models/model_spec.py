@@ -1,0 +1,225 @@
+"""The facts of a model, read from a Hugging Face config.json with the json module alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvik.errors import ModelError, shown
+from kvik.models.registry import ARCHITECTURES
+from kvik.spec.declare import Architecture, Declaration, WindowRule, describe
+from kvik.spec.engine_folder import read_built
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.model import (
+    DTYPE_BYTES,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    LinearLayers,
+    ModelFacts,
+)
+from kvik.spec.rope import MAX_POSITIONS, read_rope
+from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec(ModelFacts):
+    """Everything the engine needs to know of a model before it loads a byte of its weights."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> ModelSpec:
+        """The facts in a parsed config.json, with the defaults transformers gives absent keys.
+
+        Raises:
+            ModelError: an unknown architecture, or a field that cannot be; the message names it.
+        """
+        fields = Fields(config)
+        name = _architecture(fields)
+        known = ARCHITECTURES[name]
+        key = {k: known.keys.get(k, k) for k in _RENAMED}
+        hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
+        layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS)
+        heads = fields.integer(key["num_attention_heads"], 1, MAX_HEADS)
+        positions = fields.integer(key["max_position_embeddings"], 1, MAX_POSITIONS)
+        vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
+        inner = None if known.gated_mlp else 4 * hidden
+        for fixed, value in known.fixed.items():
+            if fields.boolean(fixed, value) is not value:
+                raise fields.error(fixed, f"must be {str(value).lower()}")
+        bos = fields.token_ids("bos_token_id", vocab)
+        eos = fields.token_ids("eos_token_id", vocab)
+        if "eos_token_id" not in config:
+            eos = tuple(token for token in known.eos_token_ids if token < vocab)
+        spec = cls(
+            architecture=name,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=_kv_heads(fields, heads, known),
+            head_dim=_head_dim(fields, hidden, heads, known, key["num_attention_heads"]),
+            max_position_embeddings=positions,
+            norm_eps=fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5),
+            activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
+            rope=read_rope(fields, positions) if known.rotary else None,
+            windows=_windows(fields, layers, known.window),
+            qkv_bias=_bias(fields, known.qkv_bias),
+            o_bias=_bias(fields, known.o_bias),
+            mlp_bias=_bias(fields, known.mlp_bias),
+            qk_norm=known.qk_norm,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", known.tied),
+            dtype=fields.choice(
+                "dtype" if "dtype" in fields else "torch_dtype", tuple(DTYPE_BYTES), "float32"
+            ),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=eos,
+            rms_norm=known.rms_norm,
+            gated_mlp=known.gated_mlp,
+        )
+        names = (name for linear in spec.declaration.linears for name in linear.names)
+        return replace(spec, quantization=read_stored_quantization(fields, names))
+
+    @property
+    def family(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def declaration(self) -> Declaration:
+        """What its network declares."""
+        return describe(self.family.make, self)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.declaration.num_parameters
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of all weights in a dtype ("float32", "bfloat16" or "float16")."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def linear_layers(self) -> tuple[LinearLayers, ...]:
+        """Return all matrices that activations are multiplied with.
+
+        Those of Q, K and V that are stored alike are one, and gate and up always are. An embedding
+        that is stored quantised and is not the head is one too.
+        """
+        declaration, stored_as = self.declaration, self.quantization
+        found: Counter[LinearLayers] = Counter()
+        embedding = declaration.embedding
+        scheme = None if stored_as is None else stored_as.embedding_scheme(embedding.name)
+        if scheme is not None and not embedding.tied:
+            found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
+        for linear in declaration.linears:
+            stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
+            if linear.tied:
+                stored = (scheme,)
+            elif stored_as is not None:
+                stored = tuple(map(stored_as.scheme, linear.names))
+            first = 0
+            for size in stored_alike(stored) if linear.role == "qkv" else (len(stored),):
+                some = slice(first, first + size)
+                outputs, head = sum(linear.outputs[some]), linear.role == "head"
+                found[LinearLayers(1, linear.inputs, outputs, head, stored[some])] += 1
+                first += size
+        return tuple(replace(like, count=count) for like, count in found.items())
+
+
+def read_model_spec(folder: str | Path) -> ModelSpec:
+    """Facts of the model in a folder: config.json, and generation_config.json for its EOS ids.
+
+    Raises:
+        ModelError: no such folder, or files that cannot be used.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError("model", f"must be a folder with a config.json, not {str(folder)!r}")
+    spec = ModelSpec.from_config(read_json(folder / "config.json"))
+    if (folder / "generation_config.json").exists():
+        name = "generation_config.json"
+        eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)
+        if eos:
+            spec = replace(spec, eos_token_ids=eos)
+    return replace(spec, built=read_built(folder))
+
+
+_RENAMED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "rms_norm_eps",
+)
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.strings("architectures")
+    for name in names:
+        if name in ARCHITECTURES:
+            return name
+    if not names:
+        family = fields.raw("model_type")
+        for name, known in ARCHITECTURES.items():
+            if known.model_type == family:
+                return name
+    found = shown(names[0]) if names else "nothing"
+    raise fields.error("architectures", f"must name one of {', '.join(ARCHITECTURES)}, not {found}")
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, heads_key: str) -> int:
+    if known.rotary and ("head_dim" in fields or known.head_dim is not None):
+        size = fields.integer("head_dim", 1, MAX_WIDTH, known.head_dim)
+    elif hidden % heads:
+        raise fields.error(heads_key, f"must divide the hidden size {hidden}, not {heads}")
+    else:
+        size = hidden // heads
+    if known.rotary and size % 2:
+        raise fields.error("head_dim", f"must be even for rotary positions, not {size}")
+    return size
+
+
+def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
+    if not known.rotary:  # GPT-2 has one K and V for each head
+        return heads
+    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, heads)
+    if heads % kv_heads:
+        raise fields.error(
+            "num_key_value_heads", f"must divide num_attention_heads ({heads}), not {kv_heads}"
+        )
+    return kv_heads
+
+
+def _bias(fields: Fields, rule: bool | str) -> bool:
+    return fields.boolean(rule, False) if isinstance(rule, str) else rule
+
+
+def _windows(fields: Fields, layers: int, rule: WindowRule) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as transformers reads the file."""
+    default = 4096  # of transformers, when the key is left out; null means no window
+    if rule is WindowRule.NEVER:
+        return (None,) * layers
+    window = None
+    if not fields.is_null("sliding_window"):
+        window = fields.integer("sliding_window", 1, MAX_POSITIONS, default)
+    if rule is WindowRule.ALL:
+        return (window,) * layers
+    if not fields.boolean("use_sliding_window", False):
+        window = None
+    if "layer_types" not in fields:
+        first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    types = fields.strings("layer_types")
+    if len(types) != layers:
+        raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error(
+                "layer_types", f"must hold full_attention or sliding_attention, not {shown(kind)}"
+            )
+    if window is None and "sliding_attention" in types:
+        raise fields.error("layer_types", "has sliding_attention, but no sliding_window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,431 @@
+"""What an architecture is: its row of facts, and what its network is declared with.
+
+The constructors of `models/` declare layers to a `Builder`. `nn.builder` makes them; `describe`
+runs the same constructors over a builder that only lists what they declare. So the parameters, the
+memory plan, the quantiser and the planner read the one declaration of a model, and need no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvik.spec.model import ModelFacts
+    from kvik.spec.rope import RopeSpec
+
+# What a matrix does in a block; "": in none, as in heads that draft.
+Role = Literal["qkv", "o", "gate_up", "up", "down", "head", "embedding", "positions", ""]
+
+
+class WindowRule(Enum):
+    """Which layers have a sliding window."""
+
+    NEVER = "never"
+    ALL = "all"  # every layer, unless `sliding_window` is null
+    BY_LAYER = "by_layer"  # as `layer_types` says, else from `max_window_layers` on
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture implies beyond the sizes in its config.json.
+
+    Attributes:
+        name: as config.json has it in `architectures`.
+        model_type: what config.json calls the family, used when it names no architecture.
+        make: the constructor of its network.
+        qkv_bias, o_bias, mlp_bias: a fact, or the config.json key that decides (false if absent).
+        tied: `tie_word_embeddings` when config.json does not say.
+        head_dim: when config.json does not say; None: hidden / heads.
+        eos_token_ids: when config.json does not say.
+        activations: the `hidden_act` values its MLP can have; the first is the default.
+        rms_norm: RMSNorm, else LayerNorm with biases.
+        gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
+        rotary: rotary positions, else learned ones.
+        keys: config.json's own names of keys that usually have another.
+        fixed: keys whose other values change the arithmetic and are refused.
+        gguf: `general.architecture` of its GGUF files; None: it has none.
+    """
+
+    name: str
+    model_type: str
+    make: Callable[[ModelFacts, Builder], Network]
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    window: WindowRule = WindowRule.NEVER
+    activations: tuple[str, ...] = ("silu", "swish")
+    rms_norm: bool = True
+    gated_mlp: bool = True
+    rotary: bool = True
+    tied: bool = False
+    head_dim: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, bool] = field(default_factory=dict)
+    gguf: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward pass needs beside its token ids; passed explicitly, never global.
+
+    Attributes:
+        positions: [tokens] int64, position of each token in its sequence.
+        metadata: attention arrays of this step (`AttentionMetadata`), one per KV group.
+        kv: the cache of each layer (`LayerKV`), indexed by layer.
+    """
+
+    positions: Tensor
+    metadata: tuple[Any, ...]
+    kv: tuple[Any, ...]
+
+
+class Model(Protocol):
+    """A network without state: weights only, the cache comes with the context."""
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        ...
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden], normalised."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        ...
+
+
+class Network(Model, Protocol):
+    """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids)))."""
+
+    def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
+        ...
+
+
+# The layers that a builder makes, as a model sees them.
+
+
+class LinearLayer(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs]."""
+        ...
+
+
+class HeadsLayer(Protocol):
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
+        ...
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        ...
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> [..., dim]."""
+        ...
+
+
+class TokenTable(Protocol):
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [tokens] -> [tokens, hidden]."""
+        ...
+
+
+class PositionTable(TokenTable, Protocol):
+    def add(self, ids: Tensor, x: Tensor) -> Tensor:
+        """x [tokens, hidden] and the vectors of ids [tokens] -> their sum."""
+        ...
+
+
+class Rotations(Protocol):
+    def at(self, positions: Tensor) -> Tensor:
+        """positions [tokens] -> what turns heads there, [tokens, head_dim]."""
+        ...
+
+
+class AttentionLayer(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor | None = None,
+        norms: tuple[Any, Any] | None = None,
+    ) -> Tensor:
+        """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim] -> [tokens, heads *
+        head_dim]. `norms`: RMS norms of the heads of q and k."""
+        ...
+
+
+class Builder(Protocol):
+    """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
+
+    def at(self, name: str | int, *, optional: bool = False) -> Builder: ...
+
+    def ignore(self, *names: str) -> None: ...
+
+    def linear(
+        self,
+        names: str | tuple[str, ...],
+        inputs: int,
+        outputs: int | tuple[int, ...],
+        *,
+        bias: bool,
+        role: Role = "",
+        transposed: bool = False,
+    ) -> LinearLayer: ...
+
+    def heads(
+        self,
+        names: tuple[str, ...],
+        inputs: int,
+        heads: tuple[int, ...],
+        head_dim: int,
+        *,
+        bias: bool,
+    ) -> HeadsLayer: ...
+
+    def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> FeedForward: ...
+
+    def mlp(
+        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
+    ) -> FeedForward: ...
+
+    def embedding(self, name: str, rows: int, hidden: int) -> PositionTable: ...
+
+    def token_embedding(self, name: str, vocab: int, hidden: int, *, tied: bool) -> TokenTable: ...
+
+    def lm_head(self, name: str, embedding: Any) -> LinearLayer: ...
+
+    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> Norm: ...
+
+    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> Norm: ...
+
+    def rope(self, spec: RopeSpec, head_dim: int) -> Rotations: ...
+
+    def attention(self, layer: int, head_dim: int) -> AttentionLayer: ...
+
+
+# What a model declares, listed.
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredLinear:
+    """Linear layers over the same inputs, by the names that checkpoints give them.
+
+    Attributes:
+        layer: the block's number; None: it stands in no block.
+        outputs: of each name.
+        tied: its weight is the embedding's, and the names are not in the checkpoint.
+    """
+
+    layer: int | None
+    role: Role
+    names: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    bias: bool
+    tied: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        weights = 0 if self.tied else self.inputs * sum(self.outputs)
+        return weights + self.bias * sum(self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredNorm:
+    """A norm over `size` channels.
+
+    Attributes:
+        biased: it has a bias beside its gain.
+        before: the role of the matrices that alone read what it gives; "": others do too.
+    """
+
+    layer: int | None
+    name: str
+    size: int
+    biased: bool
+    before: Role
+
+    @property
+    def num_parameters(self) -> int:
+        return self.size * (2 if self.biased else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTable:
+    """A table that is looked up: of tokens, or of positions."""
+
+    role: Role
+    name: str
+    rows: int
+    width: int
+    tied: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(slots=True)
+class Declaration:
+    """Everything that a model declares, in order.
+
+    Attributes:
+        block: what the names in a block begin with; {} is its number.
+    """
+
+    linears: list[DeclaredLinear] = field(default_factory=list)
+    norms: list[DeclaredNorm] = field(default_factory=list)
+    tables: list[DeclaredTable] = field(default_factory=list)
+    block: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        parts: Sequence[DeclaredLinear | DeclaredNorm | DeclaredTable]
+        parts = (*self.linears, *self.norms, *self.tables)
+        return sum(part.num_parameters for part in parts)
+
+    @property
+    def embedding(self) -> DeclaredTable:
+        """The table of tokens."""
+        return next(table for table in self.tables if table.role == "embedding")
+
+    @property
+    def head(self) -> DeclaredLinear:
+        return next(linear for linear in self.linears if linear.role == "head")
+
+    def of_block(self, layer: int) -> list[DeclaredLinear]:
+        """The linear layers of a block."""
+        return [linear for linear in self.linears if linear.layer == layer]
+
+    def in_block(self, name: str) -> str:
+        """The name within its block of a layer or norm that stands in one."""
+        head, _, tail = self.block.partition("{}")
+        return name.removeprefix(head).partition(tail)[2]
+
+
+def describe(make: Callable[[ModelFacts, Builder], Network], spec: ModelFacts) -> Declaration:
+    """List what a network declares when it is made."""
+    declaration = Declaration()
+    make(spec, cast(Builder, _Describer(declaration)))
+    return declaration
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Stands where a layer would; what was declared is in the `Declaration`."""
+
+    table: DeclaredTable | None = None
+
+
+_DESCRIBED = _Described()
+
+
+class _Describer:
+    """The builder that only lists."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        self._found = declaration
+        self._scope = ""
+        self._layer: int | None = None
+
+    def at(self, name: str | int, *, optional: bool = False) -> _Describer:
+        inner = copy(self)
+        inner._scope = self._name(str(name))
+        if isinstance(name, int):
+            inner._layer = name
+            self._found.block = f"{self._scope}.{{}}."
+        return inner
+
+    def ignore(self, *names: str) -> None:
+        pass
+
+    def linear(
+        self,
+        names: str | tuple[str, ...],
+        inputs: int,
+        outputs: int | tuple[int, ...],
+        *,
+        bias: bool,
+        role: Role = "",
+        transposed: bool = False,
+    ) -> _Described:
+        names = (names,) if isinstance(names, str) else names
+        outputs = (outputs,) if isinstance(outputs, int) else outputs
+        full = tuple(map(self._name, names))
+        self._found.linears.append(DeclaredLinear(self._layer, role, full, inputs, outputs, bias))
+        return _DESCRIBED
+
+    def heads(
+        self,
+        names: tuple[str, ...],
+        inputs: int,
+        heads: tuple[int, ...],
+        head_dim: int,
+        *,
+        bias: bool,
+    ) -> _Described:
+        widths = tuple(count * head_dim for count in heads)
+        return self.linear(names, inputs, widths, bias=bias, role="qkv")
+
+    def gated_mlp(self, hidden: int, inner: int, *, bias: bool) -> _Described:
+        self.linear(("gate_proj", "up_proj"), hidden, (inner, inner), bias=bias, role="gate_up")
+        return self.linear("down_proj", inner, hidden, bias=bias, role="down")
+
+    def mlp(
+        self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
+    ) -> _Described:
+        self.linear(up, hidden, inner, bias=bias, role="up")
+        return self.linear(down, inner, hidden, bias=bias, role="down")
+
+    def embedding(self, name: str, rows: int, hidden: int) -> _Described:
+        self._found.tables.append(DeclaredTable("positions", self._name(name), rows, hidden))
+        return _DESCRIBED
+
+    def token_embedding(self, name: str, vocab: int, hidden: int, *, tied: bool) -> _Described:
+        table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
+        self._found.tables.append(table)
+        return _Described(table)
+
+    def lm_head(self, name: str, embedding: _Described) -> _Described:
+        table = embedding.table
+        assert table is not None
+        head = DeclaredLinear(
+            None, "head", (self._name(name),), table.width, (table.rows,), False, table.tied
+        )
+        self._found.linears.append(head)
+        return _DESCRIBED
+
+    def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> _Described:
+        norm = DeclaredNorm(self._layer, self._name(name), dim, False, before)
+        self._found.norms.append(norm)
+        return _DESCRIBED
+
+    def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> _Described:
+        self._found.norms.append(DeclaredNorm(self._layer, self._name(name), dim, True, before))
+        return _DESCRIBED
+
+    def rope(self, spec: RopeSpec, head_dim: int) -> _Described:
+        return _DESCRIBED
+
+    def attention(self, layer: int, head_dim: int) -> _Described:
+        return _DESCRIBED
+
+    def _name(self, name: str) -> str:
+        return f"{self._scope}.{name}" if self._scope else name
