@@ -296,6 +296,8 @@ def normalised(config: object, error: type[KvikError]) -> dict[str, Any]:
     declared: type = type(config)
     for one in options_of(declared):
         value = getattr(config, one.name)
+        if value is one.default:  # most are, and requests wait for this check
+            continue
         try:
             good = one.checked(value)
         except ValueError as bad:

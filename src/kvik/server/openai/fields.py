@@ -4,6 +4,7 @@ sampling parameters come from `PARAMETERS`."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -91,13 +92,18 @@ def parameters_of(body: Struct) -> dict[str, Any]:
         ParamError: a parameter and its alias contradict each other.
     """
     found = {}
-    for one in PARAMETERS.values():
-        if one.name in body.__struct_fields__:
-            alias = one.facts["alias"]
-            value = aliased(body, one.name, alias) if alias else getattr(body, one.name)
-            if value is not None:
-                found[one.name] = value
+    for name, alias in _parameters_in(type(body)):
+        value = aliased(body, name, alias) if alias else getattr(body, name)
+        if value is not None:
+            found[name] = value
     return found
+
+
+@cache
+def _parameters_in(kind: type[Struct]) -> tuple[tuple[str, str], ...]:
+    """Names and aliases of the parameters that are fields of a request."""
+    known = set(kind.__struct_fields__)
+    return tuple((one.name, one.facts["alias"]) for one in PARAMETERS.values() if one.name in known)
 
 
 def limit_of(asked: int) -> int | None:
