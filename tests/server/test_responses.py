@@ -98,9 +98,9 @@ def test_the_bytes_are_those_of_msgspec(answer: object) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 3 * CHUNK_ITEMS + 1])
 def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
-    assert encode_in_chunks(LazyList(range(count), str)) == msgspec.json.encode(
-        [str(i) for i in range(count)]
-    )
+    whole = msgspec.json.encode([str(i) for i in range(count)])
+    assert encode_in_chunks(LazyList(range(count), str)) == whole
+    assert encode_in_chunks(LazyList(range(count), str, chunk=1)) == whole
 
 
 @pytest.mark.full

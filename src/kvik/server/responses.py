@@ -43,11 +43,15 @@ class LazyList:
 
     Args:
         rows: what the entries are made from, one of each.
+        chunk: entries that are encoded in one call.
     """
 
-    def __init__(self, rows: Sequence[T], make: Callable[[T], object]) -> None:
+    def __init__(
+        self, rows: Sequence[T], make: Callable[[T], object], chunk: int = CHUNK_ITEMS
+    ) -> None:
         self._rows = rows
         self._make = make
+        self.chunk = chunk
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -78,11 +82,11 @@ def _add(value: object, out: list[bytes]) -> None:
                     before = b","
             out.append(b"{}" if before == b"{" else b"}")
         case LazyList() if len(value):
-            _add_slices(len(value), value.slice, out)
+            _add_slices(len(value), value.slice, value.chunk, out)
         case LazyList():
             out.append(b"[]")
         case list() if len(value) > CHUNK_ITEMS:
-            _add_slices(len(value), lambda start, stop: value[start:stop], out)
+            _add_slices(len(value), lambda start, stop: value[start:stop], CHUNK_ITEMS, out)
         case list() if any(isinstance(item, msgspec.Struct) for item in value):
             before = b"["
             for item in value:
@@ -94,10 +98,12 @@ def _add(value: object, out: list[bytes]) -> None:
             out.append(msgspec.json.encode(value))
 
 
-def _add_slices(length: int, of: Callable[[int, int], list[object]], out: list[bytes]) -> None:
+def _add_slices(
+    length: int, of: Callable[[int, int], list[object]], chunk: int, out: list[bytes]
+) -> None:
     before = b"["
-    for start in range(0, length, CHUNK_ITEMS):
-        out += (before, msgspec.json.encode(of(start, start + CHUNK_ITEMS))[1:-1])
+    for start in range(0, length, chunk):
+        out += (before, msgspec.json.encode(of(start, start + chunk))[1:-1])
         before = b","
     out.append(b"]")
 

@@ -86,6 +86,11 @@ class Server:
     def model_name(self) -> str:
         return self.model_names[0]
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.engine.config.scheduler.max_model_len
+
     def check_model(self, model: str | None) -> None:
         """Raise `HttpError` 404 if a request names another model than the served one."""
         if model and model not in self.model_names:

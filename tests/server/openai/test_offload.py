@@ -7,14 +7,11 @@ import threading
 from typing import Any
 
 import httpx2
-import msgspec
 import pytest
 
-from kvik.engine.output import normalise
 from kvik.server import responses as module
 from kvik.server.openai import chat, completions, embeddings, tokenize
 from kvik.server.openai import chat as conversation
-from kvik.server.openai.embeddings import Embedding, Embeddings, EmbeddingUsage
 from kvik.server.responses import offload
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
@@ -55,7 +52,7 @@ def test_much_of_it_is_done_in_a_thread() -> None:
         (completions, "_echo", "/v1/completions", {"prompt": [5, 6, 7], "echo": True}),
         (conversation, "_plain", "/v1/chat/completions", TALK),
         (conversation, "_plain", "/tokenize", {"messages": TALK["messages"]}),
-        (embeddings, "_written", "/v1/embeddings", {"input": "A dog"}),
+        (embeddings, "normalise", "/v1/embeddings", {"input": "A dog"}),
         (
             tokenize.TokenNames,
             "name",
@@ -84,14 +81,3 @@ def test_which_work_this_is(
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert seen and "http-server" not in seen
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-def test_vectors_are_written_as_all_else(as_text: bool) -> None:
-    vectors = [[3.0, 4.0], [0.0, 0.0], [-1.0, 1e-3]]
-    shown = [normalise(vector) for vector in vectors]
-    rows = [embeddings._base64(vector) if as_text else vector for vector in shown]
-    name, usage = 'm"data":[]', EmbeddingUsage(5, 5)
-    whole = Embeddings(data=[Embedding(*row) for row in enumerate(rows)], model=name, usage=usage)
-    empty = Embeddings(data=[], model=name, usage=usage)
-    assert embeddings._written(empty, vectors, as_text) == msgspec.json.encode(whole)

@@ -270,10 +270,9 @@ async def messages(server: Server, request: Request) -> Response:
             streaming=bool(body.stream),
             trace_parent=trace_parent_of(request),
         )
-    config = server.engine.config
-    usage = UsageMeter(len(prompt.token_ids), prompt.pins, config.cache.block_size)
-    limit = config.scheduler.max_model_len
-    form = MessageFormat(server.model_name, body, generation, usage, limit)
+    block_size = server.engine.config.cache.block_size
+    usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
+    form = MessageFormat(server.model_name, body, generation, usage, server.max_model_len)
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 

@@ -6,9 +6,8 @@ import struct
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +19,7 @@ from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.fields import DeadlineMs, Name, Priority, Prompt
 from kvik.server.openai.requests import all_prompt_ids, split_prompts
-from kvik.server.responses import offload, wait_for_outputs
+from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
 from kvik.server.route import Route, caller_of, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
@@ -29,7 +28,7 @@ MAX_INPUTS = 2048
 
 
 class EmbeddingRequest(Struct, kw_only=True):
-    """Texts of which one vector each is wanted."""
+    """Texts to embed."""
 
     input: Prompt
     model: Name | None = None
@@ -50,7 +49,7 @@ class EmbeddingRequest(Struct, kw_only=True):
 
 
 EMBEDDING: Table = {
-    # -1: at the end of the context; what is longer is refused for that
+    # -1 truncates at the end of the context; longer inputs are refused
     "truncate_prompt_tokens": ((-1,), "inputs are not truncated"),
     "messages": ((), "give input"),
 }
@@ -84,7 +83,7 @@ async def embeddings(server: Server, request: Request) -> Response:
 
 
 async def answer_embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
-    """The same, once the body is read."""
+    """Embed the inputs of a body that was read."""
     server.check_model(body.model)
     hidden = server.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):
@@ -95,7 +94,7 @@ async def answer_embeddings(server: Server, request: Request, body: EmbeddingReq
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, len(given))
     inputs = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens)
-    wishes = [
+    requests = [
         GenerationRequest(
             prompt_token_ids=ids,
             params=SamplingParams(),
@@ -107,29 +106,23 @@ async def answer_embeddings(server: Server, request: Request, body: EmbeddingReq
         for field, ids in inputs.items()
     ]
     generations = await server.generations.start_all(
-        wishes, tenant, streaming=False, trace_parent=trace_parent_of(request)
+        requests, tenant, streaming=False, trace_parent=trace_parent_of(request)
     )
     vectors = [output.embedding or [] for output in await wait_for_outputs(request, generations)]
     num_tokens = sum(map(len, inputs.values()))
-    empty = Embeddings(
-        data=[],
+    as_text = body.encoding_format == "base64"
+
+    def embedding(index: int) -> Embedding:
+        vector = normalise(vectors[index])
+        return Embedding(index, _base64(vector) if as_text else vector)
+
+    answer = Embeddings(
+        data=cast(list[Embedding], LazyList(range(len(vectors)), embedding, chunk=1)),
         model=server.model_name,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
-    as_text = body.encoding_format == "base64"
-    data = await offload(hidden * len(vectors), lambda: _written(empty, vectors, as_text))
+    data = await offload(hidden * len(vectors), lambda: encode_in_chunks(answer))
     return Response(data, media_type="application/json")
-
-
-def _written(empty: Embeddings, vectors: Sequence[Sequence[float]], as_text: bool) -> bytes:
-    """An answer with its vectors, as JSON. Each is encoded by itself: to encode them all at once
-    would hold up every other thread."""
-    rows = []
-    for index, vector in enumerate(vectors):
-        shown = normalise(vector)
-        rows.append(msgspec.json.encode(Embedding(index, _base64(shown) if as_text else shown)))
-    head, hole, tail = msgspec.json.encode(empty).partition(b'"data":[')
-    return head + hole + b",".join(rows) + tail
 
 
 def _base64(vector: Sequence[float]) -> str:

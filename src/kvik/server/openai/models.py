@@ -63,7 +63,7 @@ def _model(server: Server, name: str) -> Model:
         display_name=name,
         created_at=datetime.fromtimestamp(server.started, UTC).isoformat().replace("+00:00", "Z"),
         root=server.model_name,
-        max_model_len=server.engine.config.scheduler.max_model_len,
+        max_model_len=server.max_model_len,
     )
 
 

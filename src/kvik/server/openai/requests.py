@@ -132,7 +132,7 @@ def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: 
     Raises:
         ParamError: it does not, though the prompt itself fits.
     """
-    limit = server.engine.config.scheduler.max_model_len
+    limit = server.max_model_len
     if asked is not None and num_prompt < limit < num_prompt + asked:
         raise ParamError(
             name,
@@ -157,7 +157,7 @@ def check_logprobs(
     Raises:
         ParamError: they are too many.
     """
-    limit = server.engine.config.scheduler.max_model_len
+    limit = server.max_model_len
     most = limit if params.max_tokens is None else params.max_tokens
     for name, top, num_tokens in (
         (of_prompt, params.prompt_logprobs, sum(map(len, prompts))),

@@ -93,7 +93,7 @@ async def tokenize(server: Server, request: Request) -> Response:
         token_strs = await offload(len(ids), lambda: [names.name(token) for token in ids])
     answer = Tokenized(
         count=len(ids),
-        max_model_len=_context(server),
+        max_model_len=server.max_model_len,
         tokens=ids,
         token_strs=token_strs,
     )
@@ -104,7 +104,7 @@ async def detokenize(server: Server, request: Request) -> Response:
     """The text of some tokens, special ones too."""
     body = await read_body(request, DetokenizeRequest)
     server.check_model(body.model)
-    limit, vocab_size = _context(server), server.engine.config.model.vocab_size
+    limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
         raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")
     if max(body.tokens, default=0) >= vocab_size:
@@ -124,14 +124,14 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
         eos_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
         vocab_size=tokenizer.vocab_size,
-        max_model_len=_context(server),
+        max_model_len=server.max_model_len,
         special_tokens=[tokenizer.token(token) for token in sorted(tokenizer.special_ids)],
     )
     return json_response(answer)
 
 
 def _context(server: Server) -> int:
-    return server.engine.config.scheduler.max_model_len
+    return server.max_model_len
 
 
 def routes(server: Server) -> list[Route]:
