@@ -143,7 +143,7 @@ def test_a_template_must_have_its_hole():
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 
 
-def routes(parts, *, patience=StreamTimeouts(), events=GenerateFormat):  # noqa: B008
+def routes(parts, *, timeouts=StreamTimeouts(), events=GenerateFormat):  # noqa: B008
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(
@@ -154,7 +154,7 @@ def routes(parts, *, patience=StreamTimeouts(), events=GenerateFormat):  # noqa:
         tenant = caller_of(request).tenant
         wishes = [wish, wish] if body.seed == 2 else [wish]
         started = await parts.generations.start_all(wishes, tenant, streaming=True)
-        return StreamReply(started, events(started[0]), patience=patience)
+        return StreamReply(started, events(started[0]), timeouts=timeouts)
 
     return [
         Route("/v1/generate", partial(generate, parts)),
@@ -270,7 +270,7 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
 
 def test_signs_of_life_come_before_the_first_token_too():
     executor = closed()
-    with served(partial(routes, patience=StreamTimeouts(heartbeat=0.1)), executor) as server:
+    with served(partial(routes, timeouts=StreamTimeouts(heartbeat=0.1)), executor) as server:
         sock = connect(server.http.port)
         post(sock, "/stream", {"prompt": "A", "max_tokens": 3})
         seen = read_until(sock, b": alive\n\n")

@@ -31,12 +31,12 @@ class Wordy(GenerateFormat):
         return b"data: " + PADDING + b"\n\n" + super().grow(position, deltas)
 
 
-def routes(parts, patience):
+def routes(parts, timeouts):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
         (generation,) = await parts.generations.start_all([wish], "", streaming=True)
-        return StreamReply([generation], Wordy(generation), patience=patience)
+        return StreamReply([generation], Wordy(generation), timeouts=timeouts)
 
     return [Route("/stream", stream)]
 
@@ -47,9 +47,9 @@ def _every_step_is_a_piece(monkeypatch):
 
 
 def test_a_reader_who_stops_loses_the_request_after_a_while():
-    patience = StreamTimeouts(send=0.4)
+    timeouts = StreamTimeouts(send=0.4)
     executor = FakeExecutor(seconds=0.004)
-    with served(partial(routes, patience=patience), executor, max_num_seqs=4) as server:
+    with served(partial(routes, timeouts=timeouts), executor, max_num_seqs=4) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
         good = connect(server.http.port)
@@ -70,8 +70,8 @@ def test_a_reader_who_stops_loses_the_request_after_a_while():
 
 
 def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
-    patience = StreamTimeouts(send=5.0)
-    with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
+    timeouts = StreamTimeouts(send=5.0)
+    with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:
         slow = connect(server.http.port, receive_buffer=4096)
         post(slow, "/stream", {"prompt": "A", "max_tokens": 200})
         time.sleep(0.5)
@@ -84,8 +84,8 @@ def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
 
 def test_what_waits_for_a_reader_is_bounded(monkeypatch):
     monkeypatch.setattr(generation_module, "MAX_PENDING_TOKENS", 20)
-    patience = StreamTimeouts(send=60.0)
-    with served(partial(routes, patience=patience), FakeExecutor(seconds=0.001)) as server:
+    timeouts = StreamTimeouts(send=60.0)
+    with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
         end = time.monotonic() + 10

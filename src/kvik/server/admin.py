@@ -1,4 +1,4 @@
-"""What only an operator may do, on a port of its own that this machine alone can reach."""
+"""The routes of the operator, on a port of their own on the loopback address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class AbortRequest(msgspec.Struct):
-    """`request_id`: as /v1/engine shows it."""
+    """`request_id`: as in /v1/engine."""
 
     request_id: str
 
@@ -33,7 +33,7 @@ class Nothing(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What was asked for has happened."""
+    """The request was carried out."""
 
     done: bool = True
 
@@ -71,7 +71,7 @@ class Admin:
 
 
 def make_admin_app(server: Server) -> App:
-    """Its answers do not hold up the end of the server."""
+    """The application on the admin port. The end of the server does not wait for it."""
     return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 

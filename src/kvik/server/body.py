@@ -1,4 +1,4 @@
-"""The JSON body of a request: read within bounds, decoded into a Struct, strictly."""
+"""The JSON body of a request: read within limits and decoded strictly into a Struct."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 ONE_KIND = bytes.maketrans(b"{}", b"[]")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# A number that int64 may not hold, or that is no finite float, has one of these once its digits are
-# all the same. (A regular expression would take twenty times as long.)
+# A number outside int64, or too large for a float, contains one of these once all its digits are
+# replaced by 0. (A regular expression would take twenty times as long.)
 ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
 LONG_NUMBER = (b"0" * 19, b"0e")
 NO_BACKSLASH = re.compile(rb"[^\\]")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # as msgspec words it
-PIECE_BYTES = 1 << 18  # of a large body, worked on at once: other threads wait as long
+PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # in messages of msgspec
+PIECE_BYTES = 1 << 18  # of a large body, in one call: other threads wait for it
 MAX_SHOWN = 24  # characters of a number
 MAX_IGNORED = 16  # fields that are reported
 
@@ -42,7 +42,7 @@ async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING
     """The body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
 
     Args:
-        unhonoured: fields that are refused if they ask for something, unless `kind` has them.
+        unhonoured: fields to refuse if they ask for something, unless `kind` has them.
 
     Raises:
         HttpError: 400, 408, 413 or 415, naming the field where it is one.
@@ -58,7 +58,7 @@ async def read_chosen(
     """As `read_body`, for a body that determines its own kind.
 
     Args:
-        choose: from the JSON object to its kind, and the fields that are not honoured; may raise
+        choose: returns the kind of a JSON object and the fields that are not honoured; may raise
             `HttpError`.
     """
     context = context_of(request)
@@ -77,7 +77,7 @@ async def read_chosen(
 def _decode(
     data: Data, choose: Callable[[dict[str, Any]], tuple[type[T], Table]], limits: BodyLimits
 ) -> tuple[T, list[str]]:
-    """The body, and the names of what was ignored."""
+    """The body, and the names of the ignored fields."""
     value = parse_json(data, limits)
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object")
@@ -101,7 +101,7 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
 
 
 def parse_json(data: Data, limits: BodyLimits) -> Any:
-    """The value of a JSON text that is safe to work with: of bounded depth and size, each key once,
+    """The value of a JSON text with limits: of bounded depth and size, each key once,
     numbers finite and integers within 64 bits, strings that UTF-8 can hold.
 
     Raises:
@@ -109,14 +109,14 @@ def parse_json(data: Data, limits: BodyLimits) -> Any:
     """
     text = _decoded(data)
     _check_size(data, limits)
-    # What is long is read in a thread, and lets others run only where it calls code of ours.
+    # A long text is parsed in a thread, which lets others run only while it calls these functions.
     exact = len(data) > limits.small_bytes or _has_long_number(data)
     try:
         value = json.loads(
             text,
             object_pairs_hook=_unique,
             parse_constant=_no_number,
-            # Checking each number is slow, and hardly ever needed.
+            # Checking each number is slow and rarely needed.
             parse_int=_int64 if exact else None,
             parse_float=_finite if exact else None,
         )
@@ -153,16 +153,18 @@ def _has_long_number(data: Data) -> bool:
 
 
 def _check_headers(request: Request, limits: BodyLimits) -> None:
-    """What can be refused before a byte is read."""
+    """Refuse what the headers rule out, before the body is read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # No other type will do: a page of another origin can send the rest without asking first.
+    # A page of another origin may send some other types without a preflight request.
     if kind != "application/json":
         raise HttpError(415, "the content type must be application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise HttpError(415, "the body must not be compressed")
     length = request.headers.get("content-length")
-    if length is not None and int(length) > limits.max_bytes:  # the parser saw that it is a number
+    if (
+        length is not None and int(length) > limits.max_bytes
+    ):  # the HTTP parser checked that it is a number
         raise _too_large(limits)
 
 
@@ -194,12 +196,14 @@ def _check_size(data: Data, limits: BodyLimits) -> None:
 
 
 def _outside_strings(data: Data, most: int) -> bytes | None:
-    """JSON without its strings; None if they are more than `most`. A regular expression would hold
-    up all other threads for ten times as long."""
+    """JSON without its strings; None if there are more than `most`.
+
+    A regular expression would block all other threads for ten times as long.
+    """
     found: list[Data] = []
     num_quotes = 0
     for piece in _uncut(data):
-        # What is left of strings has quotes only at its ends.
+        # Without escapes, quotes occur only at the ends of strings.
         plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = plain.split(b'"')
         found += parts[num_quotes % 2 :: 2]
@@ -210,7 +214,7 @@ def _outside_strings(data: Data, most: int) -> bytes | None:
 
 
 def _uncut(data: Data) -> Iterator[Data]:
-    """Pieces, of which none ends in the middle of an escape."""
+    """The data in pieces, of which none ends inside an escape."""
     start = 0
     while start < len(data):
         end = start + PIECE_BYTES
@@ -222,7 +226,7 @@ def _uncut(data: Data) -> Iterator[Data]:
 
 
 def _is_small(data: Data, limits: BodyLimits) -> bool:
-    """Values are separated by commas, or are the first in their brackets."""
+    """Whether it has few values: each follows a comma or an opening bracket."""
     num_brackets = data.count(b"[") + data.count(b"{")
     num_values = num_brackets + data.count(b",")
     num_keys = max(num_brackets, data.count(b":"))
@@ -268,7 +272,7 @@ class _BadNumber(ValueError):
 
 
 def _bad_number(error: _BadNumber, text: str) -> HttpError:
-    """The parser does not say where it is, but the number is there to be found."""
+    """The parser does not report the field, so search for the number."""
     found = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
     field = found[1] if found else ""
     what = f"{error.number} {error.why}"
@@ -293,7 +297,7 @@ def _finite(text: str) -> float:
 
 
 def _invalid(message: str) -> NoReturn:
-    """msgspec says "Expected `int`, got `str` - at `$.stop[0]`"."""
+    """Raise 400 from a message like "Expected `int`, got `str` - at `$.stop[0]`"."""
     found = PLACE.fullmatch(message)
     what, place = (found[1], found[2]) if found else (message, "")
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)

@@ -393,7 +393,7 @@ class Generations:
     # The way out
 
     def take(self, deltas: list[RequestDelta]) -> None:
-        """Deltas of any number of requests, to their readers."""
+        """Deliver deltas of any number of requests to their readers."""
         now = self._clock()
         processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
@@ -430,12 +430,12 @@ class Generations:
         record.num_output_tokens += count
 
     def _deliver(self, generation: Generation, piece: TextDelta, now: float) -> None:
-        # What comes at once may be any number: the reader had its turn only before and after.
+        # Deltas of one call may be any number: the reader cannot run in between.
         if generation._pending_weight > MAX_PENDING_TOKENS and generation._delivered < now:
             generation.abort("its reader is too slow")
             return
         if piece.finish_reason in _FAILED:
-            piece.finish_reason = None  # the generation will say so
+            piece.finish_reason = None  # `failure` reports it
         generation._pending.append(piece)
         generation._pending_weight += generation._weight * len(piece.token_ids)
         generation._delivered = now
@@ -443,7 +443,7 @@ class Generations:
 
     def _finish(self, generation: Generation, output: RequestOutput) -> None:
         error = next((c.error for c in output.outputs if c.error is not None), None)
-        if error is not None:  # its text could not be made, though its tokens were
+        if error is not None:  # detokenising failed
             self._fail(generation, _failed(output.request_id, error), FinishReason.ERROR)
             return
         generation.result = output
@@ -480,7 +480,7 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
 
 
 def _failed(request_id: str, error: str) -> KvikError:
-    """What an exception says may tell of the machine: it is for the log."""
+    """The error of a failed request. The message of an exception is for the log alone."""
     _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
     return failed(request_id)
 

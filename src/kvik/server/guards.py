@@ -14,11 +14,11 @@ from kvik.server.errors import HttpError
 ANY = "*"
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 EXPOSED = "retry-after, x-request-id, x-kvik-request-id, x-kvik-ignored-fields, x-should-retry"
-MAX_AGE = "600"  # seconds that a browser remembers what it may do
+MAX_AGE = "600"  # seconds for which a browser caches a preflight response
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name of one, is reached from this machine alone."""
+    """Whether a host name or address is reached only from this machine."""
     name = _plain(host)
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -57,7 +57,7 @@ class Hosts:
         """
         hosts = headers.getlist("host")
         if not hosts and http_version == "1.0":
-            return  # no browser
+            return  # not a browser
         if len(hosts) != 1:
             raise HttpError(400, "there must be one Host header")
         parts = HOST.fullmatch(hosts[0])
@@ -84,13 +84,13 @@ def _is_address(name: str) -> bool:
 
 
 class Origins:
-    """The web pages that may use the server."""
+    """The origins of web pages that may use the server."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._allowed = frozenset(origin.rstrip("/").lower() for origin in allowed)
 
     def headers(self, headers: Headers) -> dict[str, str]:
-        """What to add to an answer. Never with credentials: a key is sent by the page itself."""
+        """The CORS headers of a response; without credentials, as the page itself sends the key."""
         origin = headers.get("origin")
         if origin is None or not self._is_listed(origin):
             return {}
@@ -101,8 +101,7 @@ class Origins:
         }
 
     def preflight(self, headers: Headers) -> dict[str, str] | None:
-        """What the answer to a browser that asks whether it may send a request has beside
-        `headers`; None: it did not ask, or may not."""
+        """The further headers of the response to an allowed preflight request; None: it is none."""
         if not self.headers(headers) or "access-control-request-method" not in headers:
             return None
         asked = headers.get("access-control-request-headers", "")

@@ -1,4 +1,4 @@
-"""Is the server alive, and would it take a request now? Open: load balancers have no key."""
+"""Whether the server is alive and ready. Open, since load balancers have no key."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Health:
         self._server = server
 
     async def health(self, request: Request) -> Response:
-        """200 only while tokens advance, or would if there was anything to do."""
+        """200 while the engine advances or is idle."""
         return _answer(self._trouble())
 
     async def ready(self, request: Request) -> Response:
-        """As `health`, and there is room in the queue."""
+        """As `health`, and the queue is not full."""
         full = self._server.admission.fill >= 1.0
         return _answer(self._trouble() or (("full", "the queue is full") if full else None))
 
@@ -31,7 +31,7 @@ class Health:
         return _json(200, {"version": __version__})
 
     def _trouble(self) -> tuple[str, str] | None:
-        """What is wrong, in a word and for a person."""
+        """What is wrong: a status and a sentence."""
         engine = self._server.engine
         if self._server.drain.started:
             return "draining", "the server is being stopped"

@@ -23,8 +23,8 @@ class Caller:
     """Who sent a request.
 
     Attributes:
-        tenant: whose share of the engine and of the prefix cache it uses.
-        name: for logs; says nothing of the key.
+        tenant: the name under which it shares the engine and the prefix cache.
+        name: for logs; reveals nothing of the key.
         is_admin: may use the admin routes.
     """
 
@@ -75,7 +75,7 @@ class Keys:
 
 
 def presented(headers: Headers) -> list[str]:
-    """The keys that a request brings."""
+    """The keys in the headers of a request."""
     texts = list(headers.getlist("x-api-key"))
     for value in headers.getlist("authorization"):
         scheme, _, text = value.strip().partition(" ")
@@ -85,7 +85,7 @@ def presented(headers: Headers) -> list[str]:
 
 
 def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
-    """Keys given one by one, then those of a file. A single key without a name is an
+    """The given keys, then those of a file. A single key without a name is an
     administrator's: the server has one user.
 
     Raises:
@@ -117,7 +117,7 @@ def _of_file(file: str) -> tuple[list[Key], bool]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        # What stands there is not repeated: it may be a key.
+        # The message does not quote the line: it may be a key.
         parts = LINE.fullmatch(text)
         if parts is None:
             raise ConfigError("api_key_file", f"line {number} must be [NAME:] KEY [admin]")

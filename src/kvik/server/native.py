@@ -1,4 +1,4 @@
-"""POST /v1/generate: the plainest way to a text."""
+"""POST /v1/generate: text from a prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PARAMETERS: Any = parameters_struct(LEFT_OUT)
 
 
 class GenerateRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
-    """A prompt and how to go on with it. null is as good as absent: the model's own default."""
+    """A prompt to continue. null means absent: the model's own default."""
 
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     stream: bool = False
@@ -64,10 +64,10 @@ class Generated(Struct, kw_only=True):
     Attributes:
         latency_ms: from the request's arrival to its last token.
         tokens_per_second: of output, over that time.
-        speculation: of tokens guessed ahead, where the engine does so.
+        speculation: present if the engine speculates.
     """
 
-    text: str | UnsetType = UNSET  # not in the last event of a stream, which had it before
+    text: str | UnsetType = UNSET  # absent in the last event of a stream
     tokens_generated: int
     prompt_tokens: int
     cached_tokens: int
@@ -98,13 +98,13 @@ def routes(server: Server) -> list[Route]:
             partial(generate, server),
             body=GenerateRequest,
             answer=Generated,
-            note="Go on with a text.",
+            note="Continue a text.",
         )
     ]
 
 
 async def generate(server: Server, request: Request) -> Response:
-    """A text in one piece, or `TextPiece` events and at last a `Generated` without text."""
+    """Continue a prompt. A stream has `TextPiece` events and ends with a `Generated`."""
     body = await read_body(request, GenerateRequest, UNHONOURED)
     arrived = time.monotonic()
     params = _params(body, server.default_params)

@@ -1,5 +1,4 @@
-"""`/openapi.json` and `/docs`: made of the route table and the types that decode the requests, so
-what they say is what is enforced."""
+"""`/openapi.json` and `/docs`, generated from the routes and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class MessagesError(msgspec.Struct):
 
 
 def routes(table: Sequence[Route]) -> list[Route]:
-    """Two rows more, which describe the table and themselves."""
+    """The two routes that describe the table and themselves."""
     made: dict[str, bytes] = {}
 
     async def schema(request: Request) -> Response:
@@ -77,7 +76,7 @@ def routes(table: Sequence[Route]) -> list[Route]:
 
 
 def document(table: Iterable[Route]) -> dict[str, Any]:
-    """An OpenAPI 3.1 document. Rows without a note are not described."""
+    """An OpenAPI 3.1 document of the routes that have a note."""
     rows = [route for route in table if route.note]
     types = {kind for row in rows for kind in (row.body, row.answer) if kind is not None}
     kinds = [Error, MessagesError, *sorted(types, key=lambda kind: kind.__name__)]
@@ -107,7 +106,7 @@ def _operation(row: Route, of: Mapping[Any, Any]) -> dict[str, Any]:
             responses[status] = {"description": note, "content": _json_of(error)}
     operation: dict[str, Any] = {"summary": row.note, "responses": responses}
     if not row.open:
-        operation["security"] = [{"key": []}, {}]  # none where the operator wants none
+        operation["security"] = [{"key": []}, {}]  # none if the operator set none
     if row.body is not None:
         operation["requestBody"] = {"required": True, "content": _json_of(of[row.body])}
     names = re.findall(r"{(\w+)", row.path)
@@ -171,7 +170,7 @@ def _note(kind: Mapping[str, Any]) -> str:
 
 
 def _prose(text: str) -> str:
-    """What stands between backticks is code."""
+    """Text as HTML, with backquotes as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 

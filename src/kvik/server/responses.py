@@ -21,7 +21,7 @@ from kvik.server.errors import aborted, escaped_traceback, http_error, in_messag
 from kvik.server.generation import Generation, wait_for_change
 
 T = TypeVar("T")
-INLINE_ITEMS = 2000  # items at a microsecond or two: a thread would take longer to wake
+INLINE_ITEMS = 2000  # of a microsecond or two: a thread takes longer to wake
 
 
 async def offload(num_items: int, work: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ def _add_slices(
 
 
 CONTENT_TYPE = "text/event-stream"
-DONE = b"data: [DONE]\n\n"  # the end of a stream that did not fail, as OpenAI's clients know it
+DONE = b"data: [DONE]\n\n"  # the end of a stream for clients of OpenAI
 HEARTBEAT = b": alive\n\n"  # a comment, which clients skip
 
 
@@ -203,11 +203,11 @@ async def generation_response(
 
 @dataclass(frozen=True, slots=True)
 class StreamTimeouts:
-    """In seconds.
+    """Timeouts of a stream, in seconds.
 
     Attributes:
-        send: a reader may take to make room for more; then its request ends.
-        heartbeat: without an event, after which a sign of life is sent.
+        send: for the reader to accept an event; then its request ends.
+        heartbeat: without an event, after which a heartbeat is sent.
     """
 
     send: float = 60.0
@@ -233,7 +233,7 @@ class StreamReply(Response):
         self,
         generations: Sequence[Generation],
         form: ResponseFormat,
-        patience: StreamTimeouts = DEFAULT_TIMEOUTS,
+        timeouts: StreamTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -241,10 +241,10 @@ class StreamReply(Response):
         self._generations = generations
         self._form = form
         self._anthropic = False  # errors have the shape of its API
-        self._patience = patience
+        self._timeouts = timeouts
         self._begun = False
         self._gone = False
-        self._beat = False  # a sign of life is due
+        self._beat = False  # a heartbeat is due
         self._sent_at = 0.0
         self._sending = False
 
@@ -285,7 +285,7 @@ class StreamReply(Response):
                 return
 
     async def _next(self) -> tuple[bytes, bool]:
-        """What can be sent now, and whether it is the last."""
+        """The events to send now, and whether they are the last."""
         taken = [generation.take() for generation in self._generations]
         failure = next((g.failure for g in self._generations if g.failure is not None), None)
         last = all(generation.result is not None for generation in self._generations)
@@ -338,16 +338,15 @@ class StreamReply(Response):
             self._generations[0].changed.set()
 
     async def _tick(self) -> None:
-        """Looks now and then at a stream in which nothing happens. One timer for each stream costs
-        less than one for each event."""
+        """Check a quiet stream from time to time: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(self._patience.send, self._patience.heartbeat) / 4)
+            await asyncio.sleep(min(self._timeouts.send, self._timeouts.heartbeat) / 4)
             quiet = loop.time() - self._sent_at
             if self._sending:
-                if quiet > self._patience.send:
+                if quiet > self._timeouts.send:
                     self._limit.reschedule(loop.time())
-            elif quiet > self._patience.heartbeat:
+            elif quiet > self._timeouts.heartbeat:
                 self._beat = True
                 self._generations[0].changed.set()
 
@@ -355,11 +354,11 @@ class StreamReply(Response):
 async def wait_for_outputs(
     request: Request, generations: Sequence[Generation]
 ) -> list[RequestOutput]:
-    """The results of generations that were started together, for an answer in one piece.
+    """Wait for the results of generations that were started together.
 
     Raises:
         KvikError: one of them failed; then all are ended.
-        ClientDisconnect: the caller went away, which ends them too.
+        ClientDisconnect: the client went away, which ends them too.
     """
     watch = asyncio.get_running_loop().create_task(_until_gone(request.receive))
     watch.add_done_callback(lambda _: generations[0].changed.set())
@@ -388,13 +387,13 @@ def _num_logprobs(output: RequestOutput) -> int:
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
-    """Log probabilities of prompts that come with a beginning. All else of a delta is little."""
+    """Log probabilities of prompts in deltas. The rest of a delta is small."""
     rows = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
 
 
 def degraded_header(generations: Sequence[Generation]) -> dict[str, str]:
-    """Says what the server gave up for want of room, if anything."""
+    """Reports what the server changed under pressure, if anything."""
     degraded = next((g.degraded for g in generations if g.degraded), "")
     return {DEGRADED_HEADER: degraded} if degraded else {}
 

@@ -134,7 +134,7 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 
 
 log = logging.getLogger(__name__)
-START_POLL_SECONDS = 0.05  # between two looks at the engine while it starts
+START_POLL_SECONDS = 0.05  # between polls of the engine while it starts
 SERVE_POLL_SECONDS = 0.5  # and while it serves
 ABORT_GRACE = 2.0  # seconds for aborted responses to reach their clients
 QUICK_GRACE = 0.2  # the same after a second signal
@@ -143,7 +143,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An app and the socket that it answers on."""
+    """An app and its listening socket."""
 
     app: App
     socket: socket.socket

@@ -26,7 +26,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
     """Sends spans to a collector over HTTP.
 
     Args:
-        endpoint: such as http://127.0.0.1:4318/v1/traces.
+        endpoint: for example http://127.0.0.1:4318/v1/traces.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -109,21 +109,21 @@ class Tracing:
 
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
-    """What guessing ahead did for a request, if anything did."""
+    """The attributes of speculation; empty without it."""
     found = output.speculation
     if found is None:
         return {}
     drafts, speedup = found.drafts, found.speedup
-    told: dict[str, int | float] = {
+    attributes: dict[str, int | float] = {
         "kvik.speculation.checks": drafts.rows,
         "kvik.speculation.drafted_tokens": drafts.drafts,
         "kvik.speculation.accepted_tokens": drafts.accepted,
     }
     if drafts.rows:
-        told["kvik.speculation.mean_accepted_length"] = drafts.mean_length
+        attributes["kvik.speculation.mean_accepted_length"] = drafts.mean_length
     if speedup is not None:
-        told["kvik.speculation.speedup"] = speedup
-    return told
+        attributes["kvik.speculation.speedup"] = speedup
+    return attributes
 
 
 class _WallClock:
@@ -138,7 +138,7 @@ class _WallClock:
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
-    """(name, start, end) of what an ended request went through."""
+    """(name, start, end) of the phases of a request."""
     if output is None:
         return []
     times = output.metrics
@@ -152,7 +152,7 @@ def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
 
 
 def _parent(header: str | None) -> Context | None:
-    """Of the caller's trace, if it sent one (W3C Trace Context)."""
+    """The context of the caller's trace, if it sent one (W3C Trace Context)."""
     if header is None:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

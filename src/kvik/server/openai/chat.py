@@ -86,7 +86,7 @@ class ChatRequest(Generating, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
 
-    parallel_tool_calls: Any = None  # of tools, and there are none
+    parallel_tool_calls: Any = None  # there are no tools
 
 
 _MEDIA = "only text is supported"
@@ -156,7 +156,7 @@ class ChunkChoice(Struct):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """`usage`: absent unless it was asked for; null then, but in chunks that have it."""
+    """`usage`: absent unless the request asks for it; null then in chunks without it."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -203,7 +203,7 @@ async def answer_chat(server: Server, request: Request, body: ChatRequest) -> Re
 
 
 def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """Without a limit an answer may fill the context.
+    """The sampling parameters of a body. Without a limit an answer may fill the context.
 
     Raises:
         ParamError: a value is impossible, or nothing that the engine honours.
@@ -214,7 +214,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     name, asked = asked_tokens(body, body.max_completion_tokens)
     if asked == 0:
         raise ParamError(name, "must be at least 1")
-    # The default limit is for callers in Python, who can ask for more; the file may have another.
+    # The default limit is for callers in Python; only that of the model's file counts here.
     own = defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
     changes = sampling_changes(body)
     changes["max_tokens"] = own if asked is None else limit_of(asked)
@@ -223,7 +223,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     return defaults.with_changes(**changes)
 
 
-# What a template gets anyway, or what would replace it.
+# Names that a template gets anyway, or that would replace it.
 _OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
 _TOOL_ROLES = ("tool", "function")
@@ -241,8 +241,8 @@ async def conversation_ids(
 
     Args:
         add_generation_prompt: None is true, unless the final message is continued.
-        continue_final_message: end where the last message does, so that its author goes on.
-        add_special_tokens: to what the template wrote, which has its own.
+        continue_final_message: end where the last message does, to continue it.
+        add_special_tokens: in addition to those of the template.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.

@@ -57,7 +57,7 @@ from kvik.text.detokenizer import Detokenizer
 
 
 class CompletionRequest(Generating, kw_only=True):
-    """Texts to go on with."""
+    """Texts to continue."""
 
     prompt: Prompt
     echo: bool | None = None
@@ -93,7 +93,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct, kw_only=True):
-    """An answer, or a chunk of a stream of them."""
+    """A response, or a chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -144,7 +144,7 @@ async def answer_completions(server: Server, request: Request, body: CompletionR
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
-    """What stands before the completions of a prompt."""
+    """The text of a prompt that precedes its completions."""
     if not body.echo:
         return ""
     if isinstance(prompt, str):
@@ -152,11 +152,13 @@ def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
     return server.texts.decode(prompt, body.skip_special_tokens is not False)
 
 
-COMPLETION_TOKENS = 16  # of a completion that does not say; as the API has it
+COMPLETION_TOKENS = 16  # default of the API
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """`max_tokens` 0 only with `echo`: the prompt is read, and scored if `logprobs` are wanted.
+    """The sampling parameters of a body.
+
+    `max_tokens` may be 0 with `echo`: the prompt is read, and scored if it asks for `logprobs`.
 
     Raises:
         ParamError: a value is impossible, or nothing that the engine honours.
@@ -322,12 +324,12 @@ class CompletionFormat:
 
 
 class CompletionTokens:
-    """The tokens of one completion in the shape of /v1/completions, from first to last.
+    """The tokens of one completion as `CompletionLogprobs`, from first to last.
 
     Args:
         num_top: alternatives to show at each position; more may have been computed.
-        skip_special: whether special tokens are left out of the text, so that they have no length.
-        prompt_ids: what stands before the completion's own tokens.
+        skip_special: whether special tokens are left out of the text.
+        prompt_ids: the tokens before the completion.
     """
 
     def __init__(
@@ -341,13 +343,13 @@ class CompletionTokens:
             self._text = names.tokenizer.new_stream(prompt_ids, skip_special)
 
     def skip(self, num_chars: int) -> None:
-        """Text that stands before the next token and belongs to none."""
+        """Advance past text that belongs to no token."""
         self._offset += num_chars
 
     def show(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """The next tokens, one entry of `logprobs` for each."""
+        """Show the next tokens; `logprobs` has one entry for each."""
         shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
         for token, one in zip(token_ids, logprobs, strict=True):
             shown.text_offset.append(self._offset)
@@ -360,7 +362,7 @@ class CompletionTokens:
         return shown
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """By text, the likelier where two tokens have the same. The token itself is among them."""
+        """Log probabilities by text, of the likelier of two tokens with the same. Has the token."""
         found: dict[str, float] = {}
         for token, value in one.top[: self._num_top]:
             found.setdefault(self._names.name(token, "bytes:"), finite(value))
@@ -387,6 +389,6 @@ def routes(server: Server) -> list[Route]:
             partial(completions, server),
             body=CompletionRequest,
             answer=Completion,
-            note="Go on with texts.",
+            note="Continue texts.",
         ),
     ]

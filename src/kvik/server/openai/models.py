@@ -42,14 +42,14 @@ class Models(Struct, kw_only=True):
 
 
 async def models(server: Server, request: Request) -> Response:
-    """The model that is served, under each of its names."""
+    """The served model under each of its names."""
     names = server.model_names
     listed = [_model(server, name) for name in names]
     return json_response(Models(data=listed, first_id=names[0], last_id=names[-1]))
 
 
 async def model(server: Server, request: Request) -> Response:
-    """One of the names."""
+    """The served model under one of its names."""
     name = request.path_params["model"]
     if name not in server.model_names:
         raise model_not_found(name)

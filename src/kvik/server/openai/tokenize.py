@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer, for clients that count."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Detokenized(Struct):
 
 
 class TokenizerInfo(Struct, kw_only=True):
-    """What a client needs to count and to render as this server does."""
+    """What a client needs to tokenise and render as this server does."""
 
     bos_token: str | None
     eos_token: str | None
@@ -101,7 +101,7 @@ async def tokenize(server: Server, request: Request) -> Response:
 
 
 async def detokenize(server: Server, request: Request) -> Response:
-    """The text of some tokens, special ones too."""
+    """The text of tokens, with special ones."""
     body = await read_body(request, DetokenizeRequest)
     server.check_model(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
@@ -115,7 +115,7 @@ async def detokenize(server: Server, request: Request) -> Response:
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
-    """What a client needs to count and to render as this server does."""
+    """What a client needs to tokenise and render as this server does."""
     tokenizer = server.texts.tokenizer
     if tokenizer is None:
         raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")
