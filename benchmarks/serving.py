@@ -189,9 +189,9 @@ def serve_paced(model: str) -> None:
 
     from kvik.config.config import EngineConfig
     from kvik.config.server_config import ServerConfig
-    from kvik.engine.process import Supervisor, patience_for
+    from kvik.engine.process import Supervisor, restart_policy
     from kvik.engine.remote import RemoteClient
-    from kvik.engine.wire import Start
+    from kvik.engine.wire import EngineStart
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.model_files import model_files
     from kvik.server.app import all_routes, make_app
@@ -203,7 +203,7 @@ def serve_paced(model: str) -> None:
 
     resolved = resolve_config(EngineConfig(model=model, **ENGINE_OPTIONS))
     command = (sys.executable, __file__, "--role", "engine")
-    supervisor = Supervisor(command, Start(resolved), patience_for(resolved), _show_error)
+    supervisor = Supervisor(command, EngineStart(resolved), restart_policy(resolved), _show_error)
     requests = RequestMetricsObserver()
     parts = assemble(
         ServerConfig(),
@@ -291,7 +291,7 @@ def run_engine(fd: int) -> None:
     from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
     from kvik.engine.executor import Executor
     from kvik.engine.host import EngineHost
-    from kvik.engine.wire import HostLine, to_start
+    from kvik.engine.wire import HostSocket, to_start
     from kvik.launch import load_loop
 
     class Paced:
@@ -319,7 +319,7 @@ def run_engine(fd: int) -> None:
         def stop(self) -> None:
             self._inner.stop()
 
-    line = HostLine(socket.socket(fileno=fd))
+    line = HostSocket(socket.socket(fileno=fd))
     while not (bodies := line.receive(None)):
         pass
     loop = load_loop(to_start.decode(bodies[0]).config, None)

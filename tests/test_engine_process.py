@@ -25,7 +25,7 @@ from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
 from kvik.engine.client import EngineState, SourceClient
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import Frames, Start, Unusable
+from kvik.engine.wire import EngineStart, FrameReader, Unusable
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
 from kvik.spec.kv import KV_FORMATS
@@ -137,7 +137,7 @@ def test_it_does_not_load_on_for_nobody(resolved):
         [sys.executable, "-c", LOADS_FOR_EVER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
     ) as process:
         theirs.close()
-        ours.sendall(wire.frame(Start(resolved)))
+        ours.sendall(wire.frame(EngineStart(resolved)))
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1.5)
         ours.close()
@@ -161,10 +161,10 @@ def test_what_it_says_of_an_unusable_model_is_a_frame(resolved, tmp_path):
     command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        ours.sendall(wire.frame(Start(broken)))
+        ours.sendall(wire.frame(EngineStart(broken)))
         assert process.wait(120) == 1
     ours.setblocking(False)
-    (body,), _ = Frames().receive(ours)
+    (body,), _ = FrameReader().receive(ours)
     ours.close()
     assert isinstance(wire.from_engine.decode(body), Unusable)
 
@@ -185,7 +185,7 @@ for number in sys.argv[1:]:
 class Connected:
     """An `EngineSource` of one engine that runs already."""
 
-    def __init__(self, sock: socket.socket, start: Start) -> None:
+    def __init__(self, sock: socket.socket, start: EngineStart) -> None:
         self._sock, self._start = sock, start
 
     def start(self, client: SourceClient) -> None:
@@ -243,8 +243,8 @@ def test_quantised_checkpoints_are_served(
 ) -> None:
     options = stored_options(case, plain, tmp_path)
     resolved = resolve_config(EngineConfig(**options))
-    start = Start(resolved)
-    (body,) = Frames().feed(wire.frame(start))
+    start = EngineStart(resolved)
+    (body,) = FrameReader().feed(wire.frame(start))
     assert wire.to_start.decode(body) == start
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

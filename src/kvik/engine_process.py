@@ -21,9 +21,9 @@ from pathlib import Path
 
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import EngineHost
-from kvik.engine.process import Supervisor, patience_for, python_command
+from kvik.engine.process import Supervisor, python_command, restart_policy
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import HostLine, Start, Unusable, frame, to_start
+from kvik.engine.wire import EngineStart, HostSocket, Unusable, frame, to_start
 from kvik.errors import KvikError
 from kvik.launch import load_loop
 
@@ -44,8 +44,8 @@ def engine_in_process(
         record: file that what happens is written to, for `kvik replay`.
     """
     command = python_command(__name__)
-    start = Start(resolved, None if record is None else str(record))
-    return RemoteClient(resolved, Supervisor(command, start, patience_for(resolved), relay))
+    start = EngineStart(resolved, None if record is None else str(record))
+    return RemoteClient(resolved, Supervisor(command, start, restart_policy(resolved), relay))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     threading.Thread(target=_end_with_parent, args=(sock.fileno(),), daemon=True).start()
-    line = HostLine(sock)
+    line = HostSocket(sock)
     try:
         return _serve(line)
     except EOFError:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         line.close()
 
 
-def _serve(line: HostLine) -> int:
+def _serve(line: HostSocket) -> int:
     start = _first_message(line)
     try:
         loop = load_loop(start.config, None if start.record is None else Path(start.record))
@@ -79,7 +79,7 @@ def _serve(line: HostLine) -> int:
     return 0
 
 
-def _first_message(line: HostLine) -> Start:
+def _first_message(line: HostSocket) -> EngineStart:
     """Raises EOFError if there is none."""
     while not (bodies := line.receive(None)):
         pass

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvik.core.plan import SchedulerOutput
 from kvik.core.types import FinishReason, PromptUse, RequestDelta, TokenLogprobs
 from kvik.engine import host as module
-from kvik.engine.host import Held
+from kvik.engine.host import DeltaBuffer
 
 
 class Reader:
@@ -71,7 +71,7 @@ def plan(num_tokens: int) -> SchedulerOutput:
 def test_every_token_once_and_in_order(steps):
     now = 0.0
     reader = Reader()
-    held = Held(reader.take)
+    held = DeltaBuffer(reader.take)
     sent: dict[tuple[str, int], list[int]] = {}
     token, ended = 0, set()
     for brought, seconds, tokens_of_next in steps:
@@ -104,7 +104,7 @@ def test_every_token_once_and_in_order(steps):
 
 def test_what_is_urgent_takes_nothing_else_along():
     reader = Reader()
-    held = Held(reader.take)
+    held = DeltaBuffer(reader.take)
     reader.take(held.take([delta("a", 0, 1)], 7.0))  # nothing was handed on for long: at once
     reader.take(held.take([delta("a", 0, 2), delta("b", 0, 3, prompt=PromptUse(0, 0))], 7.0))
     assert reader.calls == [[("a", 0)], [("b", 0)]]
@@ -114,8 +114,8 @@ def test_what_is_urgent_takes_nothing_else_along():
 
 
 def test_the_more_streams_the_longer_and_never_longer_than_that():
-    for streams, seconds in ((1, 1 / module.PIECES_PER_SECOND), (10_000, module.MAX_HOLD)):
-        held = Held(lambda deltas: None)
+    for streams, seconds in ((1, 1 / module.EVENTS_PER_SECOND), (10_000, module.MAX_DELAY)):
+        held = DeltaBuffer(lambda deltas: None)
         everyone = [delta(str(i), 0, 1) for i in range(streams)]
         assert len(held.take(copy.deepcopy(everyone), 7.0)) == streams
         assert held.take(copy.deepcopy(everyone), 7.0 + 0.9 * seconds) == []
@@ -124,7 +124,7 @@ def test_the_more_streams_the_longer_and_never_longer_than_that():
 
 def test_nothing_is_held_through_a_step_that_is_much_longer():
     reader = Reader()
-    held = Held(reader.take)
+    held = DeltaBuffer(reader.take)
     everyone = [delta(name, 0, 1) for name in "abcd"]
     reader.take(held.take(copy.deepcopy(everyone), 7.0))
     held.planned(plan(4), 7.0)
@@ -139,7 +139,7 @@ def test_nothing_is_held_through_a_step_that_is_much_longer():
 
 def test_what_comes_before_a_first_token_stays_with_it():
     """Log probabilities of a prompt come in pieces, and what was cached of it with the token."""
-    held = Held(lambda deltas: None)
+    held = DeltaBuffer(lambda deltas: None)
     held.release(7.0)
     rows = [TokenLogprobs(token, -1.0, 1) for token in range(4)]
     used = PromptUse(3, 0)

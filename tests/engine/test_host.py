@@ -24,7 +24,7 @@ from kvik.engine.host import EngineHost
 from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
-from kvik.engine.wire import Add, Answer, Ask, End, Frames, HostLine, Ready, Stepped
+from kvik.engine.wire import Add, End, FrameReader, HostSocket, Query, Ready, Reply, Stepped
 
 
 def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
@@ -39,10 +39,10 @@ class Peer:
         self.core = EngineCore(tiny_config(**scheduler))
         self.loop = EngineLoop(self.core, executor, time.monotonic)
         self.sock, theirs = socket.socketpair()
-        self.line = HostLine(theirs)
+        self.line = HostSocket(theirs)
         self.host = EngineHost(self.loop, self.line)
         self.raised: BaseException | None = None
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.deltas: list[RequestDelta] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -84,11 +84,11 @@ class Peer:
         ends = [(d.request_id, d.index) for d in self.deltas if d.finish_reason is not None]
         assert sorted(ends) == sorted((name, i) for name in names for i in range(n))
 
-    def ask(self, question: str, ticket: int = 7) -> Answer:
-        self.send(Ask(ticket, question))
+    def ask(self, question: str, ticket: int = 7) -> Reply:
+        self.send(Query(ticket, question))
         while True:
             for message in self.receive():
-                if isinstance(message, Answer):
+                if isinstance(message, Reply):
                     assert message.ticket == ticket
                     return message
 
@@ -441,7 +441,7 @@ def test_it_ends_when_frames_cannot_be_told_apart_any_more(caplog):
 
 
 def test_it_waits_for_a_reader_who_does_not_read(monkeypatch):
-    monkeypatch.setattr(wire, "MAX_PENDING", 20_000)
+    monkeypatch.setattr(wire, "MAX_UNSENT", 20_000)
     with engine(max_num_seqs=8) as peer:
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for i in range(400):

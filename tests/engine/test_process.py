@@ -22,12 +22,12 @@ from helpers.virtual_time import run_virtually
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.client import EngineState
-from kvik.engine.process import Patience, Supervisor, patience_for
+from kvik.engine.process import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import Start
+from kvik.engine.wire import EngineStart
 from kvik.errors import UnavailableError
 
-QUICK = Patience(
+QUICK = RestartPolicy(
     stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0
 )
 
@@ -39,12 +39,12 @@ def request(name: str = "a", *more: int, **params: object) -> EngineRequest:
 class Rig:
     """A client with an engine process. `mode`: how `engine_child` is to run, or another command."""
 
-    def __init__(self, mode: str, patience: Patience) -> None:
+    def __init__(self, mode: str, policy: RestartPolicy) -> None:
         config = tiny_config()
         own = [sys.executable, str(Path(engine_child.__file__)), mode]
         command = [mode] if mode.startswith("/") else own
         self.printed: list[str] = []
-        self.supervisor = Supervisor(command, Start(config), patience, self.printed.append)
+        self.supervisor = Supervisor(command, EngineStart(config), policy, self.printed.append)
         self.client = RemoteClient(config, self.supervisor)
         self.deltas: list[RequestDelta] = []
         self.states: list[EngineState] = []
@@ -89,11 +89,11 @@ def open_files() -> set[str]:
 def supervised(
     test: Callable[[Rig], Awaitable[None]],
     mode: str = "serve",
-    patience: Patience = QUICK,
+    policy: RestartPolicy = QUICK,
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Rig:
     """Run a test with an engine process; afterwards nothing may be left of it."""
-    rig = Rig(mode, patience)
+    rig = Rig(mode, policy)
 
     async def whole() -> None:
         rig.client.start(rig.deltas.extend)
@@ -216,7 +216,7 @@ def test_old_crashes_are_forgiven():
             await rig.ended(f"r{i}")
         await rig.until(EngineState.READY)
 
-    supervised(test, patience=Patience(exit=1.0, pause=0.01, crashes=3, window=0.05))
+    supervised(test, policy=RestartPolicy(exit=1.0, pause=0.01, crashes=3, window=0.05))
 
 
 @pytest.mark.full
@@ -264,7 +264,7 @@ def test_one_that_was_loaded_before_is_tried_again(tmp_path):
             await asyncio.sleep(0.001)
         await rig.until(EngineState.READY)
 
-    supervised(test, f"once:{tmp_path / 'loaded'}", Patience(exit=1.0, pause=0.05, crashes=20))
+    supervised(test, f"once:{tmp_path / 'loaded'}", RestartPolicy(exit=1.0, pause=0.05, crashes=20))
 
 
 @pytest.mark.full
@@ -282,7 +282,7 @@ def test_one_that_hangs_is_unhealthy_and_then_replaced():
         rig.client.add(request("c"))
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
 
-    supervised(test, patience=Patience(stall=0.5, kill=0.5, exit=1.0, pause=0.01))
+    supervised(test, policy=RestartPolicy(stall=0.5, kill=0.5, exit=1.0, pause=0.01))
 
 
 def test_one_that_was_only_slow_is_healthy_again():
@@ -322,7 +322,7 @@ def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
             await asyncio.sleep(0.01)
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
 
-    supervised(test, patience=Patience(stall=1.0))
+    supervised(test, policy=RestartPolicy(stall=1.0))
 
 
 class Still:
@@ -340,7 +340,9 @@ class Still:
 def test_only_time_that_was_watched_counts():
     async def test() -> None:
         line = Still()
-        supervisor = Supervisor([], Start(tiny_config()), Patience(stall=1.0, kill=0.2), print)
+        supervisor = Supervisor(
+            [], EngineStart(tiny_config()), RestartPolicy(stall=1.0, kill=0.2), print
+        )
         watching = asyncio.create_task(supervisor._watch(line))
         await asyncio.sleep(0.1)
         time.sleep(2.0)
@@ -372,7 +374,7 @@ def test_patience_follows_the_steps_that_were_measured(
 
     async def test() -> None:
         line, clock = Watched(), asyncio.get_running_loop().time
-        supervisor = Supervisor([], Start(tiny_config()), Patience(stall=3600.0), print)
+        supervisor = Supervisor([], EngineStart(tiny_config()), RestartPolicy(stall=3600.0), print)
         began = clock()
         await supervisor._watch(line)
         assert line.stalled_at - began == pytest.approx(stalls_at, abs=1.0)
@@ -467,6 +469,6 @@ def _is_zombie(pid: int) -> bool:
 
 def test_patience_grows_with_what_a_step_on_a_cpu_may_take():
     config = tiny_config()
-    assert 60.0 <= patience_for(config).stall < 60.1
+    assert 60.0 <= restart_policy(config).stall < 60.1
     large = tiny_config(max_num_batched_tokens=10**7)
-    assert patience_for(large).stall > 60.2
+    assert restart_policy(large).stall > 60.2

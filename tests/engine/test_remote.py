@@ -17,7 +17,7 @@ from kvik.engine import remote as module
 from kvik.engine import wire
 from kvik.engine.client import EngineState
 from kvik.engine.live import LiveView
-from kvik.engine.wire import Add, Answer, Ask, End, Ready, Start, Unusable
+from kvik.engine.wire import Add, End, EngineStart, Query, Ready, Reply, Unusable
 from kvik.errors import ParamError, UnavailableError
 
 
@@ -100,9 +100,9 @@ def test_the_next_engine_knows_nothing_of_the_last(with_rig):
         rig.source.step(token("a"), steps=3)
         rig.source.sock.close()
         await rig.settle()
-        rig.source.connect(Start(rig.client.config))
+        rig.source.connect(EngineStart(rig.client.config))
         ((body,), _) = rig.source._frames.receive(rig.source.sock)
-        assert wire.to_start.decode(body) == Start(rig.client.config)
+        assert wire.to_start.decode(body) == EngineStart(rig.client.config)
         assert rig.client.state is EngineState.RESTARTING
         signs = rig.client.signs_of_life
         rig.source.say(Ready())
@@ -175,7 +175,7 @@ def test_a_sink_that_fails_harms_nobody(with_rig, caplog):
 def test_what_cannot_be_served_is_refused_here(with_rig):
     async def test(rig):
         with pytest.raises(ParamError, match="outside"):
-            rig.client.add(request(prompt=[99]))
+            rig.client.check(request(prompt=[99]))
         with pytest.raises(ParamError, match="cannot be sent"):
             rig.client.add(EngineRequest("\ud800", [1], SamplingParams()))
         with pytest.raises(ParamError, match="cannot be sent"):
@@ -221,7 +221,7 @@ def test_only_a_ready_engine_is_given_requests(with_rig, state):
 
 
 def test_an_engine_that_does_not_read_stops_nobody(with_rig, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PENDING", 1 << 20)
+    monkeypatch.setattr(module, "MAX_UNSENT", 1 << 20)
 
     async def test(rig):
         rig.client.add(request("first"))
@@ -253,13 +253,13 @@ def test_the_last_stats_are_told_if_there_are_no_new_ones(with_rig, monkeypatch)
         asking = asyncio.create_task(rig.client.stats())
         await rig.settle()
         ask = rig.source.heard()[-1]
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, Query)
         fresh = rig.client._stats
         body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
-        rig.source.say(Answer(ask.ticket, body))
+        rig.source.say(Reply(ask.ticket, body))
         assert (await asking).steps == 7 != known
         assert (await rig.client.stats()).steps == 7  # not answered
-        rig.source.say(Answer(999, body), Answer(ask.ticket, body))  # too late, or for nobody
+        rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or for nobody
         await rig.settle()
         assert fresh.steps == 0
         with pytest.raises(UnavailableError, match="in time"):

@@ -1,4 +1,4 @@
-"""Frames whole again however the bytes came, and messages that mean the same on both sides."""
+"""FrameReader whole again however the bytes came, and messages that mean the same on both sides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvik.core.types import (
     TokenLogprobs,
 )
 from kvik.engine import wire
-from kvik.engine.wire import Add, End, Frames, Outbox, Ready, Stepped, WireError, stepped
+from kvik.engine.wire import Add, End, FrameReader, Ready, SendBuffer, Stepped, WireError, stepped
 from kvik.errors import ParamError
 
 REPORT = RequestReport(1.0, 2.0, None, 3.0, 4, 5)
@@ -35,7 +35,7 @@ def framed(bodies: list[bytes]) -> bytes:
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=60))
 def test_frames_are_found_in_any_pieces(bodies, cuts):
-    data, found, frames = framed(bodies), [], Frames()
+    data, found, frames = framed(bodies), [], FrameReader()
     for cut in cuts:
         found += frames.feed(data[:cut])
         data = data[cut:]
@@ -44,7 +44,7 @@ def test_frames_are_found_in_any_pieces(bodies, cuts):
 
 
 def test_a_long_frame_is_not_copied_with_every_piece():
-    data, frames = framed([bytes(1 << 20), b"next"]), Frames()
+    data, frames = framed([bytes(1 << 20), b"next"]), FrameReader()
     for at in range(0, len(data), 1000):
         for body in frames.feed(data[at : at + 1000]):
             assert body in (bytes(1 << 20), b"next")
@@ -53,15 +53,15 @@ def test_a_long_frame_is_not_copied_with_every_piece():
 
 def test_a_frame_that_is_too_long_is_refused_at_its_head():
     with pytest.raises(WireError, match="101 bytes; at most 100"):
-        Frames(limit=100).feed((101).to_bytes(4, "little"))
+        FrameReader(limit=100).feed((101).to_bytes(4, "little"))
     with pytest.raises(WireError):
-        Frames(limit=100).feed(framed([b"x"]) + (2**32 - 1).to_bytes(4, "little"))
+        FrameReader(limit=100).feed(framed([b"x"]) + (2**32 - 1).to_bytes(4, "little"))
 
 
 def test_receiving_tells_nothing_yet_from_nothing_ever():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    frames = Frames()
+    frames = FrameReader()
     assert frames.receive(ours) == ([], True)
     theirs.send(framed([b"a"]) + b"\1")
     assert frames.receive(ours) == ([b"a"], True)
@@ -76,7 +76,7 @@ def test_what_a_full_socket_does_not_take_follows_in_order():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    outbox, frames, found = Outbox(), Frames(), []
+    outbox, frames, found = SendBuffer(), FrameReader(), []
     bodies = [i.to_bytes(2, "big") * 5000 for i in range(100)]
     for body in bodies:
         outbox.send(ours, framed([body]))
@@ -106,7 +106,7 @@ DELTAS = [
 
 
 def through(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder) -> object:
-    (body,) = Frames().feed(wire.frame(message))
+    (body,) = FrameReader().feed(wire.frame(message))
     return decoder.decode(body)
 
 
@@ -196,10 +196,10 @@ def test_what_is_too_long_is_not_sent(monkeypatch):
 def test_logprobs_of_a_long_prompt_come_in_pieces(top):
     row = TokenLogprobs(7, -1.0, 2, tuple((token, -0.5) for token in range(top)))
     delta = RequestDelta("a", 0, [5], FinishReason.LENGTH, prompt_logprobs=[row] * 20_001)
-    *pieces, rest = wire.cut(delta)
+    *pieces, rest = wire.split_logprobs(delta)
     assert pieces
     assert all(len(piece.prompt_logprobs) * (1 + top) <= wire.MAX_VALUES for piece in pieces)
     assert not any(piece.token_ids or piece.finish_reason for piece in pieces)
     joined = [one for piece in [*pieces, rest] for one in piece.prompt_logprobs]
     assert replace(rest, prompt_logprobs=joined) == delta
-    assert list(wire.cut(DELTAS[0])) == [DELTAS[0]]
+    assert list(wire.split_logprobs(DELTAS[0])) == [DELTAS[0]]

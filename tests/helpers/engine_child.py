@@ -24,7 +24,7 @@ if __name__ == "__main__":
     from kvik.engine.core import EngineCore
     from kvik.engine.host import EngineHost
     from kvik.engine.loop import EngineLoop
-    from kvik.engine.wire import HostLine, Unusable, frame, to_start
+    from kvik.engine.wire import HostSocket, Unusable, frame, to_start
 
     class Misbehaving(FakeExecutor):
         def submit(self, plan: SchedulerOutput) -> object:
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     if mode == "broken":
         raise RuntimeError("this engine cannot even start")
-    line = HostLine(socket.socket(fileno=int(fd)))
+    line = HostSocket(socket.socket(fileno=int(fd)))
     while not (bodies := line.receive(None)):
         pass
     config = to_start.decode(bodies[0]).config

@@ -12,7 +12,7 @@ from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestRe
 from kvik.engine import wire
 from kvik.engine.client import SourceClient
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import Frames, Start, stepped
+from kvik.engine.wire import EngineStart, FrameReader, stepped
 
 REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
 
@@ -37,16 +37,16 @@ class Scripted:
         self.sock: socket.socket | None = None
         self.lost_why: list[tuple[str, bool]] = []
         self.closed = False
-        self._frames = Frames()
+        self._frames = FrameReader()
 
     def start(self, client: SourceClient) -> None:
         self.client = client
         self.connect()
 
-    def connect(self, start: Start | None = None) -> None:
+    def connect(self, start: EngineStart | None = None) -> None:
         ours, self.sock = socket.socketpair()
         self.sock.setblocking(False)
-        self._frames = Frames()
+        self._frames = FrameReader()
         self.client.connect(ours, start)
 
     def lost(self, why: str, *, for_good: bool) -> None:

@@ -28,7 +28,7 @@ from kvik.engine.executor import Executor
 from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop
 from kvik.engine.remote import RemoteClient
-from kvik.engine.wire import HostLine
+from kvik.engine.wire import HostSocket
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
 
@@ -150,7 +150,7 @@ class ThreadSource:
         self.theirs.close()
 
     def _run(self) -> None:
-        line = HostLine(self.theirs)
+        line = HostSocket(self.theirs)
         try:
             EngineHost(self.loop, line).run()
         except BaseException as error:

@@ -130,8 +130,8 @@ def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch
                 rings += 1
             assert rings <= 3  # the first, the last, and what a scheduler of threads may add
 
-    monkeypatch.setattr(host, "MAX_HOLD", 5.0)
-    monkeypatch.setattr(host, "PIECES_PER_SECOND", 0.1)
+    monkeypatch.setattr(host, "MAX_DELAY", 5.0)
+    monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
     run(test())
 
 

@@ -15,12 +15,12 @@ from kvik.engine.executor import Executor
 from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
-from kvik.engine.wire import Start
+from kvik.engine.wire import EngineStart
 from kvik.text.tokenizer import Tokenizer
 
 
 class EngineClient(Protocol):
-    """Requests in, deltas out; the engine's clock never leaks but in reports."""
+    """Takes requests and returns their deltas; times of the engine's clock are only in reports."""
 
     def check(self, request: EngineRequest) -> None:
         """Raises `ParamError` or `CapacityError` when the request can never be served."""
@@ -39,7 +39,7 @@ class EngineClient(Protocol):
     ) -> None: ...
 
     def poll(self, timeout: float | None = None) -> list[RequestDelta]:
-        """What has happened since the last call; waits up to `timeout` seconds for something."""
+        """Return the deltas since the last call; waits up to `timeout` seconds for some."""
         ...
 
     @property
@@ -106,26 +106,24 @@ class Engine:
 
 # How an event loop talks to an engine that runs elsewhere: in another process, or a thread.
 
-# Between a client and whatever gives it engines.
-
 
 class EngineSource(Protocol):
-    """Where a client gets its engine, and the next one when that is lost."""
+    """Connects an engine to a client, and the next one when that is lost."""
 
     def start(self, client: SourceClient) -> None:
         """Connect an engine soon, by `client.connect`."""
         ...
 
     def lost(self, why: str, *, for_good: bool) -> None:
-        """The engine that was connected is gone, and the client has been told.
+        """The engine is gone, as the client already knows.
 
         Args:
-            for_good: it says that it cannot be loaded.
+            for_good: the engine reported that it cannot be loaded.
         """
         ...
 
     async def close(self) -> None:
-        """End the engine; returns when nothing is left of it."""
+        """End the engine; returns when its process is gone."""
         ...
 
 
@@ -145,24 +143,25 @@ class SourceClient(Protocol):
 
     @property
     def signs_of_life(self) -> int:
-        """0 until an engine was ready; grows while it advances, or has a reason to wait."""
+        """Counter that is 0 until an engine was ready, and grows while it makes progress or has a
+        reason to wait."""
         ...
 
     @property
     def step_limit(self) -> float | None:
-        """Seconds after which what the engine computes now has taken too long; None: not known."""
+        """Seconds that the steps in flight may take; None: not known."""
         ...
 
-    def connect(self, sock: socket.socket, start: Start | None) -> None:
-        """Talk to the engine at the other end; the socket is the client's from now on.
+    def connect(self, sock: socket.socket, start: EngineStart | None) -> None:
+        """Use the engine at the other end of the socket, which the client owns from now on.
 
         Args:
-            start: what the engine is told first, if it must be told what to load.
+            start: first message, for an engine that does not know what to load.
         """
         ...
 
     def disconnect(self, state: EngineState, reason: str) -> None:
-        """The engine is gone: end the requests that no other engine may be sent, and say why."""
+        """The engine is gone: end the requests that may not be sent to another one."""
         ...
 
     def set_state(self, state: EngineState, reason: str) -> None: ...
@@ -181,12 +180,12 @@ class EngineState(StrEnum):
 
 
 class AsyncEngineClient(Protocol):
-    """Requests in; deltas come to the sink that the client was started with. No method blocks.
+    """Takes requests and hands their deltas to the sink given to `start`. No method blocks.
 
-    Every request that was added ends with exactly one last delta for each sibling, whatever happens
-    to the engine. When it crashes, what nothing was delivered of is sent to the next engine, once;
-    all else ends with `FinishReason.ERROR`. A queue that is full refuses a
-    request with such a delta, too: then `RequestDelta.refused` says which limit it was.
+    Every request added ends with exactly one last delta for each sibling, whatever happens to the
+    engine. If it crashes, requests of which nothing was delivered are sent to the next engine,
+    once; all others end with `FinishReason.ERROR`. A full queue refuses a request with such a
+    delta, too; its `RequestDelta.refused` names the limit.
     """
 
     @property
@@ -197,16 +196,16 @@ class AsyncEngineClient(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why the engine is not ready, for a person to read; "" if it is."""
+        """Why the engine is not ready, as a message for users; "" if it is."""
         ...
 
     @property
     def num_starts(self) -> int:
-        """How often an engine became ready: after the first time, it was started again."""
+        """How often an engine became ready; more than once: it was restarted."""
         ...
 
     def start(self, sink: Sink) -> None:
-        """Begin to bring the engine up. To be called once, in the event loop."""
+        """Begin to start the engine. To be called once, in the event loop."""
         ...
 
     def check(self, request: EngineRequest) -> None:
@@ -214,9 +213,10 @@ class AsyncEngineClient(Protocol):
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """`check`, and send it.
+        """Send a request that passed `check`.
 
         Raises:
+            ParamError: its id is in use, or it cannot be encoded.
             UnavailableError: the engine is not ready.
         """
         ...
@@ -233,11 +233,11 @@ class AsyncEngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """As of now; the last known ones if the engine does not answer within a second."""
+        """Current statistics; the last known ones if the engine does not answer in a second."""
         ...
 
     async def live(self) -> LiveView:
-        """What the engine is doing right now.
+        """The current state of requests, blocks and steps.
 
         Raises:
             UnavailableError: it does not answer within a second.
@@ -245,10 +245,10 @@ class AsyncEngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, pinned ones too; requests go on. Returns how many blocks held
-        something. Raises as `live`."""
+        """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
+        blocks that held one. Raises as `live`."""
         ...
 
     async def close(self) -> None:
-        """End the engine, and with an error whatever it is working on."""
+        """End the engine, and its requests with an error."""
         ...

@@ -1,8 +1,8 @@
-"""The engine's side of the wire: the step loop behind a socket.
+"""The engine's side of the link: the step loop behind a socket.
 
-Between two steps whatever has arrived is taken in, without waiting; after a step its deltas leave
-in one frame, or are held for a moment. An idle engine waits on the socket. Nothing that a frame
-says can end the loop: what fails for one request ends that request alone.
+Between two steps the host takes in the frames received, without waiting; after a step it sends the
+deltas in one frame, or buffers them briefly. An idle engine waits on the socket. No frame can end
+the loop: an error of one request ends that request alone.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.wire import (
     Add,
-    Answer,
-    Ask,
     End,
-    HostLine,
+    HostSocket,
+    Query,
     Ready,
+    Reply,
     StepLimit,
     WireError,
-    cut,
     encode,
     engine_request,
     frame,
+    split_logprobs,
     stepped,
     to_engine,
 )
 from kvik.errors import CapacityError, KvikError
 
-# Tokens on their way to readers, held in the engine for a moment, so that frames are fewer and
-# larger.
+# A buffer for tokens, so that frames are fewer and larger.
 #
-# What a server does for a piece of a stream costs more than what it does for a token, and where it
-# has no core of its own it stops the engine's step. So between the first and the last piece of a
-# stream, which go on at once, tokens are merged: the more streams, the longer.
+# A server spends more on an event of a stream than on a token, and without a core of its own it
+# delays the engine's step. So tokens between the first and the last event of a stream, which are
+# sent at once, are merged: the more streams, the longer.
 
-PIECES_PER_SECOND = 640  # of all streams together: from 32 on each has 20, as `MAX_HOLD` has it
-MAX_HOLD = 0.05  # seconds
-LONGER = 2  # times the tokens of the step before: nothing is held through such a step
+EVENTS_PER_SECOND = 640  # of all streams together: 20 of each for 32 streams or more
+MAX_DELAY = 0.05  # seconds
+LONG_STEP = 2  # times the tokens of the step before: the buffer is sent before such a step
 
 
-class Held(LoopObserver):
-    """Deltas by completion. It looks on because a step that will take long must be known before.
+class DeltaBuffer(LoopObserver):
+    """Merges the deltas of each completion until they are sent.
+
+    It observes the loop because it must send before a step that takes long.
 
     Args:
-        send: takes deltas that were merged, one for each completion.
+        send: takes merged deltas, one for each completion.
     """
 
     def __init__(self, send: Callable[[list[RequestDelta]], None]) -> None:
@@ -61,8 +62,12 @@ class Held(LoopObserver):
         self._step_tokens = 0
 
     def take(self, deltas: Iterable[RequestDelta], now: float) -> list[RequestDelta]:
-        """Hold what a step brought. Returns what is not held any longer: what begins or ends, and
-        everything if the last time was long enough ago."""
+        """Add the deltas of a step.
+
+        Returns:
+            Those to send now: of completions that begin or end, or all if the last time was long
+            enough ago.
+        """
         urgent: dict[tuple[str, int], None] = {}
         for delta in deltas:
             key = (delta.request_id, delta.index)
@@ -73,27 +78,27 @@ class Held(LoopObserver):
                 _join(earlier, delta)
             if delta.finish_reason is not None or delta.prompt is not None:
                 urgent[key] = None
-        hold = min(MAX_HOLD, len(self._deltas) / PIECES_PER_SECOND)
-        if self._deltas and now - self._released >= hold:
+        delay = min(MAX_DELAY, len(self._deltas) / EVENTS_PER_SECOND)
+        if self._deltas and now - self._released >= delay:
             return self.release(now)
         return [self._deltas.pop(key) for key in urgent]
 
     def release(self, now: float) -> list[RequestDelta]:
-        """All that is held."""
+        """Remove and return all deltas."""
         deltas, self._deltas = self._deltas, {}
         self._released = now
         return list(deltas.values())
 
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         tokens = 0 if plan is None else plan.num_tokens
-        if self._deltas and tokens > LONGER * self._step_tokens:
+        if self._deltas and tokens > LONG_STEP * self._step_tokens:
             self._send(self.release(now))
         self._step_tokens = tokens
 
 
 def _join(held: RequestDelta, later: RequestDelta) -> None:
-    """`held` becomes both. Its lists are others' too: they stay as they are. Before a first token
-    only the log probabilities of its prompt come."""
+    """Add a later delta to `held`. Its lists are shared, so they are replaced and not extended.
+    Before a first token only the log probabilities of its prompt come."""
     held.token_ids = held.token_ids + later.token_ids
     if later.prompt_logprobs is not None:
         held.prompt_logprobs = (held.prompt_logprobs or []) + later.prompt_logprobs
@@ -148,24 +153,24 @@ class StepWatch(LoopObserver):
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.5  # between signs of life while there is work and nothing to tell
+BEAT_SECONDS = 0.5  # between messages while there is work and no delta
 MAX_FAILED_STEPS = 3
 _NOTHING = msgspec.Raw(encode(None))
 
 
 class EngineHost:
-    """Serves the one client at the other end of a line."""
+    """Serves the one client at the other end of a socket."""
 
-    def __init__(self, loop: EngineLoop, line: HostLine) -> None:
+    def __init__(self, loop: EngineLoop, socket: HostSocket) -> None:
         self._loop = loop
-        self._line = line
+        self._socket = socket
         self._live = LiveCollector(loop.core)
         scheduler = loop.core.scheduler
-        loop.watch(StepWatch(scheduler, lambda seconds: line.send(frame(StepLimit(seconds)))))
-        self._held = Held(lambda deltas: self._send(deltas, False))
-        loop.watch(self._held)
+        loop.watch(StepWatch(scheduler, lambda seconds: socket.send(frame(StepLimit(seconds)))))
+        self._buffer = DeltaBuffer(lambda deltas: self._send(deltas, False))
+        loop.watch(self._buffer)
         self._failed: list[RequestDelta] = []  # last deltas of requests that the core does not know
-        self._patience: float | None = None  # how long there is nothing to do
+        self._idle: float | None = None  # seconds until there is something to do; None: no end
         self._last_sent = loop.clock()
         self._questions: Mapping[str, Callable[[], object]] = {
             "stats": loop.stats,
@@ -174,16 +179,20 @@ class EngineHost:
         }
 
     def run(self) -> None:
-        """Until the client hangs up. Raises what goes wrong with the engine as a whole."""
+        """Serve until the client closes the connection.
+
+        Raises:
+            Exception: the engine as a whole failed.
+        """
         try:
-            self._line.send(frame(Ready()))
+            self._socket.send(frame(Ready()))
             while True:
-                patience = 0.0 if self._loop.rest() else self._patience
-                for body in self._line.receive(patience):
+                timeout = 0.0 if self._loop.rest() else self._idle
+                for body in self._socket.receive(timeout):
                     self._take(body)
                 self._step()
         except EOFError:
-            log.info("the client has hung up")
+            log.info("the client has closed the connection")
         except WireError:
             log.exception("the client cannot be understood any more")
 
@@ -197,10 +206,10 @@ class EngineHost:
             deltas, self._failed = self._failed + deltas, []
         idle = loop.idle_seconds()
         waits = bool(idle)
-        self._patience = min(idle, BEAT_SECONDS) if idle else idle
-        ready = self._held.take(deltas, now)
+        self._idle = min(idle, BEAT_SECONDS) if idle else idle
+        ready = self._buffer.take(deltas, now)
         if idle != 0.0:
-            ready += self._held.release(now)
+            ready += self._buffer.release(now)
         if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):
             self._send(ready, waits)
         if loop.failed_in_a_row >= MAX_FAILED_STEPS:  # a device that is lost does not come back
@@ -218,7 +227,7 @@ class EngineHost:
             self._add(message)
         elif isinstance(message, End):
             self._end(message.request_id, message.index, message.reason, message.error)
-        elif isinstance(message, Ask):
+        elif isinstance(message, Query):
             self._answer(message)
 
     def _add(self, message: Add) -> None:
@@ -231,8 +240,8 @@ class EngineHost:
             refused = error.field if isinstance(error, CapacityError) else None
             self._fail(message, error.message, refused)
         except Exception as error:
-            self._end(message.request_id, None, FinishReason.ERROR, _told(error))
-            self._fail(message, _told(error), None)
+            self._end(message.request_id, None, FinishReason.ERROR, _message(error))
+            self._fail(message, _message(error), None)
 
     def _fail(self, message: Add, error: str, refused: str | None) -> None:
         self._failed += [
@@ -248,14 +257,12 @@ class EngineHost:
         except Exception:
             log.exception("a request could not be ended")
 
-    def _answer(self, message: Ask) -> None:
+    def _answer(self, message: Query) -> None:
         try:
-            answer = Answer(
-                message.ticket, msgspec.Raw(encode(self._questions[message.question]()))
-            )
+            answer = Reply(message.ticket, msgspec.Raw(encode(self._questions[message.question]())))
         except Exception as error:
-            answer = Answer(message.ticket, _NOTHING, _told(error))
-        self._line.send(frame(answer))
+            answer = Reply(message.ticket, _NOTHING, _message(error))
+        self._socket.send(frame(answer))
 
     # -- frames out ------------------------------------------------------------------------------
 
@@ -264,28 +271,28 @@ class EngineHost:
         steps = self._loop.core.scheduler.counters.steps
         if any(delta.prompt_logprobs for delta in deltas):
             for delta in deltas:
-                for piece in cut(delta):
-                    self._line.send(self._encoded_alone(steps, waits, piece))
+                for part in split_logprobs(delta):
+                    self._socket.send(self._encoded_alone(steps, waits, part))
             return
         try:
             data = frame(stepped(steps, waits, deltas))
         except Exception:
             data = b"".join(self._encoded_alone(steps, waits, delta) for delta in deltas)
-        self._line.send(data)
+        self._socket.send(data)
 
     def _encoded_alone(self, steps: int, waits: bool, delta: RequestDelta) -> bytes:
         try:
             return frame(stepped(steps, waits, [delta]))
         except Exception as error:
             if delta.finish_reason is None:
-                self._end(delta.request_id, delta.index, FinishReason.ERROR, _told(error))
-            last = self._last_delta(delta.request_id, delta.index, _told(error))
+                self._end(delta.request_id, delta.index, FinishReason.ERROR, _message(error))
+            last = self._last_delta(delta.request_id, delta.index, _message(error))
             return frame(stepped(steps, waits, [last]))
 
     def _last_delta(
         self, request_id: str, index: int, error: str, refused: str | None = None
     ) -> RequestDelta:
-        """Of a request that failed where the core does not see it."""
+        """The last delta of a request that failed where the core does not see it."""
         now = self._loop.clock()
         return RequestDelta(
             request_id,
@@ -298,6 +305,6 @@ class EngineHost:
         )
 
 
-def _told(error: Exception) -> str:
-    """In words that can be encoded, whatever text the error is about."""
+def _message(error: Exception) -> str:
+    """The error in text that can be encoded, whatever text it is about."""
     return f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Keeps an engine process running: starts it, notices when it dies or stands still, starts another.
+"""Keeps an engine process running: starts it, notices when it ends or hangs, starts another.
 
 A crash ends the requests that the engine had begun; the client keeps the others for the next. The
 next engine is started from the very same decisions.
@@ -21,34 +21,33 @@ from dataclasses import dataclass
 
 from kvik.config.config import ResolvedConfig
 from kvik.engine.client import EngineState, SourceClient
-from kvik.engine.wire import Start
+from kvik.engine.wire import EngineStart
 
-# The engine process as its parent sees it: a socket, what it prints, and its end.
-
-TAIL = 2000  # characters of what it printed last that are kept
-_POLL_SECONDS = 0.01  # seconds
-_REAP = 10.0  # seconds; the memory of a large model is not given back at once
+TAIL = 2000  # characters of the last output of the process that are kept
+_POLL_SECONDS = 0.01  # between two looks whether the process has ended
+_REAP = 10.0  # seconds; the memory of a large model is not freed at once
 _READ = 1 << 16
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Make the command that runs a module of kvik in a Python of its own.
+    """Return the command that runs a module of kvik in a new Python process.
 
-    With -P, as files of the current folder are not imported: they may be anyone's.
+    With -P, so that files of the current folder, which anyone may have written, are not imported.
     """
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
-class Child:
-    """A process that is told the number of its end of a socket as its last argument.
+class EngineProcess:
+    """The engine process as its parent sees it: a socket, its output, and its end.
 
-    It has a process group of its own, so that Ctrl-C in a terminal does not reach it: its end is
-    that of the socket. It stays in our session, as Linux shares processors between sessions: all
-    threads of the engine would end up on one core whenever another program is busy.
+    Its last argument is the file descriptor of its end of the socket. It has a process group of its
+    own, so that Ctrl-C in a terminal does not reach it; it ends when the socket is closed. It stays
+    in this session, as Linux shares processors between sessions: all threads of the engine would
+    run on one core whenever another program is busy.
 
     Args:
-        command: to start it.
-        relay: takes what it prints, as it comes.
+        command: that starts it.
+        relay: takes its output as it comes.
 
     Raises:
         OSError: it cannot be started.
@@ -87,17 +86,17 @@ class Child:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    async def end(self, patience: float) -> str:
-        """Wait for it to end by itself, kill it if it does not, and free what it had here. If that
-        is cancelled, it has to be called again.
+    async def end(self, timeout: float) -> str:
+        """Wait for the process to end, kill it if it does not, and free what belongs to it here. If
+        cancelled, this must be called again.
 
         Args:
-            patience: seconds.
+            timeout: seconds to wait before it is killed.
 
         Returns:
             How it ended.
         """
-        await self._wait(patience)
+        await self._wait(timeout)
         self._kill()
         await self._wait(_REAP)
         self._printed()
@@ -107,13 +106,13 @@ class Child:
         return self._ending()
 
     def _kill(self) -> None:
-        """With all of its group, as compilers and the like may work for it."""
+        """Kill the whole process group, which may contain compilers that it started."""
         if self.running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def _wait(self, patience: float) -> None:
-        until = self._loop.time() + patience
+    async def _wait(self, timeout: float) -> None:
+        until = self._loop.time() + timeout
         while self.running and self._loop.time() < until:
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -137,7 +136,7 @@ class Child:
             text = self._decoder.decode(data, final=not data)
             if text:
                 self.tail = (self.tail + text)[-TAIL:]
-                with suppress(OSError, ValueError):  # nobody may be left to read it
+                with suppress(OSError, ValueError):  # the relay may be closed
                     self._relay(text)
             if not data:
                 self._loop.remove_reader(self._output)
@@ -151,16 +150,16 @@ _SLOWEST_CORE = 5e9  # operations a second: a fraction of what any core does
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds, and how often.
+class RestartPolicy:
+    """When an engine process is killed, and when another one is started; times in seconds.
 
     Attributes:
-        stall: with work and no step, until the engine counts as stalled. Less where it knows
-            better, from the steps that it has measured.
-        kill: from then until it is killed.
-        exit: for the process to end after its socket was closed.
+        stall: time with work and without a step after which the engine counts as stalled; less if
+            the engine announces a lower `StepLimit`.
+        kill: time from then until it is killed.
+        exit: time for the process to end after its socket was closed.
         pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
-        crashes: within `window` after which no other engine is started.
+        crashes: number of crashes within `window` after which no other engine is started.
     """
 
     stall: float = 60.0
@@ -172,45 +171,45 @@ class Patience:
     window: float = 600.0
 
 
-def patience_for(config: ResolvedConfig) -> Patience:
-    """As much as the largest step may take, while none was measured. On a GPU that is little; a
-    CPU may compute for minutes on a full budget of a large model, and is still not hung."""
+def restart_policy(config: ResolvedConfig) -> RestartPolicy:
+    """Choose `stall` as long as the largest step may take before any was measured. On a GPU that is
+    short; a CPU may compute a full budget of a large model for minutes without being hung."""
     if config.runner.device != "cpu":
-        return Patience()
+        return RestartPolicy()
     model, scheduler = config.model, config.scheduler
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * scheduler.max_model_len
     operations = 2.0 * scheduler.max_num_batched_tokens * (model.num_parameters + attention)
-    return Patience(stall=60.0 + operations / (_SLOWEST_CORE * config.runner.threads))
+    return RestartPolicy(stall=60.0 + operations / (_SLOWEST_CORE * config.runner.threads))
 
 
 class Supervisor:
-    """An `EngineSource` of processes.
+    """An `EngineSource` that starts processes.
 
     Args:
-        command: of an engine process, but for the number of its socket.
-        start: what each is told.
-        relay: takes what they print.
+        command: of an engine process, without the file descriptor of its socket.
+        start: first message to each.
+        relay: takes their output.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        start: Start,
-        patience: Patience,
+        start: EngineStart,
+        policy: RestartPolicy,
         relay: Callable[[str], object],
     ) -> None:
         self._command = command
         self._start = start
-        self._patience = patience
+        self._policy = policy
         self._relay = relay
         self._lost = asyncio.Event()
         self._lost_for_good = False
         self._task: asyncio.Task[None] | None = None
-        self._child: Child | None = None
+        self._child: EngineProcess | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """The process id of the engine, while there is one."""
         return self._child.pid if self._child is not None else None
 
     def start(self, client: SourceClient) -> None:
@@ -225,7 +224,7 @@ class Supervisor:
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._child is not None:
-            await self._child.end(self._patience.exit)
+            await self._child.end(self._policy.exit)
             self._child = None
 
     # -- inside ----------------------------------------------------------------------------------
@@ -234,13 +233,13 @@ class Supervisor:
         try:
             await self._serve(client)
         except Exception as error:
-            log.exception("the engine is not watched any more")
+            log.exception("the engine is no longer watched")
             client.disconnect(EngineState.FAILED, f"{type(error).__name__}: {error}")
 
     async def _serve(self, client: SourceClient) -> None:
-        """One engine after the other, until no other one would help."""
-        patience = self._patience
-        crashes: deque[float] = deque(maxlen=patience.crashes)
+        """Start one engine after the other, until another one would not help."""
+        policy = self._policy
+        crashes: deque[float] = deque(maxlen=policy.crashes)
         clock = asyncio.get_running_loop().time
         while True:
             why = await self._serve_one(client)
@@ -248,38 +247,38 @@ class Supervisor:
                 log.error("%s", client.reason)
                 return
             crashes.append(clock())
-            recent = sum(at > clock() - patience.window for at in crashes)
-            log.error("%s (crash %d of %d)", why, recent, patience.crashes)
-            if recent >= patience.crashes:
+            recent = sum(at > clock() - policy.window for at in crashes)
+            log.error("%s (crash %d of %d)", why, recent, policy.crashes)
+            if recent >= policy.crashes:
                 client.disconnect(EngineState.FAILED, f"it crashed {recent} times; at last: {why}")
                 return
             client.disconnect(EngineState.RESTARTING, why)
-            await asyncio.sleep(min(patience.pause * 2 ** (recent - 1), patience.longest_pause))
+            await asyncio.sleep(min(policy.pause * 2 ** (recent - 1), policy.longest_pause))
 
     async def _serve_one(self, client: SourceClient) -> str:
-        """Start an engine and watch it until it has ended. Returns why it did."""
+        """Start an engine and watch it until it has ended. Returns why it ended."""
         self._lost.clear()
         self._lost_for_good = False
         try:
-            child = self._child = Child(self._command, self._relay)
+            child = self._child = EngineProcess(self._command, self._relay)
         except OSError as error:  # out of memory or processes, which may pass
             return f"the engine process cannot be started: {error}"
         client.connect(child.socket, self._start)
         stalled = await self._watch(client)
         if stalled:
             client.disconnect(EngineState.RESTARTING, stalled)
-        ended = await child.end(0.0 if stalled else self._patience.exit)
+        ended = await child.end(0.0 if stalled else self._policy.exit)
         self._child = None
         return stalled or ended
 
     async def _watch(self, client: SourceClient) -> str:
-        """Until the engine is lost, or the engine has stood still for too long. Returns what to say
-        of the latter.
+        """Wait until the engine is lost, or has made no progress for too long. Returns the message
+        for the latter case, or "".
 
-        Time counts by the looks that were taken at it: a process that slept, or an event loop that
-        was held up, must not take the engine for hung.
+        Time counts only while this looks: after a suspended process, or a delayed event loop, the
+        engine must not count as hung.
         """
-        patience, clock = self._patience, asyncio.get_running_loop().time
+        policy, clock = self._policy, asyncio.get_running_loop().time
         stood, signs, last = 0.0, client.signs_of_life, clock()
         while not self._lost.is_set():
             try:
@@ -296,9 +295,9 @@ class Supervisor:
                 stood += min(now - last, 2 * _LOOK_SECONDS)
             last = now
             limit = client.step_limit
-            stall = patience.stall if limit is None else min(limit, patience.stall)
+            stall = policy.stall if limit is None else min(limit, policy.stall)
             told = f"the engine has had work for {stood:.0f} s and no step was computed"
-            if stood >= stall + patience.kill:
+            if stood >= stall + policy.kill:
                 return told
             if stood >= stall:
                 client.set_state(EngineState.STALLED, told)

@@ -1,6 +1,6 @@
-"""The HTTP process's side of the wire: an engine elsewhere, as an event loop sees it.
+"""The HTTP process's side of the link: the client of an engine in another process.
 
-Nothing here waits. Writes go into a buffer that the socket drains; whatever is readable is read at
+Nothing here blocks. Writes go into a buffer that the socket drains; everything readable is read at
 once, and all its deltas reach the sink in one call, so that a busy loop gets fewer, larger calls.
 """
 
@@ -24,13 +24,13 @@ from kvik.engine.live import LiveView
 from kvik.engine.stats import EngineStats
 from kvik.engine.wire import (
     Add,
-    Answer,
-    Ask,
-    ClientLine,
+    ClientSocket,
     End,
+    EngineStart,
     FromEngine,
+    Query,
     Ready,
-    Start,
+    Reply,
     StepLimit,
     Stepped,
     encode,
@@ -38,21 +38,25 @@ from kvik.engine.wire import (
 )
 from kvik.errors import KvikError, ParamError, UnavailableError
 
-# Requests that an engine has not finished, and those that wait for the next engine.
-
 MAX_SENDS = 2  # of one request: one that crashes its engine crashes one more, and no others
+MAX_UNSENT = 64 << 20  # bytes that the engine has not read; beyond, requests are refused
+ANSWER_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
-class Unfinished:
+class SentRequest:
     """A request whose last delta has not come.
 
     Args:
-        frame: what the engine is sent.
+        frame: the message to the engine.
 
     Attributes:
         indexes: siblings whose last delta has not come.
-        begun: something of it was delivered.
-        ended: the engine was told to end it, or a part of it.
+        begun: some of its output was delivered.
+        ended: the engine was asked to end it, or one of its siblings.
     """
 
     def __init__(self, request: EngineRequest, frame: bytes, arrival: float) -> None:
@@ -68,13 +72,13 @@ class Unfinished:
 
     @property
     def may_be_sent_again(self) -> bool:
-        """Whether the next engine may be sent it without anything being delivered twice."""
+        """Whether it may be sent to the next engine without delivering any output twice."""
         return not self.begun and not self.ended and self.sends < MAX_SENDS
 
     def last_deltas(
         self, indexes: Iterable[int], now: float, reason: FinishReason, error: str | None
     ) -> list[RequestDelta]:
-        """Make the last delta of each of these siblings."""
+        """Return the last delta of each of these siblings."""
         report = RequestReport(self.arrival, None, None, now, 0, 0)
         again = reason is FinishReason.ERROR and self.sends < MAX_SENDS
         return [
@@ -85,12 +89,12 @@ class Unfinished:
         ]
 
 
-class Waiting:
+class ResendQueue:
     """Requests that wait for the next engine, each until its deadline.
 
     Args:
-        clock: the one that deadlines are told in.
-        give: takes last deltas. It is called from the event loop alone, never within a call.
+        clock: of the deadlines.
+        give: takes last deltas. It is called by the event loop, never within a call.
     """
 
     def __init__(
@@ -98,13 +102,13 @@ class Waiting:
     ) -> None:
         self._clock = clock
         self._give = give
-        self._requests: dict[str, Unfinished] = {}
+        self._requests: dict[str, SentRequest] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: Unfinished) -> None:
+    def add(self, request: SentRequest) -> None:
         """Keep a request for the next engine."""
         self._requests[request.request_id] = request
         if request.deadline is not None:
@@ -127,8 +131,8 @@ class Waiting:
         deltas = request.last_deltas(ended, self._clock(), reason, error)
         asyncio.get_running_loop().call_soon(self._give, deltas)
 
-    def take(self) -> list[Unfinished]:
-        """All of them, which wait no more."""
+    def take(self) -> list[SentRequest]:
+        """Remove and return all requests."""
         requests, self._requests = list(self._requests.values()), {}
         for request in requests:
             self._stop_timer(request.request_id)
@@ -140,23 +144,16 @@ class Waiting:
             timer.cancel()
 
 
-log = logging.getLogger(__name__)
-
-MAX_PENDING = 64 << 20  # bytes that the engine has not read; beyond, requests are refused
-ANSWER_SECONDS = 1.0
-
-T = TypeVar("T")
-
-
 class RemoteClient:
-    """An `AsyncEngineClient` over a socket. It outlives its engines: when one is lost, the source
-    connects the next. That is sent once more what nothing was delivered of; all else ends with an
-    error.
+    """An `AsyncEngineClient` over a socket.
+
+    It outlives its engines: when one is lost, the source connects the next. Requests of which
+    nothing was delivered are sent to that one; all others end with an error.
 
     Args:
-        config: what every engine serves.
-        source: of engines.
-        clock: the engine's, in this process: both count from when the machine was started.
+        config: of every engine.
+        source: connects engines.
+        clock: equal to the engine's, as both count from the start of the machine.
     """
 
     def __init__(
@@ -168,20 +165,20 @@ class RemoteClient:
         self._config = config
         self._source = source
         self._clock = clock
-        self._sink: Sink = _nobody
+        self._sink: Sink = _discard
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
-        self._unfinished: dict[str, Unfinished] = {}  # in the engine
-        self._waiting = Waiting(clock, self._give)
+        self._unfinished: dict[str, SentRequest] = {}  # in the engine
+        self._waiting = ResendQueue(clock, self._give)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
         self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks - 1, 0, 0, 0, 0, 0, 0, 0)
-        self._line: ClientLine | None = None
+        self._socket: ClientSocket | None = None
         self._steps = 0
         self._signs = 0
         self._num_starts = 0
         self._step_limit: float | None = None
 
-    # -- what the server sees --------------------------------------------------------------------
+    # -- for the server --------------------------------------------------------------------------
 
     @property
     def config(self) -> ResolvedConfig:
@@ -200,30 +197,29 @@ class RemoteClient:
         return self._num_starts
 
     def start(self, sink: Sink) -> None:
-        """Have an engine brought up; to be called once, in the event loop."""
+        """Begin to start an engine; to be called once, in the event loop."""
         self._sink = sink
         self._reason = "the engine is being started"
         self._source.start(self)
 
     def check(self, request: EngineRequest) -> None:
-        if request.request_id in self._unfinished or request.request_id in self._waiting:
-            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+        self._check_id(request)
         check_request(self._config, request)
 
     def add(self, request: EngineRequest) -> None:
-        line = self._line
-        if line is None or self._state is not EngineState.READY:
+        sock = self._socket
+        if sock is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
-        self.check(request)
+        self._check_id(request)
         n = request.params.n
         try:
             data = frame(Add(request.request_id, n, msgspec.Raw(encode(request))))
         except Exception as error:
             raise ParamError("request", f"cannot be sent to the engine: {error}") from None
-        if line.num_pending > MAX_PENDING:
+        if sock.num_unsent > MAX_UNSENT:
             raise UnavailableError("engine", "it does not keep up with what it is sent")
-        self._unfinished[request.request_id] = Unfinished(request, data, self._clock())
-        line.send(data)
+        self._unfinished[request.request_id] = SentRequest(request, data, self._clock())
+        sock.send(data)
 
     def end(
         self,
@@ -236,10 +232,10 @@ class RemoteClient:
             error = error.encode("utf-8", "replace").decode()
         if request_id in self._waiting:
             self._waiting.end(request_id, index, reason, error)
-        if self._line is None or request_id not in self._unfinished:
+        if self._socket is None or request_id not in self._unfinished:
             return
         self._unfinished[request_id].ended = True
-        self._line.send(frame(End(request_id, index, reason, error)))
+        self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
         with suppress(UnavailableError):
@@ -256,7 +252,7 @@ class RemoteClient:
         self.disconnect(EngineState.CLOSED, "the engine was closed")
         await self._source.close()
 
-    # -- what the source sees --------------------------------------------------------------------
+    # -- for the source --------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
@@ -270,18 +266,18 @@ class RemoteClient:
     def step_limit(self) -> float | None:
         return self._step_limit
 
-    def connect(self, sock: socket.socket, start: Start | None) -> None:
+    def connect(self, sock: socket.socket, start: EngineStart | None) -> None:
         self._steps = 0
         self._step_limit = None
-        self._line = ClientLine(sock, self._take, self._lost)
+        self._socket = ClientSocket(sock, self._take, self._lost)
         if start is not None:
-            self._line.send(frame(start))
+            self._socket.send(frame(start))
 
     def disconnect(self, state: EngineState, reason: str) -> None:
         self.set_state(state, reason)
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(UnavailableError("engine", reason))
@@ -293,15 +289,19 @@ class RemoteClient:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _check_id(self, request: EngineRequest) -> None:
+        if request.request_id in self._unfinished or request.request_id in self._waiting:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+
     async def _ask(self, question: str, kind: type[T]) -> T:
-        if self._line is None or self._state is not EngineState.READY:
+        if self._socket is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
         ticket = self._num_asked
         self._num_asked += 1
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._asked[ticket] = answer
         try:
-            self._line.send(frame(Ask(ticket, question)))
+            self._socket.send(frame(Query(ticket, question)))
             async with asyncio.timeout(ANSWER_SECONDS):
                 body = await answer
         except TimeoutError:
@@ -311,13 +311,13 @@ class RemoteClient:
         return msgspec.msgpack.decode(body, type=kind)
 
     def _lost(self, why: str, *, for_good: bool = False) -> None:
-        # What could be loaded before is tried again.
+        # A model that was loaded before is loaded again.
         last = for_good and not self._signs
         self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, why)
         self._source.lost(why, for_good=for_good)
 
     def _take(self, messages: list[FromEngine]) -> None:
-        """Everything that could be read at once."""
+        """Take in the messages that were read at once."""
         deltas: list[RequestDelta] = []
         for message in messages:
             if isinstance(message, Stepped):
@@ -327,7 +327,7 @@ class RemoteClient:
                 deltas += message.deltas()
             elif isinstance(message, StepLimit):
                 self._step_limit = message.seconds
-            elif isinstance(message, Answer):
+            elif isinstance(message, Reply):
                 self._answered(message)
             elif isinstance(message, Ready):
                 self.set_state(EngineState.READY, "")
@@ -340,7 +340,7 @@ class RemoteClient:
         self._give([delta for delta in deltas if self._expected(delta)])
 
     def _expected(self, delta: RequestDelta) -> bool:
-        """Whether anybody waits for it; a last delta is noted."""
+        """Whether the delta belongs to an unfinished request; a last delta finishes it."""
         unfinished = self._unfinished.get(delta.request_id)
         if unfinished is None or delta.index not in unfinished.indexes:
             return False
@@ -351,7 +351,7 @@ class RemoteClient:
                 del self._unfinished[delta.request_id]
         return True
 
-    def _answered(self, message: Answer) -> None:
+    def _answered(self, message: Reply) -> None:
         answer = self._asked.pop(message.ticket, None)
         if answer is None or answer.done():
             return
@@ -361,20 +361,20 @@ class RemoteClient:
             answer.set_result(message.body)
 
     def _send_again(self) -> None:
-        """What waited for this engine."""
-        assert self._line is not None
+        """Send the requests that waited for this engine."""
+        assert self._socket is not None
         for request in self._waiting.take():
             request.sends += 1
             self._unfinished[request.request_id] = request
-            self._line.send(request.frame)
+            self._socket.send(request.frame)
             for index in set(range(request.n)) - request.indexes:
-                self._line.send(frame(End(request.request_id, index, FinishReason.ABORT, None)))
+                self._socket.send(frame(End(request.request_id, index, FinishReason.ABORT, None)))
 
     def _last_deltas(self, state: EngineState, error: str) -> list[RequestDelta]:
-        """Of everything that ends with the engine, and is forgotten.
+        """Forget the requests that end with the engine, and return their last deltas.
 
         Args:
-            state: from now on.
+            state: the new state.
         """
         lost, self._unfinished = list(self._unfinished.values()), {}
         if state in (EngineState.FAILED, EngineState.CLOSED):  # there will be no other
@@ -396,9 +396,9 @@ class RemoteClient:
             return
         try:
             self._sink(deltas)
-        except Exception:  # the line has others to serve
+        except Exception:  # the requests of others go on
             log.exception("deltas were not taken")
 
 
-def _nobody(deltas: list[RequestDelta]) -> None:
-    """Until a sink is known nothing was asked for."""
+def _discard(deltas: list[RequestDelta]) -> None:
+    """The sink until `start`: there are no requests yet."""

@@ -1,8 +1,9 @@
-"""What passes between the HTTP process and the engine process: frames on one stream socket.
+"""The link between the HTTP process and the engine process: frames on one stream socket.
 
-A frame is its length, 4 bytes little-endian, and a message in msgpack. Both sides read without
-waiting: `Frames` makes frames of whatever bytes have come, `Outbox` keeps what the socket does not
-take yet.
+A frame is its length, 4 bytes little-endian, and a message in msgpack. Neither side blocks:
+`FrameReader` turns received bytes into frames, `SendBuffer` keeps what the socket does not take
+yet. `ClientSocket` is the end in the event loop of the HTTP process, `HostSocket` the one in the
+step loop of the engine.
 """
 
 from __future__ import annotations
@@ -20,35 +21,297 @@ import msgspec
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 
-# The two ends of the socket between client and engine: in an event loop, and in a step loop.
-
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 64 << 20  # bytes that wait for a client; beyond, the engine waits for him
-LAST_WORDS_SECONDS = 1.0
+MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
+_HEADER = struct.Struct("<I")
+_RECEIVE = 1 << 20  # bytes
+_READS = 8  # in a row: a fast writer must not take all of its reader's time
+MAX_VALUES = 8192  # log probabilities of a prompt in a frame: a millisecond or two to decode
 
 
-class HostLine:
+class WireError(Exception):
+    """The other side sent no valid frame; what follows cannot be read either."""
+
+
+# -- to the engine ---------------------------------------------------------------------------------
+
+
+class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """The first frame: what to load.
+
+    Attributes:
+        record: file of the flight recorder; None: nothing is recorded.
+    """
+
+    config: ResolvedConfig
+    record: str | None = None
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Add a request.
+
+    Attributes:
+        n: number of its siblings, each of which must end.
+        request: an `EngineRequest`, encoded separately: if it cannot be decoded, the request still
+            ends with an error.
+    """
+
+    request_id: str
+    n: int
+    request: msgspec.Raw
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """End a request, or one of its siblings."""
+
+    request_id: str
+    index: int | None
+    reason: FinishReason
+    error: str | None
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Ask a question of the engine by its name; the `Reply` has the same ticket."""
+
+    ticket: int
+    question: str
+
+
+ToEngine = Add | End | Query  # after `EngineStart`
+
+
+# -- from the engine -------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded."""
+
+
+class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
+    """The model cannot be loaded, and a retry would not help: the fields of a `KvikError`."""
+
+    field: str
+    message: str
+
+
+class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
+    """The deltas of one iteration of the step loop.
+
+    Most deltas are only tokens. They are sent as columns, which take a fraction of the time, and
+    precede `rows`.
+
+    Attributes:
+        steps: planned since the engine started; it grows while the engine makes progress.
+        waits: requests wait because the policy waits for more of them.
+        ids, indexes, tokens: of the deltas that are only tokens.
+        rows: all other deltas.
+    """
+
+    steps: int
+    waits: bool
+    ids: Sequence[str] = ()
+    indexes: Sequence[int] = ()
+    tokens: Sequence[list[int]] = ()
+    rows: Sequence[RequestDelta] = ()
+
+    def deltas(self) -> list[RequestDelta]:
+        """All deltas, in order."""
+        columns = zip(self.ids, self.indexes, self.tokens, strict=True)
+        deltas = [RequestDelta(id, index, tokens) for id, index, tokens in columns]
+        deltas += self.rows
+        return deltas
+
+
+class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
+    """From now on the engine counts as hung when a step takes longer than `seconds`."""
+
+    seconds: float
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """The encoded answer to a `Query`; or `error`, why there is none."""
+
+    ticket: int
+    body: msgspec.Raw
+    error: str | None = None
+
+
+FromEngine = Ready | Unusable | Stepped | StepLimit | Reply
+
+to_start = msgspec.msgpack.Decoder(EngineStart)
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+engine_request = msgspec.msgpack.Decoder(EngineRequest)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
+    """Make a message of deltas: columns of those that are only tokens, and rows."""
+    ids: list[str] = []
+    indexes: list[int] = []
+    tokens: list[list[int]] = []
+    rows: list[RequestDelta] = []
+    for delta in deltas:
+        if delta.prompt_logprobs is not None:  # those of a prompt come before its first token
+            return Stepped(steps, waits, rows=deltas)
+        if delta.finish_reason is None and delta.logprobs is None and delta.prompt is None:
+            ids.append(delta.request_id)
+            indexes.append(delta.index)
+            tokens.append(delta.token_ids)
+        else:
+            rows.append(delta)
+    return Stepped(steps, waits, ids, indexes, tokens, rows)
+
+
+def split_logprobs(delta: RequestDelta) -> Iterator[RequestDelta]:
+    """Split the log probabilities of a long prompt over several deltas, the last of which has the
+    rest: the reader's event loop serves others in between."""
+    logprobs = delta.prompt_logprobs or []
+    length = max(1, MAX_VALUES // (1 + len(logprobs[-1].top))) if logprobs else 1
+    while len(logprobs) > length:
+        piece, logprobs = logprobs[:length], logprobs[length:]
+        yield RequestDelta(delta.request_id, delta.index, [], prompt_logprobs=piece)
+    yield replace(delta, prompt_logprobs=logprobs) if logprobs else delta
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Encode a message as a frame.
+
+    Raises:
+        Exception: something in it cannot be encoded, or it is too long.
+    """
+    body = encode(message)
+    if len(body) > MAX_FRAME:
+        raise WireError(f"a message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
+    return _HEADER.pack(len(body)) + body
+
+
+class FrameReader:
+    """Turns received bytes into the bodies of complete frames."""
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+
+    def receive(self, sock: socket.socket) -> tuple[list[bytes], bool]:
+        """Return the frames that are complete now, and whether the connection is still open.
+
+        Reads until there is nothing more: some event loops report the end of a connection once,
+        together with the last data.
+
+        Raises:
+            WireError: a frame that is too long.
+        """
+        bodies: list[bytes] = []
+        for _ in range(_READS):
+            try:
+                data = sock.recv(_RECEIVE)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                return bodies, False
+            if not data:
+                return bodies, False
+            bodies += self.feed(data)
+        return bodies, True
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the frames that are complete with `data`."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted():
+                return []
+            data = bytes(self._rest)
+        bodies, at = [], 0
+        while len(data) - at >= 4:
+            (size,) = _HEADER.unpack_from(data, at)
+            if size > self._limit:
+                raise WireError(f"a frame of {size} bytes; at most {self._limit} are allowed")
+            if len(data) - at - 4 < size:
+                break
+            bodies.append(data[at + 4 : at + 4 + size])
+            at += 4 + size
+        self._rest = bytearray(data[at:])
+        return bodies
+
+    def _wanted(self) -> int:
+        """Bytes of the first frame: a long one is copied once, not with every part of it."""
+        if len(self._rest) < 4:
+            return 4
+        size: int = _HEADER.unpack_from(self._rest)[0]
+        return 4 + min(size, self._limit)
+
+
+class SendBuffer:
+    """Frames that a non-blocking socket has not taken."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def __len__(self) -> int:
+        """Number of bytes that the socket has not taken."""
+        return len(self._pending)
+
+    def send(self, sock: socket.socket, data: bytes) -> None:
+        """Send a frame as far as the socket takes it, and keep the rest.
+
+        Raises:
+            OSError: the connection is closed.
+        """
+        if not self._pending:
+            sent = _send(sock, data)
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._pending += data
+
+    def flush(self, sock: socket.socket) -> None:
+        """Send what was kept, as far as the socket takes it. Raises OSError as `send`."""
+        while self._pending:
+            with memoryview(self._pending) as view:
+                sent = _send(sock, view[:_RECEIVE])
+            if not sent:
+                return
+            del self._pending[:sent]
+
+
+def _send(sock: socket.socket, data: bytes | memoryview) -> int:
+    try:
+        return sock.send(data)
+    except (BlockingIOError, InterruptedError):
+        return 0
+
+
+# -- the two ends of the socket --------------------------------------------------------------------
+
+MAX_UNSENT = 64 << 20  # bytes that wait for the client; beyond, the engine waits for it
+CLOSE_SECONDS = 1.0  # without progress, until unsent bytes are dropped
+
+
+class HostSocket:
     """The engine's end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._frames = Frames()
-        self._outbox = Outbox()
+        self._frames = FrameReader()
+        self._outbox = SendBuffer()
         self._poll = select.poll()
 
     def receive(self, timeout: float | None) -> list[bytes]:
-        """Bodies of the frames that have come; waits up to `timeout` seconds for some, without end
-        if it is None.
+        """Return the bodies of the frames received.
+
+        Args:
+            timeout: seconds to wait for some; None: without limit.
 
         Raises:
-            EOFError: the other side is gone.
+            EOFError: the client has closed the connection.
             WireError: it sent what is no frame.
         """
         if timeout != 0 or self._outbox:
             self._wait(timeout)
-            while len(self._outbox) > MAX_PENDING:
+            while len(self._outbox) > MAX_UNSENT:
                 self._wait(None, select.POLLOUT)
         bodies, open = self._frames.receive(self._sock)
         if not open and not bodies:
@@ -63,18 +326,18 @@ class HostLine:
             raise EOFError from None
 
     def close(self) -> None:
-        """Hang up, after what is left has been sent, if somebody reads it."""
+        """Close the socket, after unsent bytes as long as the client reads them."""
         try:
             left = 0
             while self._outbox and len(self._outbox) != left:
                 left = len(self._outbox)
-                self._wait(LAST_WORDS_SECONDS, select.POLLOUT)
+                self._wait(CLOSE_SECONDS, select.POLLOUT)
         except EOFError:
             pass
         self._sock.close()
 
     def _wait(self, timeout: float | None, events: int = select.POLLIN) -> None:
-        """Until there is something to read, or room to write what is pending."""
+        """Wait until there is something to read, or unsent bytes can be written."""
         self._poll.register(self._sock, events | (select.POLLOUT if self._outbox else 0))
         self._poll.poll(None if timeout is None else -(-timeout // 0.001))
         try:
@@ -83,8 +346,13 @@ class HostLine:
             raise EOFError from None
 
 
-class ClientLine:
-    """A socket in the event loop: frames out, messages in."""
+class ClientSocket:
+    """The HTTP process's end of the socket.
+
+    Args:
+        take: takes the messages received at once.
+        lost: takes the reason why the connection is of no more use.
+    """
 
     def __init__(
         self,
@@ -95,20 +363,22 @@ class ClientLine:
         sock.setblocking(False)
         self._sock = sock
         self._take, self._lost = take, lost
-        self._frames, self._outbox = Frames(), Outbox()
+        self._frames, self._outbox = FrameReader(), SendBuffer()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._readable)
         self._open, self._writing = True, False
 
     @property
-    def num_pending(self) -> int:
+    def num_unsent(self) -> int:
+        """Bytes that the engine has not taken."""
         return len(self._outbox)
 
     def send(self, data: bytes) -> None:
+        """Send a frame, or keep it until it can be sent."""
         try:
             self._outbox.send(self._sock, data)
         except OSError:
-            return  # its end is readable, and will be told
+            return  # `_readable` finds the end of the connection
         if self._outbox and not self._writing:
             self._loop.add_writer(self._sock, self._writable)
             self._writing = True
@@ -140,257 +410,3 @@ class ClientLine:
             if not self._outbox and self._open:
                 self._loop.remove_writer(self._sock)
                 self._writing = False
-
-
-MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
-_HEADER = struct.Struct("<I")
-_RECEIVE = 1 << 20  # bytes
-_READS = 8  # in a row: a fast writer must not keep its reader from all else
-MAX_VALUES = 8192  # log probabilities of a prompt in a frame: a millisecond or two to decode
-
-
-class WireError(Exception):
-    """The other side sent what is no message; nothing after it can be trusted."""
-
-
-# -- to the engine ---------------------------------------------------------------------------------
-
-
-class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """The first frame: what to load.
-
-    Attributes:
-        record: file of the flight recorder, if there is to be one.
-    """
-
-    config: ResolvedConfig
-    record: str | None = None
-
-
-class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Take in a request.
-
-    Attributes:
-        n: how many siblings it has, each of which must end.
-        request: an `EngineRequest`, encoded apart: if that cannot be read, it is still known whose
-            it was.
-    """
-
-    request_id: str
-    n: int
-    request: msgspec.Raw
-
-
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """End a request, or one of its siblings."""
-
-    request_id: str
-    index: int | None
-    reason: FinishReason
-    error: str | None
-
-
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Answer a question by its name; the ticket comes back with the answer."""
-
-    ticket: int
-    question: str
-
-
-ToEngine = Add | End | Ask  # once it was started
-
-
-# -- from the engine -------------------------------------------------------------------------------
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded."""
-
-
-class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
-    """The model cannot be loaded, and trying again would not help; a `KvikError`."""
-
-    field: str
-    message: str
-
-
-class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
-    """What a turn of the step loop brought.
-
-    Almost every delta is nothing but tokens: those come as columns, which take a fraction of the
-    time. They come before `rows` in the order of things.
-
-    Attributes:
-        steps: planned since the engine started: that it grows shows that the engine works.
-        waits: there is work, and a policy lets it wait for more.
-        ids, indexes, tokens: of deltas that are tokens alone.
-        rows: all other deltas.
-    """
-
-    steps: int
-    waits: bool
-    ids: Sequence[str] = ()
-    indexes: Sequence[int] = ()
-    tokens: Sequence[list[int]] = ()
-    rows: Sequence[RequestDelta] = ()
-
-    def deltas(self) -> list[RequestDelta]:
-        columns = zip(self.ids, self.indexes, self.tokens, strict=True)
-        deltas = [RequestDelta(id, index, tokens) for id, index, tokens in columns]
-        deltas += self.rows
-        return deltas
-
-
-class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
-    """From now on steps of more than so many seconds are no steps any more: the engine hangs."""
-
-    seconds: float
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What was asked for, encoded; or why there is no answer."""
-
-    ticket: int
-    body: msgspec.Raw
-    error: str | None = None
-
-
-FromEngine = Ready | Unusable | Stepped | StepLimit | Answer
-
-to_start = msgspec.msgpack.Decoder(Start)
-to_engine = msgspec.msgpack.Decoder(ToEngine)
-from_engine = msgspec.msgpack.Decoder(FromEngine)
-engine_request = msgspec.msgpack.Decoder(EngineRequest)
-encode = msgspec.msgpack.Encoder().encode
-
-
-def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
-    """Sort deltas into columns and rows."""
-    ids: list[str] = []
-    indexes: list[int] = []
-    tokens: list[list[int]] = []
-    rows: list[RequestDelta] = []
-    for delta in deltas:
-        if delta.prompt_logprobs is not None:  # those of a prompt come before its first token
-            return Stepped(steps, waits, rows=deltas)
-        if delta.finish_reason is None and delta.logprobs is None and delta.prompt is None:
-            ids.append(delta.request_id)
-            indexes.append(delta.index)
-            tokens.append(delta.token_ids)
-        else:
-            rows.append(delta)
-    return Stepped(steps, waits, ids, indexes, tokens, rows)
-
-
-def cut(delta: RequestDelta) -> Iterator[RequestDelta]:
-    """The log probabilities of a long prompt a piece at a time, each as a delta of its own, and at
-    last the rest: whoever reads them has something else to do in between."""
-    logprobs = delta.prompt_logprobs or []
-    length = max(1, MAX_VALUES // (1 + len(logprobs[-1].top))) if logprobs else 1
-    while len(logprobs) > length:
-        piece, logprobs = logprobs[:length], logprobs[length:]
-        yield RequestDelta(delta.request_id, delta.index, [], prompt_logprobs=piece)
-    yield replace(delta, prompt_logprobs=logprobs) if logprobs else delta
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """A message as it is sent.
-
-    Raises:
-        Exception: something in it cannot be encoded, or it is too long.
-    """
-    body = encode(message)
-    if len(body) > MAX_FRAME:
-        raise WireError(f"a message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
-    return _HEADER.pack(len(body)) + body
-
-
-class Frames:
-    """Bytes as they come -> the bodies of whole frames."""
-
-    def __init__(self, limit: int = MAX_FRAME) -> None:
-        self._limit = limit
-        self._rest = bytearray()
-
-    def receive(self, sock: socket.socket) -> tuple[list[bytes], bool]:
-        """The frames that are complete now, and whether the other side is still there.
-
-        Reads until there is nothing more: some event loops do not tell again of an end that they
-        have told of together with data.
-
-        Raises:
-            WireError: a frame that is too long.
-        """
-        bodies: list[bytes] = []
-        for _ in range(_READS):
-            try:
-                data = sock.recv(_RECEIVE)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                return bodies, False
-            if not data:
-                return bodies, False
-            bodies += self.feed(data)
-        return bodies, True
-
-    def feed(self, data: bytes) -> list[bytes]:
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._wanted():
-                return []
-            data = bytes(self._rest)
-        bodies, at = [], 0
-        while len(data) - at >= 4:
-            (size,) = _HEADER.unpack_from(data, at)
-            if size > self._limit:
-                raise WireError(f"a frame of {size} bytes; at most {self._limit} are allowed")
-            if len(data) - at - 4 < size:
-                break
-            bodies.append(data[at + 4 : at + 4 + size])
-            at += 4 + size
-        self._rest = bytearray(data[at:])
-        return bodies
-
-    def _wanted(self) -> int:
-        """Bytes of the first frame, so that a long one is copied once and not with every part."""
-        if len(self._rest) < 4:
-            return 4
-        size: int = _HEADER.unpack_from(self._rest)[0]
-        return 4 + min(size, self._limit)
-
-
-class Outbox:
-    """Frames on their way into a socket that does not block."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def __len__(self) -> int:
-        """Bytes that the socket has not taken."""
-        return len(self._pending)
-
-    def send(self, sock: socket.socket, data: bytes) -> None:
-        """Raises OSError if the other side is gone."""
-        if not self._pending:
-            sent = _send(sock, data)
-            if sent == len(data):
-                return
-            data = data[sent:]
-        self._pending += data
-
-    def flush(self, sock: socket.socket) -> None:
-        """Send what is pending, as far as the socket takes it. Raises OSError as `send`."""
-        while self._pending:
-            with memoryview(self._pending) as view:
-                sent = _send(sock, view[:_RECEIVE])
-            if not sent:
-                return
-            del self._pending[:sent]
-
-
-def _send(sock: socket.socket, data: bytes | memoryview) -> int:
-    try:
-        return sock.send(data)
-    except (BlockingIOError, InterruptedError):
-        return 0
