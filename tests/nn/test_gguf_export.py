@@ -62,12 +62,12 @@ def test_every_tensor(
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = export(tmp_path, type)
     weights = load_file(tmp_path / "model.safetensors")
-    assert {gguf_name(name) for name in weights} == set(found)
+    assert {gguf_name(name, {}) for name in weights} == set(found)
     for name, weight in weights.items():
         value = weight
         if family == "Llama" and ("q_proj" in name or "k_proj" in name):
             value = as_in_a_llama_file(weight, 4 if "q_proj" in name else 2)
-        kind, values = found[gguf_name(name)]
+        kind, values = found[gguf_name(name, {})]
         outer = "embed" in name or "lm_head" in name
         expected = "F32" if value.dim() == 1 else "Q8_0" if outer and type == "Q4_0" else type
         assert kind == expected, name

@@ -46,8 +46,9 @@ SCHEMES: Mapping[str, StoredScheme] = {
 def stored_quantization(file: GgufFile) -> StoredQuantization | None:
     """By the types of the tensors; None: all are floats."""
     named: dict[str, set[str]] = {}
+    own = tensor_names(file)
     for tensor in file.tensors:
-        name = hf_name(tensor.name)
+        name = hf_name(tensor.name, own)
         if name is not None and tensor.type.name in SCHEMES:
             named.setdefault(tensor.type.name, set()).add(name.removesuffix(WEIGHT))
     if not named:
@@ -122,24 +123,31 @@ _INNER: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
 }
 _OUTER_BACK = {hf: name for name, hf in _OUTER.items()}
-_INNER_BACK = {hf: name for name, hf in _INNER.items()}
 
 
-def hf_name(name: str) -> str | None:
-    """The checkpoint name of a tensor of llama, qwen2 or qwen3; None if there is none."""
+def hf_name(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the checkpoint name of a tensor; None if there is none.
+
+    Args:
+        own: `gguf_names` of the architecture.
+    """
     layer = LAYER.fullmatch(name)
     if layer is None:
         return _OUTER.get(name)
-    inner = _INNER.get(layer[2])
+    inner = {**_INNER, **own}.get(layer[2])
     return f"model.layers.{layer[1]}.{inner}.{layer[3]}" if inner else None
 
 
-def gguf_name(name: str) -> str | None:
-    """The other way: the GGUF name of a checkpoint's tensor; None if there is none."""
+def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the GGUF name of a checkpoint's tensor; None if there is none.
+
+    Args:
+        own: `gguf_names` of the architecture.
+    """
     layer = HF_LAYER.fullmatch(name)
     if layer is None:
         return _OUTER_BACK.get(name)
-    inner = _INNER_BACK.get(layer[2])
+    inner = {hf: name for name, hf in {**_INNER, **own}.items()}.get(layer[2])
     return f"blk.{layer[1]}.{inner}.{layer[3]}" if inner else None
 
 
@@ -176,6 +184,11 @@ def architecture(file: GgufFile) -> str:
     if file.metadata.integer(f"{name}.expert_count", 0, 1 << 32, 0):
         raise file.metadata.error(f"{name}.expert_count", "must be 0: no mixtures of experts")
     return name
+
+
+def tensor_names(file: GgufFile) -> Mapping[str, str]:
+    """Return the `gguf_names` of a file's architecture."""
+    return ARCHITECTURES[GGUF_ARCHITECTURES[architecture(file)]].gguf_names
 
 
 def head_size(file: GgufFile) -> int:

@@ -47,14 +47,25 @@ class AttentionBlock(Protocol):
         ...
 
 
+class Layer(Protocol):
+    def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        ...
+
+
 MakeAttention = Callable[[ModelFacts, Builder, int], AttentionBlock]
+MakeLayer = Callable[[ModelFacts, Builder, int], Layer]
 
 
 class LlamaLayer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
     def __init__(
-        self, spec: ModelFacts, builder: Builder, layer: int, attention: MakeAttention
+        self,
+        spec: ModelFacts,
+        builder: Builder,
+        layer: int,
+        attention: MakeAttention = LlamaAttention,
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
@@ -69,10 +80,10 @@ class LlamaLayer:
 
 
 class Llama:
-    """The language model; `attention` makes the attention of a layer."""
+    """The language model; `make_layer` makes a layer in the scope of its names."""
 
     def __init__(
-        self, spec: ModelFacts, builder: Builder, attention: MakeAttention = LlamaAttention
+        self, spec: ModelFacts, builder: Builder, make_layer: MakeLayer = LlamaLayer
     ) -> None:
         assert spec.rope is not None
         trunk = builder.at("model", optional=True)
@@ -81,7 +92,7 @@ class Llama:
         )
         self.rope = builder.rope(spec.rope, spec.head_dim)
         self.layers = [
-            LlamaLayer(spec, trunk.at("layers").at(layer), layer, attention)
+            make_layer(spec, trunk.at("layers").at(layer), layer)
             for layer in range(spec.num_layers)
         ]
         self.norm = trunk.rms_norm("norm", spec.hidden_size, spec.norm_eps)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
+from kvik.models.llama import Llama, LlamaLayer
 from kvik.spec.declare import Architecture, Builder, ForwardContext, WindowRule
 from kvik.spec.model import ModelFacts
 
@@ -39,7 +40,7 @@ class Qwen3Attention:
 
 
 def qwen3(spec: ModelFacts, builder: Builder) -> Llama:
-    return Llama(spec, builder, Qwen3Attention)
+    return Llama(spec, builder, partial(LlamaLayer, attention=Qwen3Attention))
 
 
 QWEN3 = Architecture(

@@ -10,7 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
-from kvik.gguf.facts import ROPE_FACTORS, architecture, has_rotary_rows, head_size, hf_name
+from kvik.gguf.facts import (
+    ROPE_FACTORS,
+    architecture,
+    has_rotary_rows,
+    head_size,
+    hf_name,
+    tensor_names,
+)
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import ROW_MULTIPLE, RUN_BYTES, TORCH_DTYPES, Run, read_ahead, run_length
 from kvik.nn.gguf_blocks import unpermute_rotary
@@ -104,8 +111,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     file = read_gguf(path)
     head_dim = head_size(file) if architecture(file) == "llama" else None
+    own = tensor_names(file)
     tensors = {
-        hf_name(tensor.name) or tensor.name: tensor
+        hf_name(tensor.name, own) or tensor.name: tensor
         for tensor in file.tensors
         if tensor.name != ROPE_FACTORS
     }

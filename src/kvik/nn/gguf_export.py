@@ -39,7 +39,7 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
     permuted = gguf_architecture(spec) == "llama"
     tensors = []
     for hf, entry in checkpoint.entries.items():
-        name = gguf_name(hf)
+        name = gguf_name(hf, spec.family.gguf_names)
         if hf.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tie_word_embeddings):
             continue
         if name is None or not TORCH_DTYPES[entry.dtype].is_floating_point:

@@ -53,7 +53,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x), residual)
 
@@ -67,7 +67,7 @@ class MLP:
         self.up = up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.up(x), residual)
 

@@ -71,6 +71,10 @@ class RMSNorm:
         """x [..., dim] -> [..., dim]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, dim] -> residual + norm(x)."""
+        return self.ops.add(residual, self(x))
+
 
 class LayerNorm:
     """(x - mean) / std * weight + bias (Ba et al. 2016), over the last axis."""
@@ -86,3 +90,7 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, dim] -> residual + norm(x)."""
+        return self.ops.add(residual, self(x))

@@ -50,6 +50,8 @@ class Architecture:
         keys: config.json's own names of keys that usually have another.
         fixed: keys whose other values change the arithmetic and are refused.
         gguf: `general.architecture` of its GGUF files; None: it has none.
+        gguf_names: what a block's tensors are called there -> in the checkpoint, where that is not
+            as in Llama's files.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class HeadsLayer(Protocol):
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         ...
 
@@ -135,6 +138,10 @@ class FeedForward(Protocol):
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, dim] -> residual + norm(x)."""
         ...
 
 
