@@ -47,7 +47,7 @@ class CacheCreation(Struct, kw_only=True):
     ephemeral_1h_input_tokens: int
 
 
-class Usage(Struct, kw_only=True):
+class MessageUsage(Struct, kw_only=True):
     """The prompt is what was read from the cache, what was written into it and pinned, and
     `input_tokens`, the rest. null: not known yet, and the rest is all of it."""
 
@@ -74,7 +74,7 @@ class MessageResponse(Struct, kw_only=True):
     content: list[TextBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: Usage
+    usage: MessageUsage
 
 
 class TokenCount(Struct):
@@ -119,10 +119,10 @@ class UsageMeter:
     pins: Sequence[Pin]
     block_size: int
 
-    def usage(self, used: PromptUse | None, num_output: int) -> Usage:
+    def usage(self, used: PromptUse | None, num_output: int) -> MessageUsage:
         """`used`: None if it is not known yet."""
         if used is None:
-            return Usage(
+            return MessageUsage(
                 input_tokens=self.num_prompt,
                 cache_creation_input_tokens=None,
                 cache_read_input_tokens=None,
@@ -131,7 +131,7 @@ class UsageMeter:
             )
         read, written = used.num_cached_tokens, used.num_pinned_tokens
         hour = self._for_an_hour(read, written)
-        return Usage(
+        return MessageUsage(
             input_tokens=self.num_prompt - read - written,
             cache_creation_input_tokens=written,
             cache_read_input_tokens=read,

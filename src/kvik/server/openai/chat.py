@@ -55,18 +55,18 @@ from kvik.text.chat_template import MAX_MESSAGES
 Variable = str | int | float | bool | None
 
 
-class Part(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True):
     """A part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
-class Message(Struct, kw_only=True):
+class ChatMessage(Struct, kw_only=True):
     """A message. The template decides in which order roles may come."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Any = None
@@ -75,10 +75,13 @@ class Message(Struct, kw_only=True):
     audio: Any = None
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(Generating, kw_only=True):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
@@ -231,7 +234,7 @@ _TOOL_ROLES = ("tool", "function")
 
 async def conversation_ids(
     texts: Texts,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     variables: Mapping[str, Variable] | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
@@ -265,7 +268,7 @@ async def conversation_ids(
         return await texts.encode(text, bool(add_special_tokens))
 
 
-def _plain(message: Message) -> dict[str, object]:
+def _plain(message: ChatMessage) -> dict[str, object]:
     refuse({name: getattr(message, name) for name in MESSAGE}, MESSAGE, "messages")
     if message.role in _TOOL_ROLES:
         raise ParamError("messages", f"of role {message.role!r} need tools, not supported yet")
@@ -279,7 +282,7 @@ def _plain(message: Message) -> dict[str, object]:
     return plain
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _text(content: str | list[ContentPart] | None) -> str:
     if content is None:
         raise ParamError("messages", "need a content, a string or a list of text parts")
     if isinstance(content, str):

@@ -55,7 +55,7 @@ EMBEDDING: Table = {
 }
 
 
-class Embedding(Struct):
+class EmbeddingItem(Struct):
     index: int
     embedding: list[float] | str  # or base64 of little-endian fp32
     object: Literal["embedding"] = "embedding"
@@ -66,9 +66,9 @@ class EmbeddingUsage(Struct):
     total_tokens: int
 
 
-class Embeddings(Struct, kw_only=True):
+class EmbeddingList(Struct, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 
@@ -112,12 +112,12 @@ async def answer_embeddings(server: Server, request: Request, body: EmbeddingReq
     num_tokens = sum(map(len, inputs.values()))
     as_text = body.encoding_format == "base64"
 
-    def embedding(index: int) -> Embedding:
+    def embedding(index: int) -> EmbeddingItem:
         vector = normalise(vectors[index])
-        return Embedding(index, _base64(vector) if as_text else vector)
+        return EmbeddingItem(index, _base64(vector) if as_text else vector)
 
-    answer = Embeddings(
-        data=cast(list[Embedding], LazyList(range(len(vectors)), embedding, chunk=1)),
+    answer = EmbeddingList(
+        data=cast(list[EmbeddingItem], LazyList(range(len(vectors)), embedding, chunk=1)),
         model=server.model_name,
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )
@@ -136,7 +136,7 @@ def routes(server: Server) -> list[Route]:
             "/v1/embeddings",
             partial(embeddings, server),
             body=EmbeddingRequest,
-            answer=Embeddings,
+            answer=EmbeddingList,
             note="A vector for each text, pooled from hidden states.",
         ),
     ]

@@ -16,7 +16,7 @@ from kvik.server.route import Route
 from kvik.server.server import Server
 
 
-class Model(Struct, kw_only=True):
+class ModelCard(Struct, kw_only=True):
     """A served model, in the fields of OpenAI's API and of Anthropic's."""
 
     id: str
@@ -31,11 +31,11 @@ class Model(Struct, kw_only=True):
     max_model_len: int
 
 
-class Models(Struct, kw_only=True):
+class ModelList(Struct, kw_only=True):
     """All served models: one page, in the fields of both APIs."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
     has_more: bool = False
     first_id: str
     last_id: str
@@ -45,7 +45,7 @@ async def models(server: Server, request: Request) -> Response:
     """The served model under each of its names."""
     names = server.model_names
     listed = [_model(server, name) for name in names]
-    return json_response(Models(data=listed, first_id=names[0], last_id=names[-1]))
+    return json_response(ModelList(data=listed, first_id=names[0], last_id=names[-1]))
 
 
 async def model(server: Server, request: Request) -> Response:
@@ -56,8 +56,8 @@ async def model(server: Server, request: Request) -> Response:
     return json_response(_model(server, name))
 
 
-def _model(server: Server, name: str) -> Model:
-    return Model(
+def _model(server: Server, name: str) -> ModelCard:
+    return ModelCard(
         id=name,
         created=server.started,
         display_name=name,
@@ -73,14 +73,14 @@ def routes(server: Server) -> list[Route]:
             "/v1/models",
             partial(models, server),
             method="GET",
-            answer=Models,
+            answer=ModelList,
             note="The model that is served.",
         ),
         Route(
             "/v1/models/{model:path}",
             partial(model, server),
             method="GET",
-            answer=Model,
+            answer=ModelCard,
             note="One model.",
         ),
     ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,14 +12,13 @@ from kvik.errors import ParamError
 from kvik.server.body import read_body
 from kvik.server.errors import HttpError
 from kvik.server.openai.answers import TokenNames
-from kvik.server.openai.chat import Message, Variable, conversation_ids
+from kvik.server.openai.chat import Messages, Variable, conversation_ids
 from kvik.server.openai.fields import Name, TokenId
 from kvik.server.openai.requests import prompt_ids
 from kvik.server.responses import json_response, offload
 from kvik.server.route import Route, caller_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import TOOLS, Table
-from kvik.text.chat_template import MAX_MESSAGES
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -28,7 +26,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
