@@ -1,7 +1,8 @@
-"""What `kvik calibrate` measured of a machine: its limits, and the pace of kvik's kernels on it.
+"""The measurements of `kvik calibrate`: limits of a machine, and costs of kvik's kernels on it.
 
-No figure belongs to a model: each is a cost of a kind of work (a weight read from memory, a weight
-multiplied with n rows, a key attended, a call, a step), so that models can be put together of them.
+No figure belongs to a model: each is the cost of a kind of work (a weight read from memory, a
+weight multiplied with n rows, a key attended to, a call, a step), from which the cost of any model
+is composed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 
-SCHEMA = 1  # of the file; another one is not read
+SCHEMA = 1  # of the file; other schemas are refused
 
-# Bytes read in turn of which a pace says that they come from a cache, and from memory.
+# Working sets, in bytes, whose reads count as from a cache and as from memory.
 CACHED, STREAMED = 8 << 20, 64 << 20
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What was measured, and when.
+    """The machine that was measured, and when.
 
     Attributes:
         kernels: the best instruction set of the CPU that there are native kernels for, or "torch".
@@ -44,8 +45,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ReadRate(msgspec.Struct, frozen=True):
-    """Bytes a second at which so many bytes are read again and again: less than a cache holds come
-    faster than from memory.
+    """The rate at which a working set is read repeatedly; one that fits a cache is read faster.
 
     Attributes:
         rate: the median of the samples.
@@ -63,7 +63,7 @@ class ReadRate(msgspec.Struct, frozen=True):
 
 
 class LinearPace(msgspec.Struct, frozen=True):
-    """What multiplying so many rows with a matrix costs.
+    """Costs of multiplying a number of rows with a matrix.
 
     Attributes:
         call: seconds of a call, however small the matrix.
@@ -82,12 +82,12 @@ class LinearPace(msgspec.Struct, frozen=True):
     share: float
 
     def weight(self, working_set: float) -> float:
-        """Seconds for each weight, by the bytes that are read in turn."""
+        """Return the seconds for each weight, by the working set in bytes."""
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
 
 class AttentionPace(msgspec.Struct, frozen=True):
-    """What attention, and what prepares it, costs with heads of one size.
+    """Costs of attention, and of preparing it, with heads of one size.
 
     Attributes:
         sequence: seconds for each decoding sequence and layer.
@@ -111,13 +111,17 @@ class AttentionPace(msgspec.Struct, frozen=True):
     scattered: float
 
     def key(self, working_set: float) -> float:
-        """Seconds for each element of a key and its value, by the bytes that are read in turn."""
+        """Return the seconds for each element of a key and its value, by the working set."""
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """Seconds of a step, and of each sequence in it, outside the kernels, when these have read so
-    many bytes since the step before: the engine's code and data then come from further away."""
+    """Seconds outside the kernels, of a step and of each sequence in it.
+
+    Attributes:
+        bytes: that the kernels have read since the last step: they displace the engine's own code
+            and data from the caches.
+    """
 
     bytes: int
     step: float
@@ -160,19 +164,19 @@ class Calibration(msgspec.Struct, frozen=True):
         return self.reads[-1].rate
 
     def read_rate(self, working_set: float) -> float:
-        """Bytes a second while `working_set` bytes are read in turn, step after step."""
+        """Return the bytes a second while each step reads the same `working_set` bytes."""
         return interpolate([(r.bytes, r.rate) for r in self.reads], working_set)
 
     def host_seconds(self, working_set: float, sequences: int) -> float:
-        """Of a step outside its kernels."""
+        """Return the seconds of a step outside its kernels."""
         if not self.host:
             return 0.0
         step = interpolate([(h.bytes, h.step) for h in self.host], working_set)
         return step + sequences * interpolate([(h.bytes, h.row) for h in self.host], working_set)
 
     def at(self, reads: tuple[ReadRate, ...], speed: float) -> Calibration:
-        """The same machine while memory and caches are read at other rates, and its cores run at
-        another `speed` (1: as when it was calibrated)."""
+        """Return the same machine at other read rates and another `speed` of its cores (1: the
+        speed at calibration)."""
         return msgspec.structs.replace(
             self,
             reads=reads,
@@ -196,7 +200,7 @@ class Calibration(msgspec.Struct, frozen=True):
         )
 
 
-# What takes longer on slower cores.
+# Costs that are longer on slower cores.
 _PACES = ("call", "input", "output", "cached", "streamed")
 _ATTENTION = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
 _HOST = ("step", "row")
@@ -209,7 +213,7 @@ def _slower(costs: _Costs, names: tuple[str, ...], speed: float) -> _Costs:
 
 
 def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """Between points by ascending x, straight over log x; the nearest one's value outside."""
+    """Interpolate between points of ascending x, linearly in log x; constant outside of them."""
     at = bisect_left(points, x, key=lambda point: point[0])
     if at == 0:
         return points[0][1]
@@ -220,7 +224,7 @@ def interpolate(points: list[tuple[float, float]], x: float) -> float:
 
 
 def this_machine(hardware: Hardware, threads: int | None, version: str) -> Machine:
-    """What a calibration of this machine must say, its date aside."""
+    """Return the facts that a calibration of this machine must have, without a date."""
     kernels = "torch" if native_reason(hardware) else hardware.native_isa
     return Machine(hardware.cpu_name, threads or hardware.cores, kernels, version)
 
@@ -230,7 +234,7 @@ def calibration_path() -> Path:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Whole or not at all.
+    """Write a calibration, whole or not at all.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -244,10 +248,10 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def load(path: Path) -> Calibration:
-    """Read a saved one.
+    """Read a saved calibration.
 
     Raises:
-        ConfigError: there is none, or it is damaged or of another version; says which.
+        ConfigError: there is none, or it is damaged or of another version.
     """
     try:
         data = path.read_bytes()
@@ -266,7 +270,7 @@ def load(path: Path) -> Calibration:
 
 
 def stale(calibration: Calibration, machine: Machine) -> str | None:
-    """Why it does not speak of this machine; None if it does."""
+    """Return why a calibration is not of this machine; None if it is."""
     facts: Mapping[str, tuple[object, object]] = {
         "CPU": (calibration.machine.cpu, machine.cpu),
         "number of threads": (calibration.machine.threads, machine.threads),
@@ -283,7 +287,7 @@ def _unusable(path: Path, why: str) -> ConfigError:
 
 
 def _wrong(found: Calibration) -> str | None:
-    """What no measurement can have brought, in a word."""
+    """Return what no measurement can have yielded, in words; None if all is plausible."""
     if found.schema != SCHEMA:
         return f"schema {found.schema}, not {SCHEMA}"
     rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]

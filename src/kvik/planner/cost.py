@@ -1,4 +1,4 @@
-"""What tokens cost: devices are paid by the hour, tokens come at the rate of the roofline."""
+"""Costs of tokens: devices are paid by the hour, tokens come at the rate of the roofline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from kvik.errors import ConfigError
 
-# Figures as people read them: three digits, handy units, columns.
+# Figures for people: three digits, handy units, columns.
 
 DIGITS = 3
 
 
 def three(value: float) -> str:
-    """Three digits: 12345 -> "12,300", 1.2345 -> "1.23"."""
+    """Format with three digits: 12345 -> "12,300", 1.2345 -> "1.23"."""
     if value == 0:
         return "0"
     text = f"{value:.{DIGITS - 1}e}"
@@ -60,7 +60,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class DailyLoad:
-    """Requests of one kind that come all day.
+    """Equal requests that arrive all day.
 
     Attributes:
         requests: per day.
@@ -73,7 +73,7 @@ class DailyLoad:
 
     @property
     def tokens(self) -> float:
-        """Per day, prompt and output together."""
+        """Tokens per day, prompt and output together."""
         return self.requests * (self.prompt + self.output)
 
 
@@ -83,10 +83,10 @@ class Cost:
 
     Attributes:
         price: of an hour of all devices of one copy of the model.
-        input, output: of a million prompt tokens, and of a million generated ones.
-        copies: of the model that the load needs; None: no load was named.
-        busy: share of their time these copies work.
-        per_day: what they cost; they are paid for when idle too.
+        input, output: of a million prompt tokens, and of a million generated tokens.
+        copies: of the model that the load needs; None: no load was given.
+        busy: share of the time these copies work.
+        per_day: of these copies, idle time included.
     """
 
     price: float
@@ -129,7 +129,7 @@ def cost(
     decode_rate: float,
     load: DailyLoad | None = None,
 ) -> Cost:
-    """Cost at these rates.
+    """Return the cost at these rates.
 
     A copy of the model prefills or decodes, so the seconds that the load needs of both add up.
 

@@ -1,6 +1,6 @@
-"""What machines can do at most: data sheets of known devices, files, and this machine as measured.
+"""Devices and their limits: data sheets of known devices, files, and this machine as measured.
 
-Figures are of dense matrices (data sheets like to print those of sparse ones, twice as high), with
+Figures are of dense matrices (data sheets often print those of sparse ones, twice as high), with
 sums in fp32 where a chip is slower then. Memory is what the driver reports.
 """
 
@@ -27,7 +27,7 @@ from kvik.planner.calibration import (
 )
 
 ARITHMETICS = ("fp32", "bf16", "fp16", "int8", "fp8")
-# What multiplies in place of a unit that a device lacks.
+# The arithmetics that replace one that a device lacks, best first.
 STAND_INS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("bf16", "fp16", "fp32"),
     "int8": ("bf16", "fp16", "fp32"),
@@ -48,9 +48,9 @@ class Device:
         rates: dense operations a second by arithmetic, of `ARITHMETICS`.
         link: bytes a second to its siblings in one direction; 0: it has none.
         price: USD an hour, as the user gives it; None: unknown.
-        source: where the figures come from.
+        source: of the figures.
         calibration: of a measured machine.
-        unknown: why there is no speed, to finish the sentence "this machine: ...".
+        unknown: why the speed is unknown, as the end of "this machine: ...".
     """
 
     name: str
@@ -71,7 +71,7 @@ class Device:
 
     @property
     def measured(self) -> bool:
-        """Whether its speed was measured and not read in a data sheet."""
+        """Whether its speed was measured rather than read in a data sheet."""
         return self.calibration is not None
 
     @property
@@ -85,7 +85,7 @@ class Device:
         )
 
     def rate(self, arithmetic: str) -> float:
-        """Operations a second in an arithmetic, or in what stands in for it here.
+        """Return the operations a second in an arithmetic, or in the one that replaces it.
 
         Raises:
             ConfigError: the device's speed is unknown.
@@ -98,8 +98,8 @@ class Device:
         raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
 
     def read_rate(self, working_set: float) -> float:
-        """Bytes a second while `working_set` bytes are read in turn, step after step: caches count
-        on a measured machine.
+        """Return the bytes a second while each step reads the same `working_set` bytes: a measured
+        machine counts its caches.
 
         Raises:
             ConfigError: the device's speed is unknown.
@@ -222,7 +222,7 @@ def find_device(name: str) -> Device:
 
 
 def this_device(hardware: Hardware, calibration_file: Path) -> Device:
-    """The machine kvik would run on here: its first GPU, else its CPU."""
+    """Return the device that kvik would run on here: the first GPU, else the CPU."""
     if hardware.gpus:
         return _this_gpu(hardware.gpus[0])
     machine = this_machine(hardware, None, "")
@@ -234,7 +234,7 @@ def this_device(hardware: Hardware, calibration_file: Path) -> Device:
 
 
 def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Device:
-    """A measured CPU.
+    """Return a measured CPU.
 
     Raises:
         ConfigError: it was measured on another machine.
@@ -267,7 +267,7 @@ def _this_gpu(gpu: Gpu) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What a file may say: `Device` without what is measured."""
+    """The fields of a device file: those of `Device` that are not measured."""
 
     kind: str
     memory: int
@@ -280,8 +280,8 @@ class _File:
 
 
 def read_device(path: Path) -> Device:
-    """A device described in a file: `kind`, `memory` (bytes), `bandwidth`, `rates`, and if wanted
-    `name`, `link`, `price` (USD an hour), `source`.
+    """Return a device described in a file: `kind`, `memory` (bytes), `bandwidth`, `rates`, and
+    optionally `name`, `link`, `price` (USD an hour) and `source`.
 
     Raises:
         ConfigError: the file is missing, no TOML or JSON, or a field is missing, unknown or wrong.

@@ -1,8 +1,8 @@
-"""How close an engine came to what its machine can do, and what held it back, in words.
+"""How close an engine comes to the limits of its machine, and its bottleneck in words.
 
-The engine counts what its steps had to read and compute, and where its time went. Beside the
-ceilings of the machine this says how long the steps must take at least (the roofline), and so how
-much of the time is explained, by what.
+The engine counts what its steps had to read and compute, and where its time went. With the ceilings
+of the machine this gives the least time the steps can take (the roofline), and so how much of the
+time is explained, and by what.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import AUTO
 
 MOSTLY = 0.5  # of the time, or of the steps
-POSSIBLE = 1.2  # of a ceiling that may seem to be reached: no ceiling is known more exactly
+POSSIBLE = 1.2  # share of a ceiling that is still believed: ceilings are not known more exactly
 
 # What each bottleneck means, and what helps against it.
 WHAT_HELPS: Mapping[str, str] = {
@@ -44,7 +44,7 @@ WHAT_HELPS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a machine can do at most: bytes a second read from memory, operations a second."""
+    """The limits of a machine: bytes read from memory and operations, a second."""
 
     bandwidth: float
     compute: float
@@ -52,18 +52,18 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What an interval brought.
+    """The work of an engine over an interval, and its bottleneck.
 
     Attributes:
         seconds: of the interval.
-        time: where they went, as the engine counted.
+        time: its parts, as the engine counted them.
         steps, tokens: computed.
         weight_bytes, kv_bytes: that had to be read (and, of KV, written).
-        flops: that had to be done.
-        ceiling: None when the machine's speed is not known.
-        floor: seconds these steps take at least; None without a ceiling.
+        flops: that had to be computed.
+        ceiling: None if the machine's speed is unknown.
+        floor: the least seconds of these steps; None without a ceiling.
         bottleneck: a key of `WHAT_HELPS`.
-        reason: the figure that says so.
+        reason: the figure that shows the bottleneck.
         missing: why there is no ceiling.
     """
 
@@ -82,12 +82,12 @@ class Efficiency:
 
     @property
     def read_rate(self) -> float:
-        """Bytes a second while there was work."""
+        """Bytes read a second, idle time left out."""
         return _ratio(self.weight_bytes + self.kv_bytes, self.time.busy)
 
     @property
     def flop_rate(self) -> float:
-        """Operations a second while there was work."""
+        """Operations a second, idle time left out."""
         return _ratio(self.flops, self.time.busy)
 
     @property
@@ -102,7 +102,7 @@ class Efficiency:
 
     @property
     def possible(self) -> bool:
-        """Whether no ceiling was exceeded; if one was, nothing can be concluded."""
+        """Whether no ceiling was exceeded; otherwise the figures are wrong."""
         return self.bottleneck != "ceiling"
 
 
@@ -115,11 +115,11 @@ def efficiency(
     kv_format: str,
     device: Device,
 ) -> Efficiency:
-    """What happened between two readings of an engine's statistics.
+    """Return the efficiency between two readings of an engine's statistics.
 
     Args:
-        seconds: between them. They all count as work if the statistics carry no times.
-        device: that computes; if its speed is unknown, shares are absent and `missing` says why.
+        seconds: between them; all of it counts as work if the statistics have no times.
+        device: if its speed is unknown, shares are absent and `missing` says why.
     """
     work = after.work.since(before.work)
     time = after.time.since(before.time)
@@ -152,7 +152,7 @@ def efficiency(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Steps of one kind, all together."""
+    """The total of all steps of one kind."""
 
     steps: int
     weight_bytes: float
@@ -163,9 +163,11 @@ class _Kind:
 def _split(
     work: Work, shape: ModelShape, weight_format: str, kv_format: str
 ) -> tuple[_Kind, _Kind]:
-    """Pure decoding steps, and steps with a part of a prompt: the former are bound by reading, the
-    latter by arithmetic, so they have floors of their own. Decoding rows of the mixed steps are
-    taken to be as long as the others."""
+    """Return the totals of pure decoding steps and of steps with a part of a prompt.
+
+    The former are bound by reading, the latter by arithmetic, so each kind has its own floor.
+    Decoding rows of mixed steps are taken to be as long as the others.
+    """
     tokens = work.prefill_tokens + work.decode_tokens
     alone = min(work.decode_step_tokens, tokens)
     share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
@@ -195,7 +197,7 @@ def _split(
 
 
 def _attention_flops(shape: ModelShape, pairs: float) -> float:
-    """Of so many (query, key) pairs over all layers; MLA attends in the latent space."""
+    """Return the operations of (query, key) pairs over all layers; MLA attends in latent space."""
     width = shape.head_dim + shape.v_head_dim
     if shape.latent_dim:
         width = shape.caches[0].elements + shape.latent_dim
@@ -213,7 +215,7 @@ def _ceiling(kinds: tuple[_Kind, ...], weight_format: str, device: Device) -> Ce
 
 
 def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
-    """Seconds that each resource binds: reading hides behind arithmetic or the other way."""
+    """Return the seconds bound by each resource: the shorter of reading and arithmetic overlaps."""
     needs = {"weights bandwidth": 0.0, "KV bandwidth": 0.0, "compute": 0.0}
     for kind in kinds:
         weights, kv = kind.weight_bytes / ceiling.bandwidth, kind.kv_bytes / ceiling.bandwidth
@@ -229,7 +231,7 @@ def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
 def _bottleneck(
     work: Work, kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling | None
 ) -> tuple[str, str]:
-    """What took most of the time, and the figure."""
+    """Return what took most of the time, and the figure that shows it."""
     steps = sum(kind.steps for kind in kinds)
     idle = _ratio(time.idle, time.idle + time.busy)
     if not steps:
@@ -272,7 +274,7 @@ def _bottleneck(
 
 
 def _impossible(kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling) -> str:
-    """Which ceiling was exceeded, in words; "" if none was."""
+    """Return which ceiling was exceeded, in words; "" if none was."""
     read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
     done = sum(kind.flops for kind in kinds)
     for work, most, what in (
@@ -286,7 +288,7 @@ def _impossible(kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling) -> s
 
 
 def _queue(work: Work, steps: int) -> str:
-    """Whether requests waited for room in most steps, in words; "" if not."""
+    """Return what requests waited for in most steps, in words; "" if they did not wait."""
     for short, what in (
         (work.block_short_steps, "KV blocks"),
         (work.slot_short_steps, "one of max_num_seqs places"),
@@ -339,7 +341,7 @@ class RunningModel:
         return self.shape.kv_bytes_per_token(self.setting.kv_format)
 
     def efficiency(self, before: EngineStats, after: EngineStats, seconds: float) -> Efficiency:
-        """What happened between two readings of the engine's statistics, `seconds` apart."""
+        """Return the efficiency between two readings of the statistics, `seconds` apart."""
         at = self.setting
         return efficiency(
             before, after, seconds, self.shape, at.weight_format, at.kv_format, self.device
@@ -347,7 +349,7 @@ class RunningModel:
 
 
 def running_device(resolved: ResolvedConfig) -> Device:
-    """The device an engine uses, as calibrated with its kernels and its number of threads."""
+    """Return the device of an engine, calibrated with its kernels and number of threads."""
     if resolved.runner.device != "cpu":
         return this_device(detect(find_gpus()), calibration_path())
     hardware = detect()

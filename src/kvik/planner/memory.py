@@ -1,7 +1,7 @@
 """Memory of the fullest device by part, and what fits.
 
 The bytes come from `config.memory.Footprint`, the formula that the engine itself plans with, so a
-plan for this machine is what an engine here decides for the same wishes.
+plan for this machine equals what an engine here decides for the same options.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Memory:
     """Bytes on the fullest device.
 
     Attributes:
-        limit: what the engine may use.
+        limit: that the engine may use.
         activations: peak of one step of `step_tokens` tokens.
-        kv_cache: for all requests at the full context, in whole blocks.
-        runtime: libraries, tables, graphs, what loading takes.
-        kv_per_token: of one request without the rounding to blocks, windows not yet full.
-        kv_per_request: of one at the full context, in whole blocks.
-        kv_padding: of `kv_cache`, what no token fills when all requests are at their end.
-        largest_batch: requests of the full context that fit; 0: not one.
-        longest_context: of this many requests that fits, at most the model's; 0: none.
+        kv_cache: of all requests at the full context, in whole blocks.
+        runtime: libraries, tables, graphs and the peak of loading.
+        kv_per_token: of one request, not rounded to blocks, before any window is full.
+        kv_per_request: of one request at the full context, in whole blocks.
+        kv_padding: part of `kv_cache` that stays empty when all requests are at their end.
+        largest_batch: requests of the full context that fit; 0: none.
+        longest_context: that fits for this many requests, at most the model's; 0: none.
     """
 
     limit: int
@@ -122,7 +122,7 @@ class StoredModel:
 
 
 def memory_of(shape: ModelShape, at: Setting) -> Memory:
-    """What a setting's requests take at their full context, and how many or how long would fit.
+    """Return the memory of a setting's requests at their full context, and what would fit.
 
     Raises:
         ConfigError: the model cannot be shared by so many devices, or an unknown format.
@@ -151,7 +151,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
 
 
 def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
-    """`total` and `limit` of `memory_of`, without the search for what would fit.
+    """Return `total` and `limit` of `memory_of`, without the search for what would fit.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -203,7 +203,7 @@ class _Planner:
 
 
 def working_dtype(shape: ModelShape, weight_format: str) -> str:
-    """What a model with such weights computes in: "float32", "bfloat16" or "float16"."""
+    """Return the dtype a model with such weights computes in: float32, bfloat16 or float16."""
     asked = weight_facts(weight_format).dtype
     if asked:
         return asked
@@ -211,7 +211,7 @@ def working_dtype(shape: ModelShape, weight_format: str) -> str:
 
 
 def hardware_of(device: Device) -> Hardware:
-    """A machine of which only the device is known: kvik is installed there with all it has."""
+    """Return a machine of which only the device is known, with a complete installation of kvik."""
     memory = int(device.memory)
     gpus = (Gpu(0, device.name, memory, memory, (9, 0)),) if device.kind == "cuda" else ()
     bare = Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus)
@@ -219,8 +219,7 @@ def hardware_of(device: Device) -> Hardware:
 
 
 def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
-    """Layers that cache alike, several merged into one: the blocks are the same ones, and a plan
-    that is made hundreds of times is made sooner."""
+    """Return the KV specs, equal layers merged: blocks stay the same, and planning is faster."""
     facts = kv_facts(kv_format)
     merged = math.gcd(*(cache.layers for cache in shape.caches))
     specs: list[KVCacheSpec] = []

@@ -1,4 +1,4 @@
-"""What one device holds of a model that several share.
+"""The part of a model on one of the devices that share it.
 
 Tensor parallelism cuts each layer, as Megatron-LM does (Shoeybi et al. 2019): the first matrix of a
 pair by its outputs, the second by its inputs, so that a pair ends in one sum over the devices.
@@ -44,7 +44,7 @@ def check_parallel(shape: ModelShape, tp: int, pp: int) -> None:
 
 
 def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
-    """Whether `check_parallel` lets it pass."""
+    """Return whether `check_parallel` accepts it."""
     try:
         check_parallel(shape, tp, pp)
     except ConfigError:
@@ -53,7 +53,7 @@ def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
 
 
 def share(shape: ModelShape, tp: int, pp: int) -> ModelShape:
-    """The part on the fullest device, as a smaller model.
+    """Return the part on the fullest device, as a smaller model.
 
     K and V of a head are copied where there are more devices than KV heads; the latent of MLA
     serves all heads and is copied to all. The fullest stage of a pipeline has the most layers, and

@@ -1,4 +1,4 @@
-"""Everything `kvik plan` tells: what a model takes and gives on some hardware, before it runs."""
+"""`kvik plan`: the memory, speed and cost of a model on some hardware, before it runs."""
 
 from __future__ import annotations
 

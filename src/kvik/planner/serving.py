@@ -1,10 +1,10 @@
-"""What a load should feel like: times of requests from the times of steps, and how much load keeps
-a promise.
+"""Predictions of serving: latencies of requests from the times of steps, and the largest load that
+keeps an SLO.
 
-A closed loop in its steady state: so many requests are in the system, and one that ends is followed
-by the next. Each step decodes every running request once and gives the rest of its token budget to
-prompts, as the scheduler does. Prompts arrive one by one while there are steps enough for that;
-beyond, they queue, and every step carries a piece of prompts.
+The model is a closed loop in its steady state: a fixed number of requests is in the system, and a
+request that ends is followed by the next. Each step decodes every running request once and gives
+the rest of its token budget to prompts, as the scheduler does. Prompts arrive one by one while
+there are enough steps for that; beyond, they queue, and every step carries a chunk of prompts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
 from kvik.planner.speculation import expected_tokens
 
-SMALLEST_BUDGET = 256  # tokens of a step: below, weights are read for too little
+SMALLEST_BUDGET = 256  # tokens of a step: with fewer, weights are read for too few tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Equal requests.
+    """A load of equal requests.
 
     Attributes:
-        prompt, output: tokens.
-        shared: tokens of the prompt that other requests have too, found in the prefix cache.
+        prompt, output: tokens of a request.
+        shared: leading tokens of the prompt that are found in the prefix cache.
     """
 
     prompt: int
@@ -43,14 +43,20 @@ class Traffic:
 
     @property
     def halfway(self) -> int:
-        """Context of a request with half of its output."""
+        """The context of a request that has half of its output."""
         return self.prompt + self.output // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Speculation: `drafts` tokens guessed for each step, at `seconds` a step for all requests,
-    each accepted with probability `acceptance`, by a draft model or, without one, looked up."""
+    """Speculative decoding.
+
+    Attributes:
+        drafts: tokens drafted for each request in each step.
+        acceptance: probability that a draft is accepted.
+        seconds: of drafting for all requests in a step.
+        model: that drafts; "": prompt lookup.
+    """
 
     drafts: int
     acceptance: float
@@ -69,12 +75,12 @@ class Memo:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model on a machine, set up.
+    """A model served on a machine with given limits.
 
     Attributes:
-        room: requests of the whole context that fit in memory.
+        room: requests of the full context that fit in memory.
         seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
-        usual_budget: what the engine chooses for the latter in the memory it has here.
+        usual_budget: `max_num_batched_tokens` as the engine chooses it in this memory.
         memo: shared by the settings of this model on this machine.
     """
 
@@ -109,18 +115,18 @@ class Serving:
 
     @property
     def most(self) -> int:
-        """Requests that run at a time at most."""
+        """The largest number of requests that run at a time."""
         return min(self.room, self.seqs, self.budget // self.rows)
 
     @property
     def rows(self) -> int:
-        """Tokens of a step that a decoding request takes: its own and its drafts."""
+        """Tokens of a step for each decoding request: its own and its drafts."""
         return 1 + (self.drafting.drafts if self.drafting else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a load.
+    """Latencies and rates of a load.
 
     Attributes:
         concurrency: requests in the system, running or waiting.
@@ -138,17 +144,17 @@ class Prediction:
     output_rate: float
 
     def excess(self, slo: Slo) -> float:
-        """The largest of the mean times over their limits; at most 1 if all are kept."""
+        """Return the largest ratio of a mean time to its limit; at most 1 if all are kept."""
         return slo.excess(self.ttft, self.tpot, self.e2e)
 
 
 def set_up(
     shape: ModelShape, at: Setting, traffic: Traffic, seqs: int, budget: int | None = None
 ) -> Serving:
-    """With the memory that is left for requests of the traffic.
+    """Return the serving setting with the memory that is left for requests of the traffic.
 
     Args:
-        budget: None: what the engine chooses.
+        seqs, budget: `max_num_seqs`, and `max_num_batched_tokens` or None for the engine's choice.
 
     Raises:
         ConfigError: the model cannot be shared by so many devices.
@@ -160,7 +166,7 @@ def set_up(
 
 
 def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction | None:
-    """Times and rates; None if not one request fits in memory.
+    """Predict latencies and rates of a closed loop; None if not one request fits in memory.
 
     Raises:
         ConfigError: the machine's speed is unknown, or it has no link to siblings.
@@ -170,9 +176,9 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
         return None
     drafting = serving.drafting
     gain = expected_tokens(drafting.acceptance, drafting.drafts) if drafting else 1.0
-    rounds = (traffic.output - 1) / gain  # steps that decode one request
+    rounds = (traffic.output - 1) / gain  # decoding steps of one request
     fresh = max(1, traffic.prompt - traffic.shared)
-    # From one request of a place to the next; all of their tokens must pass through the budget.
+    # Steps from one request of a slot to the next: all their tokens must pass through the budget.
     steps = max(rounds + 1.0, running * (fresh + rounds * serving.rows) / serving.budget)
     decoding = min(running - 1, round(running * rounds / steps))
     room = max(
@@ -188,7 +194,7 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
         ) / rounds
     else:
         each = mixed_seconds(serving, traffic, decoding, running * fresh / steps, fresh)
-    # Some prompts share a step with mine, others are before it.
+    # Some prompts share a step with this one, others come before it.
     beside = min(room, fresh / chunks * (1.0 + (running - 1) / (rounds + chunks)))
     waited = max(chunks, _with_queue(fresh / room, rounds, running))
     first = waited * mixed_seconds(serving, traffic, decoding, beside, fresh)
@@ -205,8 +211,8 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
 
 
 def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | None:
-    """The largest concurrency at which the SLO is kept, none of it waiting for a place; None if
-    not even one request keeps them.
+    """Predict the largest concurrency that keeps the SLO while no request waits for a slot; None
+    if a single request does not keep it.
 
     Raises:
         ConfigError: as `predict`.
@@ -221,7 +227,7 @@ def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | N
 
 
 def budgets(serving: Serving) -> tuple[int, ...]:
-    """Token budgets of a step worth trying: what it is, halved again and again."""
+    """Return the token budgets worth trying: the current one, halved repeatedly."""
     found = []
     budget = serving.budget
     while budget >= SMALLEST_BUDGET:
@@ -231,16 +237,19 @@ def budgets(serving: Serving) -> tuple[int, ...]:
 
 
 def _with_queue(service: float, away: float, count: int) -> float:
-    """Steps at a station that serves one at a time, of `count` customers who are elsewhere for
-    `away` steps in between: mean-value analysis (Reiser and Lavenberg 1980), with equal services,
-    of which an arrival finds half of one left on average."""
+    """Return the steps that a customer spends at a station with one server, queueing included.
+
+    `count` customers alternate between the station and `away` steps elsewhere: mean-value analysis
+    (Reiser and Lavenberg 1980) with equal service times, where an arrival finds half of a service
+    left on average.
+    """
     queue = busy = 0.0
     steps = service
     for customers in range(1, count + 1):
         steps = service * (1.0 + queue - busy / 2.0)
         rate = customers / (steps + away)
         queue, busy = rate * steps, min(1.0, rate * service)
-        if busy > 0.999:  # each further one waits for one more
+        if busy > 0.999:  # each further customer waits for one more service
             return steps + (count - customers) * service
     return steps
 
@@ -248,7 +257,13 @@ def _with_queue(service: float, away: float, count: int) -> float:
 def mixed_seconds(
     serving: Serving, traffic: Traffic, decoding: int, chunk: float, fresh: int
 ) -> float:
-    """Seconds of a step that decodes and computes a chunk of prompts, halfway through one."""
+    """Return the seconds of a step that decodes and computes a chunk of prompts.
+
+    Args:
+        decoding: requests that decode.
+        chunk: tokens of prompts; the chunk lies in the middle of a prompt.
+        fresh: tokens of a prompt that are not cached.
+    """
     tokens = max(1, math.ceil(chunk))
     cached = traffic.shared + max(0, fresh - tokens) // 2
     runs = [(1, tokens, cached)]
@@ -262,8 +277,12 @@ def mixed_seconds(
 def step_seconds(
     serving: Serving, traffic: Traffic, decoding: int, prompts: Sequence[tuple[int, int, int]] = ()
 ) -> float:
-    """Of a step over prompts and decoding requests, halfway through their output, whose drafts are
-    made and checked too."""
+    """Return the seconds of a step over prompts and decoding requests, drafting included.
+
+    Args:
+        decoding: requests that decode, halfway through their output.
+        prompts: runs of `PlannedStep`.
+    """
     if not decoding:
         return serving.expected_seconds(PlannedStep(tuple(prompts)))
     context, drafting = traffic.halfway, serving.drafting
@@ -292,14 +311,13 @@ def step_seconds(
 # The number of prompts in a step follows from the length of the step before. Its mean and variance
 # are iterated, each time over two values that have both.
 
-FULL = 0.999  # share of what can be served from which on waiting has no end
-ITERATIONS = 12  # the lengths of steps have settled to a percent
+FULL = 0.999  # utilisation from which on the wait counts as infinite
+ITERATIONS = 12  # until the lengths of steps have settled to a percent
 
 
 def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction | None:
-    """Requests that come at random, `rate` a second: the concurrency at which as many leave, and
-    how long they wait. None if they come as fast as they can be served, or faster: that wait has
-    no end.
+    """Predict random arrivals at `rate` requests a second: the concurrency that completes as many,
+    and how long requests wait. None if they arrive as fast as they can be served, or faster.
 
     Raises:
         ConfigError: as `predict`.
@@ -334,13 +352,13 @@ def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Steps that decode so many requests, and take prompts.
+    """Steps that decode a number of requests and take in prompts.
 
     Attributes:
         chunks: steps of one prompt.
-        share: whole prompts that a step takes at most; 1 where one prompt fills a step, or several.
+        share: whole prompts that a step takes in at most; 1 where a prompt fills one or more steps.
         full: seconds of full steps for each prompt in them.
-        seconds: of a step with this many prompts, or chunks of them.
+        seconds: of a step, by the number of prompts, or chunks of them, in it.
     """
 
     chunks: int
@@ -367,27 +385,27 @@ class _Steps:
         return _Steps(chunks, share, full, seconds)
 
     def first(self, rate: float, found: Prediction) -> float | None:
-        """Seconds to the first token of requests that find a place; None: without end."""
+        """Return the seconds to the first token of requests that find a slot; None: infinite."""
         queued = _queue(self.share, rate * self.full, self.full * self.share)
         if queued is None:
             return None
-        busy = 1.0 - math.exp(-rate * found.e2e)  # how often at least one is there
-        if self.share == 1:  # the queue's formula knows of the rest of a step with a prompt
-            plain = 1.0 - rate * self.full  # how often another step runs, if one does
+        busy = 1.0 - math.exp(-rate * found.e2e)  # probability that a request is in the system
+        if self.share == 1:  # the queue's formula has the rest of a step with a prompt in it
+            plain = 1.0 - rate * self.full  # share of steps without prompts
             rest = plain * busy * self.seconds(0.0) / 2.0 if found.tpot else 0.0
             return rest + queued + self.chunks * self.seconds(1.0)
         met = self._met(rate)
-        others = min(busy * rate * met, self.share - 1.0)  # that came during the same step
+        others = min(busy * rate * met, self.share - 1.0)  # arrivals during the same step
         own = _mean(lambda count: self.seconds(1.0 + count), others, others)
         return busy * met / 2.0 + queued + own
 
     def _met(self, rate: float) -> float:
-        """Seconds of the step that a request meets when it comes: E[s^2] / E[s]."""
+        """Return the seconds of the step that an arrival meets: E[s^2] / E[s]."""
         mean = self.seconds(0.0)
         square = mean * mean
         for _ in range(ITERATIONS):
             count = min(float(self.share), rate * mean)
-            # Poisson, of a time that varies itself; no more than numbers up to `share` can vary.
+            # Poisson over a time that varies itself, bounded by the variance of [0, share].
             variance = min(count + rate * rate * (square - mean * mean), self.share**2 / 4.0)
             mean = _mean(self.seconds, count, variance)
             square = _mean(lambda prompts: self.seconds(prompts) ** 2, count, variance)
@@ -395,7 +413,8 @@ class _Steps:
 
 
 def _mean(of: Callable[[float], float], mean: float, variance: float) -> float:
-    """Of a function of a number from 0 up, over two values that have its mean and variance."""
+    """Return the mean of a function of a number of at least 0, over two values that have the
+    number's mean and variance."""
     low = max(0.0, mean - math.sqrt(variance))
     below = mean - low
     if below <= 0.0:
@@ -405,10 +424,10 @@ def _mean(of: Callable[[float], float], mean: float, variance: float) -> float:
 
 
 def _queue(servers: int, load: float, service: float) -> float | None:
-    """Seconds in the queue of M/D/c: half of that of M/M/c. None: it has no end."""
+    """Return the seconds in the queue of M/D/c, half of those of M/M/c; None: infinite."""
     if load >= FULL:
         return None
-    blocked = 1.0  # Erlang's B formula, by one server more at a time
+    blocked = 1.0  # Erlang's B formula, one server more at a time
     for count in range(1, servers + 1):
         offered = load * servers * blocked
         blocked = offered / (count + offered)

@@ -1,4 +1,4 @@
-"""Promises about the times of a request (service level objectives), and how to write them."""
+"""Service level objectives: limits on the latencies of a request, and how to write them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvik.errors import ParamError
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request may take, in seconds; None: as long as it likes."""
+    """Limits on the latencies of a request, in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
     def excess(self, ttft: float | None, tpot: float | None, e2e: float | None) -> float:
-        """The largest of a request's times over its limit; at most 1 if all are kept. A time that
-        is None, as the TPOT of a single token, misses nothing."""
+        """Return the largest ratio of a time to its limit; at most 1 if all limits are kept. A time
+        that is None, as the TPOT of a single token, keeps its limit."""
         pairs = ((ttft, self.ttft), (tpot, self.tpot), (e2e, self.e2e))
         return max(
             (time / limit for time, limit in pairs if time is not None and limit is not None),

@@ -1,4 +1,4 @@
-"""What speculative decoding gains: a draft guesses K tokens, one step of the target checks them.
+"""The gain of speculative decoding: a draft proposes K tokens, one step of the target checks them.
 
 Leviathan et al. 2023 (2211.17192): with acceptance rate a the target emits (1 - a^(K+1)) / (1 - a)
 tokens a step on average. Their speed-up (theorem 3.8) takes the check of K + 1 rows to cost what
@@ -54,19 +54,19 @@ class SpeculationCurve:
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens one step of the target emits: the drafts accepted in a row, and one of its own."""
+    """Return the tokens that a step of the target emits: accepted drafts and one of its own."""
     if acceptance == 1.0:
         return drafts + 1.0
     return (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
 
 
 def speed_up(acceptance: float, drafts: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Of decoding, over one token a step. Costs are in steps of one row of the target."""
+    """Return the speed-up over one token a step. Costs are in steps of one row of the target."""
     return expected_tokens(acceptance, drafts) / (verify_cost + drafts * draft_cost)
 
 
 def verify_cost(shape: ModelShape, at: Setting, drafts: int) -> float:
-    """Time of a step with `drafts` + 1 rows of each request, over that of one row of each."""
+    """Return the time of a step with `drafts` + 1 rows of each request, over that of one row."""
 
     def seconds(count: int) -> float:
         return step_time(shape, at, verify(at.group, at.context, count)).expected
@@ -81,7 +81,11 @@ def speculation_curve(
     acceptances: tuple[float, ...] = ACCEPTANCES,
     drafts: tuple[int, ...] = DRAFTS,
 ) -> SpeculationCurve:
-    """The table of speed-ups; `check(K)` is what checking K drafts costs."""
+    """Return the table of speed-ups.
+
+    Args:
+        check: from K to the cost of checking K drafts.
+    """
     costs = tuple(check(count) for count in drafts)
     rows = []
     for acceptance in acceptances:
