@@ -182,12 +182,12 @@ class Calibration(msgspec.Struct, frozen=True):
             reads=reads,
             peaks={name: rate * speed for name, rate in self.peaks.items()},
             linears={
-                kind: tuple(_slower(pace, _PACES, speed) for pace in paces)
+                kind: tuple(_slower(pace, LINEAR_TIMES, speed) for pace in paces)
                 for kind, paces in self.linears.items()
             },
             attention=tuple(
                 msgspec.structs.replace(
-                    _slower(pace, _ATTENTION, speed), prefill=pace.prefill * speed
+                    _slower(pace, ATTENTION_TIMES, speed), prefill=pace.prefill * speed
                 )
                 for pace in self.attention
             ),
@@ -201,8 +201,8 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 # Costs that are longer on slower cores.
-_PACES = ("call", "input", "output", "cached", "streamed")
-_ATTENTION = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
+LINEAR_TIMES = ("call", "input", "output", "cached", "streamed")
+ATTENTION_TIMES = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
 _HOST = ("step", "row")
 _Costs = TypeVar("_Costs", bound=msgspec.Struct)
 
@@ -294,8 +294,8 @@ def _wrong(found: Calibration) -> str | None:
     rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
     paces = [p for table in found.linears.values() for p in table]
     rates += [p.share for p in paces]
-    times = [getattr(pace, name) for pace in paces for name in _PACES]
-    times += [getattr(pace, name) for pace in found.attention for name in _ATTENTION]
+    times = [getattr(pace, name) for pace in paces for name in LINEAR_TIMES]
+    times += [getattr(pace, name) for pace in found.attention for name in ATTENTION_TIMES]
     times += [getattr(cost, name) for cost in found.host for name in _HOST]
     times += [found.launch, found.logit, found.host_request, found.host_token]
     if not all(isfinite(rate) and rate > 0 for rate in rates):

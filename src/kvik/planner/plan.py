@@ -275,9 +275,9 @@ class Remedy:
 
 
 def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ...]:
-    """The smallest change of each kind that makes it fit: fewer requests, a shorter context, a
-    smaller KV or weight format, more devices; where only devices help, also the smallest formats on
-    fewer of them. Empty: nothing helps."""
+    """Return the smallest change of each kind that makes the plan fit: fewer requests, a shorter
+    context, a smaller KV or weight format, more devices; where only devices help, also the smallest
+    formats on fewer devices. Empty: nothing helps."""
     changed = [
         *_work(at, memory),
         *_first(shape, _kv_formats(shape, at)),
@@ -290,7 +290,7 @@ def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ..
 
 
 def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> Iterator[Setting]:
-    """The smallest formats on fewer devices than are `enough` without them."""
+    """Yield the smallest formats on fewer devices than are `enough` without them."""
     weights = min(WEIGHT_FORMATS, key=shape.weight_bytes)
     kv = min(KV_FORMATS, key=shape.kv_bytes_per_token)
     limit = min((setting.tp * setting.pp for setting in enough), default=MAX_DEVICES + 1)
@@ -309,7 +309,7 @@ def _work(at: Setting, memory: Memory) -> Iterator[Setting]:
 
 
 def _kv_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
-    """The largest first: what fits with more bits loses less."""
+    """Yield KV formats, the largest first: more bits lose less."""
     for name in sorted(KV_FORMATS, key=shape.kv_bytes_per_token, reverse=True):
         yield replace(at, kv_format=name)
 
@@ -320,7 +320,7 @@ def _weight_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 
 def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
-    """Twice as many, again and again: sharing layers while the heads allow it, then in stages."""
+    """Yield doubled numbers of devices: they share layers while the heads allow it, then stages."""
     if at.device.link == 0:
         return
     tp, pp = at.tp, at.pp
@@ -335,7 +335,7 @@ def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 
 def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
-    """The first that fits, if one does."""
+    """Yield the first setting that fits, if any does."""
     for setting in settings:
         needed, limit = bytes_of(shape, setting)
         if needed <= limit:
@@ -429,7 +429,7 @@ class Plan:
 
 
 def plan(question: Question) -> Plan:
-    """Answer a question.
+    """Return the plan that answers a question.
 
     Raises:
         ConfigError: a field that is out of range or contradicts model or device.
@@ -443,7 +443,7 @@ def plan(question: Question) -> Plan:
 def plan_shape(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None = None
 ) -> Plan:
-    """The plan of a model that is read already, on a device that is found already.
+    """Return the plan of a model that is already read, on a device that is already found.
 
     Args:
         hardware: of this machine; None: the device is another one.
@@ -470,7 +470,7 @@ def plan_shape(
 
 
 def find_machine(name: str) -> tuple[Device, Hardware | None]:
-    """A device by name, and what is known of the machine if it is this one.
+    """Return a device by name, and the hardware if it is this machine.
 
     Raises:
         ConfigError: no such device or file, or a file that cannot be used.
@@ -487,7 +487,7 @@ def find_machine(name: str) -> tuple[Device, Hardware | None]:
 def setting_of(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
 ) -> Setting:
-    """The question with its gaps filled."""
+    """Return the setting of a question, defaults filled in."""
     weights = question.weight_format or _usual_format(shape, device, question, hardware)
     computed = working_dtype(shape, weight_facts(weights).name)
     return Setting(
@@ -506,7 +506,7 @@ def setting_of(
 def _usual_format(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
 ) -> str:
-    """The checkpoint's; on this machine what the engine decides when it is not told."""
+    """Return the checkpoint's format; on this machine, the engine's own choice."""
     if hardware is None or shape.spec is None or not weight_facts(shape.stored).dtype:
         return shape.stored
     gpu = hardware.gpus[0] if hardware.gpus else None
@@ -553,7 +553,7 @@ def _device_facts(at: Setting) -> DeviceFacts:
 
 
 def _called(hardware: Hardware | None) -> str:
-    """What this machine's processor calls itself."""
+    """Return the name of this machine's processor."""
     if hardware is None:
         return ""
     return hardware.gpus[0].name if hardware.gpus else hardware.cpu_name

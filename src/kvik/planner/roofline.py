@@ -1,8 +1,8 @@
-"""Seconds of one step: at least, by what must be read and computed, and as this machine does it.
+"""The time of one step: the least by its bytes and operations, and the expected on this machine.
 
 The roofline (Williams et al. 2009): a part of a step takes no less than its bytes take to be read
-and no less than its operations take to be done. A calibration adds what calls cost, and how near
-kvik's kernels come to either limit.
+and no less than its operations take to be computed. A calibration adds the cost of calls, and how
+near kvik's kernels come to either limit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from math import exp, log
 
 from kvik.errors import ConfigError
 from kvik.planner.calibration import (
+    ATTENTION_TIMES,
+    LINEAR_TIMES,
     AttentionPace,
     Calibration,
     LinearPace,
@@ -25,9 +27,8 @@ from kvik.planner.search import least
 from kvik.planner.shape import UNQUANTIZED_ROLES, Matrix, ModelShape
 from kvik.spec.weights import layer_scheme
 
-# From a calibration's figures to the cost of one matrix, one layer's attention, one layer's rest.
-#
-# Without a calibration a cost is nothing beside the roofline's floor.
+# Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
+# are 0, and the roofline's floor remains.
 
 # Small kernels of a layer: two norms, rotary positions, storing K and V, and attention's own call;
 # of a step: token and position vectors, the last norm, the rows that are sampled, their largest.
@@ -36,7 +37,7 @@ LAYER_CALLS, STEP_CALLS = 5, 5
 
 @dataclass(frozen=True, slots=True)
 class MemoryReads:
-    """Bytes that are read in turn, step after step, and bytes a second at which they come."""
+    """The bytes that every step reads, and the rate at which they are read."""
 
     working_set: float
     rate: float
@@ -44,7 +45,7 @@ class MemoryReads:
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """What multiplying with matrices of one kind costs; without paces, what reading them does."""
+    """The cost of products with matrices of one kind; without paces it is that of reading."""
 
     paces: tuple[LinearPace, ...]
 
@@ -60,7 +61,11 @@ class LinearCost:
         return LinearCost(measured.linears.get(found, ()))
 
     def seconds(self, rows: float, matrix: Matrix, num_bytes: float, reading: MemoryReads) -> float:
-        """Of one matrix of so many bytes, what is written of its outputs included."""
+        """Return the seconds of one product.
+
+        Args:
+            num_bytes: of the matrix, and of its outputs that go to memory.
+        """
         if not self.paces:
             return 0.0
         pace = pace_at(self.paces, rows)
@@ -71,7 +76,7 @@ class LinearCost:
 
 
 def linear_kind(weight_format: str, matrix: Matrix) -> str:
-    """How a calibration names what a matrix becomes in a weight format."""
+    """Return the name by which a calibration knows a matrix in a weight format."""
     facts = WEIGHT_FORMATS[weight_format]
     head = matrix.role == "head"
     if not facts.quantization or matrix.role in UNQUANTIZED_ROLES:
@@ -86,34 +91,24 @@ def linear_kind(weight_format: str, matrix: Matrix) -> str:
 
 
 def pace_at(paces: tuple[LinearPace, ...], rows: float) -> LinearPace:
-    """Between the measured numbers of rows times are straight lines in log-log, which fits both
-    what grows with the rows and what does not; beyond the last they grow with the rows."""
+    """Return the costs at a number of rows.
+
+    Between measured numbers of rows they are straight lines in log-log, which fits both what grows
+    with the rows and what does not; beyond the last they grow with the rows.
+    """
     last = paces[-1]
     if rows >= last.rows:
         more = rows / last.rows
-        return LinearPace(
-            round(rows),
-            last.call * more,
-            last.input * more,
-            last.output * more,
-            last.cached * more,
-            last.streamed * more,
-            last.share,
-        )
+        times = {name: getattr(last, name) * more for name in LINEAR_TIMES}
+        return LinearPace(rows=round(rows), share=last.share, **times)
     at = bisect_left([pace.rows for pace in paces], rows)
     if at == 0:
         return paces[0]
     low, high = paces[at - 1], paces[at]
     part = log(rows / low.rows) / log(high.rows / low.rows)
-    return LinearPace(
-        round(rows),
-        _between(low.call, high.call, part),
-        _between(low.input, high.input, part),
-        _between(low.output, high.output, part),
-        _between(low.cached, high.cached, part),
-        _between(low.streamed, high.streamed, part),
-        low.share + (high.share - low.share) * part,
-    )
+    times = {name: _between(getattr(low, name), getattr(high, name), part) for name in LINEAR_TIMES}
+    share = low.share + (high.share - low.share) * part
+    return LinearPace(rows=round(rows), share=share, **times)
 
 
 def _between(low: float, high: float, part: float) -> float:
@@ -123,7 +118,8 @@ def _between(low: float, high: float, part: float) -> float:
 
 
 def attention_pace(device: Device, head_dim: int) -> AttentionPace | None:
-    """For heads of a size between those that were measured."""
+    """Return the costs of attention, interpolated between the measured head sizes; None without a
+    calibration."""
     if device.calibration is None:
         return None
     paces = device.calibration.attention
@@ -132,17 +128,17 @@ def attention_pace(device: Device, head_dim: int) -> AttentionPace | None:
         points = [(float(pace.head_dim), float(getattr(pace, name))) for pace in paces]
         return interpolate(points, head_dim)
 
-    costs = (at("sequence"), at("cached"), at("streamed"), at("score"), at("prefill"))
-    return AttentionPace(head_dim, *costs, at("rotated"), at("stored"), at("scattered"))
+    costs = {name: at(name) for name in ("prefill", *ATTENTION_TIMES)}
+    return AttentionPace(head_dim=head_dim, **costs)
 
 
 def small_seconds(
     shape: ModelShape, measured: Calibration, pace: AttentionPace, prompted: int, decoded: int
 ) -> float:
-    """Of the kernels of a step that are neither products nor attention proper.
+    """Return the seconds of the kernels of a step that are neither products nor attention.
 
     Args:
-        prompted, decoded: rows that are neighbours in a sequence, and that are not.
+        prompted, decoded: rows that are neighbours in a sequence, and rows that are not.
     """
     keys = sum(cache.layers * cache.elements for cache in shape.caches)  # K and V
     queries = shape.num_layers * shape.num_heads * shape.head_dim
@@ -153,9 +149,9 @@ def small_seconds(
     return seconds + keys * (prompted * pace.stored + decoded * pace.scattered)
 
 
-MOST_ROWS = 1 << 20  # where the search for a compute-bound batch ends
+MOST_ROWS = 1 << 20  # end of the search for a compute-bound batch
 LOGIT_BYTES = 4
-ACTIVATION_BYTES = 2  # of what devices that share a layer send each other
+ACTIVATION_BYTES = 2  # of each number that devices send each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +201,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a step computes.
+    """The work of a step.
 
     Attributes:
-        runs: equal sequences, each (how many, new tokens, tokens cached before them).
-        drafted: guesses among the new tokens; their logits are wanted too, to check them.
+        runs: equal sequences, as (number of sequences, new tokens, cached tokens before them).
+        drafted: drafts among the new tokens, whose logits are computed too.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -225,27 +221,27 @@ class PlannedStep:
 
     @property
     def sampled(self) -> int:
-        """Rows that logits are computed for."""
+        """Rows whose logits are computed."""
         return self.sequences + self.drafted
 
 
 def decode(batch: int, context: int) -> PlannedStep:
-    """One token for each of `batch` sequences that then are `context` tokens long."""
+    """Return a step of one token for each of `batch` sequences, then `context` tokens long."""
     return PlannedStep(((batch, 1, context - 1),))
 
 
 def verify(batch: int, context: int, drafts: int) -> PlannedStep:
-    """`decode` with so many guesses behind the token of each sequence."""
+    """Return `decode` with `drafts` more tokens for each sequence."""
     return PlannedStep(((batch, 1 + drafts, context - 1),), drafted=batch * drafts)
 
 
 def prefill(tokens: int, cached: int = 0) -> PlannedStep:
-    """The prompt of one sequence, behind what the cache has of it."""
+    """Return the prompt of one sequence, of which `cached` more tokens are in the cache."""
     return PlannedStep(((1, tokens, cached),))
 
 
 def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
-    """The latency of one step: the stages of a pipeline come one after the other.
+    """Return the latency of one step: the stages of a pipeline run one after the other.
 
     Raises:
         ConfigError: the device's speed is unknown (`Device.rated`), it has no link, or `at.tp`
@@ -257,21 +253,21 @@ def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
 
 
 def decode_rate(shape: ModelShape, at: Setting) -> tuple[float, float]:
-    """Tokens a second of all requests together: ceiling, expected."""
+    """Return the tokens a second of all requests together: ceiling, expected."""
     time = step_time(shape, at, decode(at.group, at.context))
     return at.batch / time.floor, at.batch / time.expected
 
 
 def prefill_rate(shape: ModelShape, at: Setting, prompt: int) -> tuple[float, float]:
-    """Prompt tokens a second while all requests are at prompts of this length: ceiling,
-    expected."""
+    """Return the prompt tokens a second while all requests compute prompts of this length:
+    ceiling, expected."""
     time = step_time(shape, at, PlannedStep(((at.group, prompt, 0),)))
     return at.batch * prompt / time.floor, at.batch * prompt / time.expected
 
 
 def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
-    """The smallest batch whose decoding has more to compute than to read; None: there is none,
-    because the KV cache grows with the batch too."""
+    """Return the smallest batch whose decoding is bound by arithmetic; None if the KV cache, which
+    grows with the batch, always takes longer to read."""
     device = at.device
 
     def compute_bound(batch: int) -> bool:
@@ -289,9 +285,8 @@ class _Work:
     """A step on one device.
 
     Attributes:
-        working_set: bytes that are read in turn, step after step: all of it stays in the cache
-            or none.
-        read_rate: bytes a second at which they come.
+        working_set: bytes that every step reads: all of it stays in the cache or none.
+        read_rate: bytes a second at which it is read.
     """
 
     shape: ModelShape
@@ -338,7 +333,7 @@ class _Work:
         return parts
 
     def _runs(self, *, decoding: bool) -> list[tuple[int, int, int]]:
-        """Sequences with one new token, and its guesses; or those with a prompt."""
+        """Return the sequences that decode, drafts included, or those with a prompt."""
         drafts = self.step.drafted > 0
         return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
 
@@ -364,7 +359,7 @@ class _Work:
         return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
 
     def _decoding(self) -> StepPart:
-        """Attention of sequences with one new token, and its guesses."""
+        """Return the attention of decoding sequences, drafts included."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
         pace = attention_pace(self.device, shape.head_dim)
@@ -387,7 +382,7 @@ class _Work:
         return self._attention("kv cache", num_bytes, flops, expected)
 
     def _prompts(self) -> StepPart:
-        """Attention of sequences with several new tokens."""
+        """Return the attention of prompts."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
         pace = attention_pace(self.device, shape.head_dim)
@@ -415,7 +410,8 @@ def _part(
 
 
 def _links(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
-    """Two sums over the devices in each layer, in a ring; one message between stages.
+    """Return the messages of a step: two sums over the devices in each layer, in a ring, and one
+    message between stages.
 
     Raises:
         ConfigError: the device has no link.

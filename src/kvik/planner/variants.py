@@ -67,7 +67,7 @@ class KVRow:
 
 
 def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ...]:
-    """The model's query heads with as many K and V as MHA, GQA, MQA and MLA give them.
+    """Return the model with the caches of MHA, GQA, MQA and MLA.
 
     Only the cache differs: the projections, whose sizes would change too, are left as they are, so
     that the rows differ by the cache alone.
@@ -135,7 +135,7 @@ def _ceiling(shape: ModelShape, at: Setting) -> float | None:
 
 
 def _attentions(shape: ModelShape) -> Iterator[tuple[str, int, ModelShape]]:
-    """Name, KV heads (0: a latent) and the model with that attention; its own is `shape` itself."""
+    """Yield name, KV heads (0: a latent) and the model with that attention, its own unchanged."""
     grouped = max(n for n in range(1, GROUPED_HEADS + 1) if shape.num_heads % n == 0)
     for attention, kv_heads in (("MHA", shape.num_heads), ("GQA", grouped), ("MQA", 1)):
         if attention == shape.attention:

@@ -1,1 +1,1 @@
-"""What to change about serving a model on a machine, and what that brings."""
+"""Advice on serving a model on a machine: what to change, and the predicted effect."""

@@ -1,7 +1,8 @@
-"""An ordered list of what to change about serving a model on a machine, each with what it brings.
+"""`kvik advise`: an ordered list of changes to how a model is served, each with its effect.
 
-Every figure is predicted by the roofline and the memory plan for this model, machine and load. What
-brings less than such predictions are good for is not advised, and the list says why.
+Every figure is predicted by the roofline and the memory plan for this model, machine and load. A
+change whose effect is below the accuracy of these predictions is not advised, and the list says
+why.
 """
 
 from __future__ import annotations
@@ -37,11 +38,8 @@ from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 
-# What can be changed about how a model is served: each lever's positions, and the flags for them.
-#
-# A lever knows nothing of its effect. That is predicted, by whoever asks.
-
-# The engine's options that move a lever; whether there are such options is looked up.
+# The levers: their positions, and the engine's options that set them. A lever does not know its
+# effect; `_Adviser` predicts it. Whether this engine has the options is looked up.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "precision": ("dtype",),
     "KV format": ("kv_cache_dtype",),
@@ -58,25 +56,29 @@ MOST_DEVICES = 32  # that share layers
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A lever in one position. `name`: in words, as after "with"."""
+    """A lever in one position.
+
+    Attributes:
+        name: the position in words, as after "with".
+    """
 
     name: str
     serving: Serving
 
 
 def available(topic: str) -> bool:
-    """Whether this engine has the options of a lever."""
+    """Return whether this engine has the options of a lever."""
     known = {option.name for option in options_of(EngineConfig)}
     return known.issuperset(OPTIONS.get(topic, ()))
 
 
 def flag(option: str, value: object) -> str:
-    """On the command line."""
+    """Return an option as on the command line."""
     return f"--{option.replace('_', '-')} {value}"
 
 
 def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
-    """Everything that leads from the usual setting to this one, as far as this engine has it."""
+    """Return the flags from the usual setting to this one, as far as this engine has them."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
     drafting = serving.drafting
@@ -105,7 +107,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
 
 
 def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Dtypes of fewer bits than the weights have now."""
+    """Yield the dtypes of fewer bits than the weights have now."""
     now = weight_facts(serving.at.weight_format)
     for facts in WEIGHT_FORMATS.values():
         if now.dtype and facts.dtype and facts.bits < now.bits:
@@ -113,7 +115,7 @@ def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
 
 
 def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Smaller formats of the cache."""
+    """Yield the smaller formats of the KV cache."""
     shape, at = serving.shape, serving.at
     now = shape.kv_bytes_per_token(at.kv_format)
     for name in KV_FORMATS:
@@ -123,25 +125,25 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
 
 
 def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
-    """That turn speculation on; how many drafts it makes is left to the engine, which measures."""
+    """Return the flags that turn speculation on; the engine itself adapts the number of drafts."""
     if not drafting.model:
         return (flag("spec_method", "ngram"),)
     return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
 
 
 def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Smaller formats that this engine makes from a checkpoint."""
+    """Yield the smaller formats that this engine makes from a checkpoint."""
     for name in made_formats(serving):
         yield Position(name, with_weights(serving, traffic, name))
 
 
 def widened(serving: Serving) -> Serving:
-    """With as many requests at a time as have room."""
+    """Return the setting with as many requests at a time as memory holds."""
     return replace(serving, seqs=max(serving.seqs, min(serving.room, MOST_SEQS)))
 
 
 def batchings(serving: Serving) -> Iterator[Position]:
-    """Smaller token budgets of a step."""
+    """Yield the smaller token budgets of a step."""
     for budget in budgets(serving)[1:]:
         yield Position(f"{budget} tokens a step", replace(serving, budget=budget))
 
@@ -152,7 +154,7 @@ def speculations(
     draft: ModelShape | None,
     batch: int,
 ) -> Iterator[Position]:
-    """So many drafts a step, by a draft model or, without one, by looking them up for nothing."""
+    """Yield numbers of drafts a step, by a draft model or else by free prompt lookup."""
     seconds, model = 0.0, ""
     if draft is not None:
         model = draft.name
@@ -167,7 +169,7 @@ def speculations(
 
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
-    """Smaller formats that this engine makes, the largest first."""
+    """Return the smaller formats that this engine makes, the largest first."""
     size = {f.name: serving.shape.weight_bytes(f.name) for f in WEIGHT_FORMATS.values()}
     made = [f.name for f in WEIGHT_FORMATS.values() if f.quantization]
     smaller = [name for name in made if size[name] < size[serving.at.weight_format]]
@@ -175,7 +177,7 @@ def made_formats(serving: Serving) -> tuple[str, ...]:
 
 
 def device_counts(serving: Serving) -> Iterator[int]:
-    """How many devices the model could be shared by."""
+    """Yield the numbers of devices that can share the model."""
     count = 1
     while count <= MOST_DEVICES and can_share(serving.shape, count):
         if count == 1 or serving.at.device.link:
@@ -184,7 +186,7 @@ def device_counts(serving: Serving) -> Iterator[int]:
 
 
 def parallelisms(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """More devices that share each layer."""
+    """Yield larger numbers of devices that share each layer."""
     for count in device_counts(serving):
         if count > serving.at.tp:
             more = replace(serving.at, tp=count)
@@ -192,7 +194,8 @@ def parallelisms(serving: Serving, traffic: Traffic) -> Iterator[Position]:
 
 
 def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
-    """In another format; the KV cache follows what is then computed in, unless it was smaller."""
+    """Return the setting in another weight format; the KV format follows the computing dtype,
+    unless a smaller one was chosen."""
     shape, at = serving.shape, serving.at
     changed = replace(at, weight_format=name)
     if at.kv_format == _kv_of(shape, at):
@@ -201,12 +204,12 @@ def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
 
 
 def _kv_of(shape: ModelShape, at: Setting) -> str:
-    """The KV format that goes without saying."""
+    """Return the default KV format."""
     return weight_format(working_dtype(shape, at.weight_format))
 
 
 def _renewed(serving: Serving, traffic: Traffic, at: Setting) -> Serving:
-    """With the memory counted again."""
+    """Return the setting with its memory planned again."""
     budget = None if serving.budget == serving.usual_budget else serving.budget
     made = set_up(serving.shape, at, traffic, serving.seqs, budget)
     return replace(made, drafting=serving.drafting, memo=serving.memo)
@@ -229,12 +232,12 @@ class Advice:
     """One lever.
 
     Attributes:
-        verdict: "do", "keep" (it is well as it is), "depends" (on what nobody has said: not part of
+        verdict: "do", "keep" (good as it is), "depends" (on what the wish leaves open: not part of
             what is advised), "no use" or "not in this version".
-        change: the position advised, in words; "" if it stays.
-        flags: that bring it there.
-        before, after: predicted; None: nothing changes.
-        reason: in words, with its figures.
+        change: the advised position, in words; "" if it stays.
+        flags: for that position.
+        before, after: predictions; None: nothing changes.
+        reason: in words, with figures.
     """
 
     topic: str
@@ -249,13 +252,13 @@ class Advice:
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
     """Attributes:
-    assumed: flags for what the wish did not say.
-    obstacle: why no setting of this version fits, and what the figures are for in its place; "".
-    usual, advised: the setting without flags, and with all that is advised.
-    start, end: what they give; `start` is None if the usual setting does not fit.
-    flags: of all that is advised.
-    advice: in order, each on top of what is advised before it.
-    later: what this version has no flag for, each alone on top of all that is advised.
+    assumed: flags for what the wish leaves open.
+    obstacle: why no setting of this version fits, and what the figures are for instead; or "".
+    usual, advised: the setting without flags, and with all advice.
+    start, end: their figures; `start` is None if the usual setting does not fit.
+    flags: of all advice.
+    advice: in order, each on top of the ones before.
+    later: levers without a flag in this version, each alone on top of all advice.
     promise: whether the limits can be kept, and by what margin; "" without limits.
     """
 
@@ -274,12 +277,12 @@ class AdviceReport:
 
 
 def advise(wish: Wish) -> AdviceReport:
-    """Advice for a wish.
+    """Return the advice for a wish.
 
     Raises:
         ConfigError: a field that makes no sense, or a machine whose speed is unknown.
         ModelError: the model is not found or cannot be read.
-        CapacityError: the model does not fit this machine in any way.
+        CapacityError: the model fits this machine in no setting.
     """
     shape = read_shape(wish.model)
     device, hardware = find_machine(wish.hardware)
@@ -294,7 +297,7 @@ def advise_shape(
     hardware: Hardware | None = None,
     draft: ModelShape | None = None,
 ) -> AdviceReport:
-    """Advice for a model that is read already, on a device that is found already.
+    """Return the advice for a model that is already read, on a device that is already found.
 
     Args:
         hardware: of this machine; None: the device is another one.
@@ -310,7 +313,7 @@ def advise_shape(
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A setting, what it gives, and what the lever that leads here is set to."""
+    """A setting, its figures, and the position of the lever that leads to it."""
 
     serving: Serving
     figures: Figures
@@ -367,7 +370,7 @@ class _Adviser:
         return improvement(before.figures, after.figures, self.wish)
 
     def _first_that_fits(self, start: _Point) -> tuple[_Point, str]:
-        """The usual setting; else a smaller format; else more devices, and why.
+        """Return the usual setting, else a smaller format, else more devices; and the obstacle.
 
         Raises:
             CapacityError: nothing fits.
@@ -393,7 +396,7 @@ class _Adviser:
         return Advice("room", "do", reason, serving.at.weight_format, flags, after=now.figures)
 
     def _prefix_cache(self, now: Serving) -> Advice:
-        """It is on without a flag, so what it brings is told from the other side."""
+        """Compare with the prefix cache off: it is on without a flag."""
         shared = self.traffic.shared
         supposed = replace(self.traffic, shared=shared or self.traffic.prompt // 2)
         without = figures_of(now, replace(self.traffic, shared=0), self.wish)
@@ -404,7 +407,7 @@ class _Adviser:
         return Advice("prefix cache", "keep", reason, before=without, after=served)
 
     def _speculation(self, now: _Point) -> Advice:
-        """How many drafts must be right, where nobody says how many are."""
+        """Find the acceptance from which speculation gains, where the wish gives none."""
         topic = "speculation"
 
         def gains(percent: int) -> _Point | None:
@@ -432,8 +435,8 @@ class _Adviser:
         return Advice("batching", "do", reason, change, made, now.figures, then.figures), then
 
     def _pull(self, topic: str, now: _Point) -> tuple[Advice, _Point]:
-        """Try a lever's positions. Returns the advice, and the setting that follows from it."""
-        # Where the batching is decided, it is decided again for each setting.
+        """Try a lever's positions. Return the advice, and the setting that follows from it."""
+        # Once batching is decided, it is decided anew for each setting.
         later = ORDER.index(topic) > ORDER.index("batching") or not available(topic)
         best = self._best(topic, now)
         then = best
@@ -456,8 +459,8 @@ class _Adviser:
         return Advice(topic, "do", reason, then.name, made, now.figures, then.figures), then
 
     def _best(self, topic: str, now: _Point) -> _Point:
-        """The position that gives most, as many requests running as have room; of those that give
-        as much the first. Of devices, the fewest that keep the limits."""
+        """Return the best position with as many requests as memory holds, the first among equals;
+        of numbers of devices, the smallest that keeps the limits."""
         best: _Point | None = None
         for position in self._positions(topic, now):
             point = self._at(widened(position.serving), position.name)
@@ -481,14 +484,14 @@ class _Adviser:
         return parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
-        """With the token budget that serves best, and no more requests at a time than keep the
-        limits, or than the load needs."""
+        """Return the setting with the best token budget, and no more requests at a time than
+        keep the limits or than the load needs."""
         usual, slo = self.usual, self.wish.slo
         base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
         best = base
         for position in batchings(base.serving):
             point = self._at(position.serving, name)
-            # Several steps of little loss each would add up.
+            # Small losses of several steps would add up.
             if self._improvement(best, point) > 0.0 <= self._improvement(base, point):
                 best = point
         wide = self._at(widened(best.serving), name)
@@ -503,7 +506,7 @@ class _Adviser:
         return self._at(replace(best.serving, seqs=usual.seqs), name)
 
     def _changes(self, now: _Point, then: _Point) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Flags that come, and options that go without being replaced."""
+        """Return the new flags, and the options that are dropped without replacement."""
         old = serving_flags(now.serving, self.usual)
         new = serving_flags(then.serving, self.usual)
         options = {flag.split()[0] for flag in new}
@@ -514,7 +517,7 @@ class _Adviser:
         return self.wish.slo is None or point.figures.largest is not None
 
     def _batch(self, now: _Point) -> int:
-        """Requests that run at a time at the load that the figures are for."""
+        """Return the requests that run at a time under the load of the figures."""
         load, most = now.figures.load, now.serving.most
         return max(1, min(load.concurrency if load else most, most))
 
@@ -541,7 +544,7 @@ class _Adviser:
         said = reasons.promise(now.figures, slo, asked=self.wish.load_named)
         if self._kept(now):
             return said
-        for topic in absent:  # all that this version lacks, one on top of the other
+        for topic in absent:  # all levers that this version lacks, on top of each other
             best = self._best(topic, now)
             if self._improvement(now, best) > 0.0:
                 now = best

@@ -1,4 +1,4 @@
-"""What a setting gives for a wish, and which of two settings gives more."""
+"""The wish that `kvik advise` answers, the figures of a setting for it, and their comparison."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # of a wish that na
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Attributes:
-    slo: promises to keep; None: as many tokens a second as the load gives.
-    prompt, output: tokens of a request; None: usual ones, cut to the model's context.
-    shared: tokens of the prompt that other requests begin with too.
-    concurrency: requests at a time. rate: requests a second in its place.
-    acceptance: share of drafts that are right; None: not known, it depends on the texts.
-    draft: a model that makes them; None: they are looked up and cost nothing.
+    slo: limits to keep; None: throughput counts.
+    prompt, output: tokens of a request; None: the defaults, cut to the model's context.
+    shared: leading tokens of the prompt that all requests share.
+    concurrency: requests at a time. rate: requests a second instead.
+    acceptance: share of drafts that are accepted; None: unknown, it depends on the texts.
+    draft: the draft model; None: prompt lookup, which costs nothing.
     """
 
     model: str = ""
@@ -74,7 +74,7 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
 
 
 def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
-    """The requests, with what was not said of them."""
+    """Return the requests of a wish, with defaults for what it leaves open."""
     context = shape.max_context
     output = wish.output or min(USUAL_OUTPUT, max(1, (context - (wish.prompt or 1)) // 2))
     prompt = wish.prompt or max(1, min(USUAL_PROMPT, context - output))
@@ -82,7 +82,7 @@ def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
 
 
 def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
-    """Flags for what was not said."""
+    """Return flags for what the wish leaves open."""
     found = []
     if wish.prompt is None:
         found.append(f"--prompt {traffic.prompt}")
@@ -93,20 +93,20 @@ def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
     return tuple(found)
 
 
-WORTHWHILE = 0.02  # of a figure: less is not worth a flag, nor sure
+WORTHWHILE = 0.02  # relative change of a figure; a smaller one is within the predictions' error
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a setting gives.
+    """Predictions of a setting.
 
     Attributes:
-        load: at the load that was asked for; if limits were and no load, at the largest that keeps
-            them, or of a single request. None: it comes faster than it can be served.
+        load: at the load of the wish; with limits and no load, at the largest that keeps them, or
+            of a single request. None: requests arrive faster than they can be served.
         single: of one request alone.
-        full: of as many requests as may run: the most that can be served.
+        full: of as many requests as may run: the highest throughput.
         largest: the largest load that keeps the limits; None: there is none, or no limits.
-        memory, memory_limit: bytes on the fullest device, and how many may be used there.
+        memory, memory_limit: bytes needed on the fullest device, and bytes that may be used.
     """
 
     load: Prediction | None
@@ -117,7 +117,7 @@ class Figures:
     memory_limit: int
 
     def key(self, wish: Wish) -> tuple[float, ...]:
-        """What should be large, the most important first."""
+        """Return the figures to maximise, the most important first."""
         load = (self.full.output_rate if self.full else 0.0, 0.0)
         if self.load:
             load = (self.load.output_rate, 1.0 / self.load.e2e)
@@ -125,12 +125,12 @@ class Figures:
             return load
         closeness = 1.0 / self.single.excess(wish.slo) if self.single else 0.0
         kept = (self.largest.rate if self.largest else 0.0, min(1.0, closeness))
-        # Without a load of their own, settings are told at different ones.
+        # Without a load in the wish, settings are compared at different loads.
         return (*kept, *load) if wish.load_named else kept
 
 
 def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
-    """Predict everything.
+    """Predict the figures of a setting.
 
     Raises:
         ConfigError: the machine's speed is unknown, or it has no link to siblings.
@@ -152,7 +152,8 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
 
 
 def improvement(before: Figures, after: Figures, wish: Wish) -> float:
-    """By what share the most important figure that changes worth mentioning grows (or shrinks)."""
+    """Return the relative change of the most important figure that changes by more than
+    `WORTHWHILE`; 0 if none does."""
     for old, new in zip(before.key(wish), after.key(wish), strict=True):
         change = new / old - 1.0 if old else float(new > 0)
         if abs(change) > WORTHWHILE:

@@ -1,4 +1,4 @@
-"""Why a lever helps or does not, in words with their figures."""
+"""Reasons why a lever helps or not, in words with figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOUNDS: Mapping[str, str] = {"bandwidth": "reading", "compute": "arithmetic", "
 
 
 def too_large(usual: Serving, now: Serving) -> str:
-    """The usual format does not fit, another does."""
+    """The usual format does not fit, another one does."""
     at = usual.at
     needed, limit = bytes_of(usual.shape, at)
     smaller, _ = bytes_of(now.shape, now.at)
@@ -30,7 +30,7 @@ def too_large(usual: Serving, now: Serving) -> str:
 
 
 def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
-    """Nothing fits one device; what the figures are for in its place."""
+    """Nothing fits one device; the figures are for several."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
     _, limit = bytes_of(usual.shape, usual.at)
     return (
@@ -41,7 +41,7 @@ def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
 
 
 def attention(serving: Serving, batch: int) -> str:
-    """What the model's attention caches, beside what others would."""
+    """The cache of the model's attention, beside that of other kinds of attention."""
     rows = attention_variants(serving.shape, replace(serving.at, batch=batch))
     own = next(row for row in rows if row.own)
     others = [
@@ -55,7 +55,7 @@ def attention(serving: Serving, batch: int) -> str:
 
 
 def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
-    """Where the time of a decoding step goes."""
+    """The parts of the time of a decoding step."""
     time = _decoding(serving, traffic, batch)
     weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
     cache = sum(p.expected for p in time.parts if p.name == "kv cache")
@@ -69,7 +69,7 @@ def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
 
 
 def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
-    """What it costs to check drafts."""
+    """The cost of checking drafts."""
     step = verify(batch, traffic.halfway, drafts)
     time = step_time(serving.shape, serving.at, step)
     cost = time.expected / _decoding(serving, traffic, batch).expected
@@ -78,12 +78,12 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
 
 
 def supposed(acceptance: float, draft: bool) -> str:
-    """What was said of drafts, and not predicted."""
+    """What the wish supposes of drafts."""
     return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
 
 
 def worthwhile(percent: int | None, draft: bool) -> str:
-    """From where on drafts gain, where nobody says how many are right."""
+    """The acceptance from which drafts gain, where the wish gives none."""
     return (
         f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
         "on the texts: `kvik spec-report --data` measures it, --acceptance predicts with it. Not "
@@ -120,7 +120,7 @@ def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
 def batching(
     now: Serving, tuned: Serving, traffic: Traffic, after: Figures, slo: Slo | None
 ) -> str:
-    """What more or fewer requests and tokens in a step do."""
+    """The effect of more or fewer requests and tokens in a step."""
     full = predict(now, traffic, max(1, now.most))
     if slo is None:
         if full is None or after.load is None:
@@ -140,7 +140,7 @@ def batching(
 
 
 def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) -> str:
-    """What a shared beginning of prompts saves."""
+    """The effect of prompts that begin alike."""
     pair = (without.single, served.single)
     if pair[0] is None or pair[1] is None:
         return "on already"
@@ -154,7 +154,7 @@ def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) 
 
 
 def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
-    """Whether limits are kept, and by what margin."""
+    """Whether the limits are kept, and by what margin."""
     parts = []
     if asked:
         if figures.load is None:
@@ -172,13 +172,13 @@ def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
 
 
 def most_served(figures: Figures) -> str:
-    """Where the load is more than that."""
+    """The highest throughput, for a load beyond it."""
     rate = figures.full.rate if figures.full else 0.0
     return f"{three(rate)} requests/s at most"
 
 
 def beyond(best: Figures, slo: Slo) -> str:
-    """Whether what this version lacks would keep them, all of it together."""
+    """Whether all levers that this version lacks would together keep the limits."""
     if best.largest is not None:
         count = best.largest.concurrency
         return f"with all that is not in this version they would be kept, up to {count} at a time"
