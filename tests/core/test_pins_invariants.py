@@ -9,7 +9,7 @@ from helpers.simulation import Setup, Simulation
 
 from kvik.core import invariants
 from kvik.core.invariants import InvariantError
-from kvik.core.pins import HeldPin, PinTable
+from kvik.core.pins import PinnedPrefix, PinTable
 from kvik.core.types import Pin
 
 Corruption = Callable[[PinTable], object]
@@ -27,11 +27,11 @@ def pinned() -> Simulation:
     return sim
 
 
-def first(pins: PinTable) -> HeldPin:
+def first(pins: PinTable) -> PinnedPrefix:
     return next(iter(pins.by_use))
 
 
-def end_of(held: HeldPin) -> int:
+def end_of(held: PinnedPrefix) -> int:
     assert held.end is not None
     return held.end.blocks[0]
 

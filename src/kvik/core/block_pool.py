@@ -9,8 +9,8 @@ from hashlib import blake2b
 # Block hashes: what makes two prefixes equal.
 #
 # The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean
-# equal prefixes, and the blocks of all requests form a prefix tree without anyone building one. The
-# chain starts from a salt: requests under different salts never see each other's blocks.
+# equal prefixes, and the blocks of all requests form an implicit prefix tree. The chain starts from
+# a salt: requests under different salts never see each other's blocks.
 
 HASH_BYTES = 16
 
@@ -35,7 +35,7 @@ def extend_hashes(
         hashes.append(parent)
 
 
-NULL_BLOCK = 0  # never handed out: stands for "no block here" in tables and absorbs padded writes
+NULL_BLOCK = 0  # never allocated: stands for "no block" in tables and absorbs padded writes
 
 BlockKey = tuple[int, bytes]  # KV group, chained hash of the tokens up to the block's end
 
@@ -43,17 +43,17 @@ BlockKey = tuple[int, bytes]  # KV group, chained hash of the tokens up to the b
 class BlockPool:
     """Owns every block id of one KV cache.
 
-    A block nobody references is *free* and sits in the free list, but keeps its contents and its
-    hash until it is handed out again: the free list is the prefix cache, least recently used
-    first. Blocks without a hash are of no use to anyone and go to the front.
+    A block without references is *free* and in the free list, but keeps its contents and its hash
+    until it is allocated again: the free list is the prefix cache, least recently used first.
+    Blocks without a hash are of no use and go to the front.
 
     Requests that compute the same prefix at the same time fill a block each. The first one is
-    indexed; the others are its *copies* while somebody references them. When the indexed block is
-    handed out or forgotten, its oldest copy takes its place. When nobody references a copy any
-    more, it is a free block without content, and the indexed block counts as just used.
+    indexed; the others are its *copies* while they are referenced. When the indexed block is
+    allocated again or forgotten, its oldest copy takes its place. A copy without references is a
+    free block without content, and the indexed block counts as just used.
 
-    A *pinned* block is not handed out while it is pinned: when nobody references it, it is kept
-    beside the free list, and whoever pinned it must unpin it before it can be allocated.
+    A *pinned* block without references is kept outside the free list, and cannot be allocated until
+    it is unpinned.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -66,12 +66,12 @@ class BlockPool:
         # A doubly linked list threaded through two arrays; the null block is its sentinel.
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1  # that nobody references, pinned ones included
+        self.num_free = num_blocks - 1  # without references, pinned ones included
         self.num_kept = 0  # of these, pinned
         self._pins: dict[int, int] = {}  # how often a block is pinned
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each, forgetting what they cached."""
+        """Allocate `count` blocks with one reference each, forgetting their contents."""
         if count > self.num_free - self.num_kept:
             free = self.num_free - self.num_kept
             raise RuntimeError(f"{count} blocks wanted, {free} free and not pinned")
@@ -91,7 +91,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """One more reference; a free block leaves the free list with its contents."""
+        """Add a reference; a free block leaves the free list with its contents."""
         if self.ref_counts[block] == 0:
             if block in self._pins:
                 self.num_kept -= 1
@@ -101,7 +101,7 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less for each; the last listed is evicted last."""
+        """Drop a reference of each block; the last listed is evicted last."""
         for block in blocks:
             count = self.ref_counts[block] - 1
             if count < 0:
@@ -125,7 +125,7 @@ class BlockPool:
         self._pins[block] = count + 1
 
     def unpin(self, block: int) -> None:
-        """The opposite of `pin`; a block nobody references is then free as if released now."""
+        """Undo one `pin`; a block without references is then free as if released now."""
         count = self._pins[block] - 1
         if count:
             self._pins[block] = count
@@ -140,8 +140,8 @@ class BlockPool:
         return self._index.get(key)
 
     def commit(self, block: int, key: BlockKey) -> None:
-        """Publish the content of a full block that somebody references. The first block with a
-        content keeps the entry, and others are its copies."""
+        """Publish the content of a full, referenced block. The first block with a content keeps the
+        entry, and others are its copies."""
         if self._keys[block] is not None or block in self._copies:
             return
         if key in self._index:
@@ -160,7 +160,7 @@ class BlockPool:
             self._drop_copy(block)
 
     def forget_all(self) -> int:
-        """Withdraw every content; returns how many there were."""
+        """Withdraw all contents; returns how many there were."""
         count = len(self._index)
         for block in self._index.values():
             self._keys[block] = None
@@ -180,15 +180,14 @@ class BlockPool:
         return len(self._pins)
 
     def sample(self, every: int) -> tuple[list[int], list[bool], list[bool]]:
-        """Of every so many-th block, from block 1 on: its references, whether its content can be
+        """State of every `every`-th block, from block 1: its references, whether its content can be
         matched, and whether it is pinned."""
         cached = [key is not None for key in self._keys[1::every]]
         pinned = [block in self._pins for block in range(1, self.num_blocks, every)]
         return self.ref_counts[1::every], cached, pinned
 
     def free_blocks(self) -> list[int]:
-        """The free list from the first to be handed out to the last (for audits). Pinned blocks are
-        not in it."""
+        """The free list in the order of allocation (for audits), without pinned blocks."""
         blocks = []
         block = self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
@@ -221,7 +220,7 @@ class BlockPool:
         self._index[key] = copy
 
     def _drop_copy(self, block: int) -> BlockKey:
-        """A copy is none any more. Returns what its content is."""
+        """Remove a copy. Returns the key of its content."""
         key = self._copies.pop(block)
         copies = self._copies_of[key]
         del copies[block]
@@ -230,7 +229,7 @@ class BlockPool:
         return key
 
     def _use(self, block: int) -> None:
-        """A block in the free list is evicted as if it had been released now."""
+        """Move a block of the free list to the place it had if it were released now."""
         if self.ref_counts[block] == 0 and block not in self._pins:
             self._remove(block)
             self._append(block)

@@ -1,22 +1,22 @@
-"""A fair share of the engine for each tenant, whatever policy orders the requests of one.
+"""Fair shares of the engine between tenants. A policy orders the requests of one tenant.
 
 Service is counted in tokens, as in VTC (Sheng et al. 2024, "Fairness in Serving Large Language
-Models"): 1 for a token of a prompt, `OUTPUT_WEIGHT` for one of an output, since it takes a row of a
-step of its own. Only what is computed for the first time counts: what the prefix cache had cost
-nothing, and what a preemption lost is not the tenant's doing. Who was served least goes first, so
-tenants that always have work get equal service, to within a step and one request.
+Models"): 1 for a token of a prompt, `OUTPUT_WEIGHT` for one of an output, since that takes a row of
+a step of its own. Only tokens computed for the first time count: those found in the prefix cache
+cost nothing, and those lost by a preemption are not charged twice. The tenant served least goes
+first, so tenants that always have work get equal service, to within a step and one request.
 
-Time without work earns no credit: a tenant that comes back is lifted to the *virtual time*, the
+Time without work earns no credit: a tenant that returns is lifted to the *virtual time*, the
 service of the least served tenant that has work waiting (start-time fair queueing, Goyal et al.
 1996).
 
-The request with which a tenant comes back while others are served, and which finds its tenant
-within its share, is a *newcomer*. It goes first, whole, until its first token, for a tenant that
-asks for less than its share should not feel the others. There is one of a tenant at most, and the
-next can only come when the others were served as much.
+The request with which a tenant returns while others are served is a *newcomer* if the tenant was
+not served more than the virtual time. It goes first, with its whole prompt, until its first token:
+a tenant that asks for less than its share should not notice the others. A tenant has at most one
+newcomer, and the next is possible only when the others were served as much.
 
-Tenants come before priorities: those order the requests of one tenant. While only one tenant has
-requests, nothing of this costs anything or changes anything.
+Tenants come before priorities, which order the requests of one tenant. While only one tenant has
+requests, all this costs and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kvik.core.kv_manager import KVCacheManager, PrefixMatch
 from kvik.core.policy import Policy
 from kvik.core.types import Request
 
-OUTPUT_WEIGHT = 2  # as in VTC, and about what output costs more where it is sold
+OUTPUT_WEIGHT = 2  # as in VTC, and about the ratio of prices of output and input
 
 
 class Account:
-    """One tenant that has requests, or was served more than others by now."""
+    """A tenant that has requests, or was served more than the virtual time."""
 
     __slots__ = ("num_requests", "served", "since")
 
     def __init__(self) -> None:
         self.served = 0  # weighted tokens, in virtual time
         self.num_requests = 0  # unfinished ones
-        self.since = 0  # the larger, the later it came back
+        self.since = 0  # running number of its last return
 
 
 class FairShare:
@@ -70,12 +70,12 @@ class FairShare:
         return self.num_active > 1
 
     def served(self, request: Request) -> int:
-        """What the request's tenant was given."""
+        """Service of the request's tenant."""
         return self.accounts[request.tenant].served
 
     def place(self, request: Request) -> tuple[bool, tuple[float, int]]:
-        """Among running requests that need blocks for their prompts: the larger, the sooner it
-        gives way. It does not depend on service, so that nobody overtakes another twice."""
+        """Order of running requests that need blocks for their prompts; the largest is preempted
+        first. It does not depend on service, so that no request overtakes another twice."""
         return (request not in self.newcomers, request.order)
 
     # -- requests in and out ---------------------------------------------------------------------
@@ -83,7 +83,7 @@ class FairShare:
     def arrive(
         self, request: Request, waiting: Mapping[str, list[Request]], running: list[Request]
     ) -> None:
-        """A request comes. `waiting`: those of each tenant that are queued, without this one."""
+        """A request arrives. `waiting`: queued requests of each tenant, without this one."""
         tenant = request.tenant
         account = self.accounts.get(tenant)
         if account is None:
@@ -96,14 +96,14 @@ class FairShare:
             self._come_back(request, account, waiting, running)
 
     def start(self, request: Request) -> None:
-        """A request was admitted: what was found in the cache is free."""
+        """A request was admitted: tokens found in the cache are free."""
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
 
     def first_token(self, request: Request) -> None:
         self.newcomers.pop(request, None)
 
     def lose(self, request: Request) -> None:
-        """A request is preempted: what it computes again will not be charged again."""
+        """A request is preempted: tokens computed again will not be charged again."""
         self.charge(request)
         self.newcomers.pop(request, None)
 
@@ -116,7 +116,7 @@ class FairShare:
         if account.num_requests:
             return
         self.num_active -= 1
-        if not self.num_active:  # with no one to compare with, all begin anew
+        if not self.num_active:  # no tenant is left to compare with
             self.virtual_time = max(a.served for a in self.accounts.values())
             self.accounts.clear()
 
@@ -136,7 +136,7 @@ class FairShare:
         accounts = self.accounts
         if behind:
             reached = min(accounts[tenant].served for tenant in behind)
-        else:  # everyone gets all that was asked for
+        else:  # all tenants get what they ask for
             reached = max(a.served for a in accounts.values() if a.num_requests)
         self.virtual_time = max(self.virtual_time, reached)
         account.served = max(account.served, self.virtual_time)
@@ -151,13 +151,14 @@ class FairShare:
     # -- service ---------------------------------------------------------------------------------
 
     def settle(self, running: list[Request]) -> None:
-        """Count what running requests were given since it was last asked for. So decoding costs
-        nothing as long as nobody has to be compared."""
+        """Charge what running requests computed since the last call. Decoding is charged only here,
+        so it costs nothing while no tenants have to be compared."""
         for request in running:
             if request.num_computed_tokens > request.num_charged_tokens:
                 self.charge(request)
 
     def charge(self, request: Request) -> None:
+        """Charge the tenant for the tokens that the request computed since the last charge."""
         first, end = request.num_charged_tokens, request.num_computed_tokens
         if end > first:
             output = max(0, end - max(first, request.num_prompt_tokens))
@@ -166,9 +167,9 @@ class FairShare:
             request.num_charged_tokens = end
 
     def left_over(self, budget: int, waiting: Iterable[str]) -> None:
-        """A step had so many tokens left that nobody could use. Its part of them counts as served
-        to a tenant that waits: what it lacks is room, and nobody took tokens from it. Otherwise a
-        tenant that fills all blocks and slowly decodes would make all others seem greedy."""
+        """A step had `budget` tokens left that no request could use. Each waiting tenant is charged
+        its part of them: it lacks blocks or slots, not tokens. Otherwise the others would seem
+        greedy beside a tenant that fills all blocks and decodes slowly."""
         for tenant in waiting:
             self.accounts[tenant].served += budget // self.num_active
 
@@ -177,9 +178,9 @@ class FairShare:
         lines: Mapping[str, Iterable[Request]],
         cost: Callable[[Request], int] = lambda request: 0,
     ) -> Iterator[Request]:
-        """Requests in the order in which to serve them: newcomers first, then always the next in
-        line of the tenant that was served least. What the caller charges before it asks for the
-        next one counts, and so does `cost`, by which requests can be lined up without service."""
+        """Yield requests in the order in which to serve them: newcomers first, then always the next
+        of the tenant that was served least. What the caller charges between two requests counts,
+        and so does `cost`, by which requests can be ordered without service."""
         turns: list[tuple[bool, int, int, str, Request, Iterator[Request]]] = []
 
         def line_up(tenant: str, line: Iterator[Request], expected: int) -> None:
@@ -218,16 +219,16 @@ class FairShare:
 
 # Slots and blocks for tenants below their share, taken from those furthest above theirs.
 #
-# What a tenant holds is its share of the slots or of the blocks, whichever is larger (dominant
+# A tenant's share is that of the slots or that of the blocks, whichever is larger (dominant
 # resources, Ghodsi et al. 2011). With n tenants a fair share is 1/n.
 #
-# - A newcomer may take from whoever holds more than a fair share.
-# - Other requests, of a tenant that was served no more than the one that gives, may take as long as
-#   that one keeps a fair share and at least twice what the taker then holds. Beyond that requests
-#   that end make room soon enough; without the distance tenants that are about equal would take
-#   from each other again and again.
-# - A request that was preempted itself takes nothing. So a request takes room for itself at most
-#   once, and there are no more preemptions for fairness than requests that could cause them.
+# - A newcomer may take from a tenant that uses more than a fair share.
+# - Other requests may take from a tenant that was served at least as much as theirs, as long as it
+#   keeps a fair share and at least twice what the taker then uses. Beyond that, requests that end
+#   free enough soon; without the distance, tenants that are about equal would take from each other
+#   again and again.
+# - A request that was preempted takes nothing. So a request takes resources at most once, and there
+#   are no more preemptions for fairness than requests that could cause them.
 
 
 class TenantUsage:

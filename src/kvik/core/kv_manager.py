@@ -12,14 +12,14 @@ from kvik.core.types import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix that need not be computed: its length and the blocks that hold it, per group."""
+    """A prefix that need not be computed: its length, and its blocks per group."""
 
     num_tokens: int
     block_ids: list[list[int]] = field(default_factory=list)
 
 
 class KVCacheManager:
-    """Gives requests blocks of the shared pool and remembers what full blocks hold.
+    """Gives requests blocks of the shared pool, and indexes the contents of full blocks.
 
     All tables of a request have the same length, one entry per `block_size` tokens; entries that
     slid out of a window are the null block.
@@ -87,7 +87,7 @@ class KVCacheManager:
     def admit(
         self, request: Request, match: PrefixMatch, num_tokens: int
     ) -> list[tuple[int, int]] | None:
-        """Give a waiting request the matched blocks and room for its first `num_tokens` tokens.
+        """Give a waiting request the matched blocks, and blocks for its first `num_tokens` tokens.
 
         Returns:
             Block copies (source, target) to do before the step, or None if blocks are short, in
@@ -118,7 +118,7 @@ class KVCacheManager:
         return copies
 
     def extend(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Make room for `num_tokens` tokens in all. Returns the new ids per group, or None."""
+        """Allocate blocks for `num_tokens` tokens in all. Returns new ids per group, or None."""
         if self._windowed:
             self._release_unseen(request)
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
@@ -130,9 +130,9 @@ class KVCacheManager:
         return new
 
     def commit(self, request: Request) -> None:
-        """Publish blocks that became full of written, delivered tokens; drop those out of sight.
+        """Publish blocks that became full of written, delivered tokens; free those out of sight.
 
-        What a step in flight has promised to write is not published: the step may fail.
+        Blocks that a step in flight is to write are not published: the step may fail.
         """
         full = min(request.num_written_tokens, len(request.token_ids)) // self.block_size
         first = request.num_committed_blocks
@@ -149,7 +149,7 @@ class KVCacheManager:
             self._release_unseen(request)
 
     def use_pins(self, request: Request, now: float) -> None:
-        """A request has just been admitted: what it shares of pinned prefixes is in use."""
+        """A request was admitted: the pinned prefixes that it shares are used."""
         if self.pins.by_use:
             shared = request.block_hashes[: request.num_committed_blocks]
             self.pins.use(request.tenant, shared, now)
@@ -157,7 +157,7 @@ class KVCacheManager:
             self.pin(request, now)
 
     def pin(self, request: Request, now: float) -> None:
-        """Pin the prefixes that a request wants pinned, as far as they are published by now."""
+        """Pin the prefixes that a request asks for, as far as they are published."""
         if not self.caching:
             return
         prompt, done = request.num_prompt_tokens, 0
@@ -167,8 +167,8 @@ class KVCacheManager:
             if length > request.num_committed_blocks:
                 break
             done += 1
-            # Where a pin ends with the prompt, longer prompts read all of it. Who has the same one
-            # computes its last token anew, and what its windows then see is kept for it too.
+            # If a pin ends with the prompt, longer prompts read all of it. A request with the same
+            # prompt computes its last token again, and the blocks its windows see are pinned too.
             for blocks in dict.fromkeys((min(tokens, prompt - 1) // self.block_size, length)):
                 hashes = request.block_hashes[:blocks]
                 if hashes and self.pins.pin(request.tenant, hashes, pin.seconds, now):
@@ -177,8 +177,8 @@ class KVCacheManager:
         request.pins = request.pins[done:]
 
     def free(self, request: Request, *, forget: bool = False) -> None:
-        """Take all blocks back. The end of the table is evicted first, so that what other requests
-        may share lives longest. `forget`: the contents are in doubt and must not be matched."""
+        """Release all blocks. The end of the table is evicted first, so that blocks which others
+        may share live longest. `forget`: the contents are in doubt and must not be matched."""
         for ids in request.block_ids:
             held = [b for b in reversed(ids) if b != NULL_BLOCK]
             if forget:
@@ -192,12 +192,13 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_written_tokens = 0
 
     def reset(self) -> int:
-        """Forget what all blocks cache, pinned or not; requests go on. Returns how many did."""
+        """Forget the contents of all blocks, also pinned ones; requests go on. Returns how many
+        blocks had any."""
         self.pins.clear()
         return self.pool.forget_all()
 
     def _allocate(self, count: int) -> list[int]:
-        """Blocks that were counted as free, among them those of pins, which give way."""
+        """Allocate free blocks; pins are dropped if no others are left."""
         short = count - (self.pool.num_free - self.pool.num_kept)
         if short > 0:
             self.pins.give_way(short)
@@ -260,7 +261,7 @@ class KVCacheManager:
         return PrefixMatch(length, tables)
 
     def _release_unseen(self, request: Request) -> None:
-        """Drop blocks that slid out of the window of the first query that may still be asked."""
+        """Release blocks that slid out of the window of the first query that may still come."""
         position = request.num_written_tokens
         for group, ids in zip(self.groups, request.block_ids, strict=True):
             gone = group.spec.first_visible_block(position, self.block_size) - 1

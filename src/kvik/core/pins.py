@@ -1,17 +1,17 @@
-"""Pinned prefixes: what stays in the prefix cache for a while, whether anyone uses it or not.
+"""Pinned prefixes: prefixes of prompts that stay in the prefix cache for a time, used or not.
 
-A pin is a prefix of somebody's prompt, in full blocks, that is kept until so many seconds have
-passed since it was last used. What that promises: however much else passes through the cache, a
-pinned prefix is matched by the next request that starts with it. Two things end it early.
+A pin keeps a prefix of a prompt, in full blocks, until a given time has passed since its last use.
+However much else passes through the cache, the next request that starts with a pinned prefix
+matches it. Two things end a pin early.
 
-- *Quotas.* A tenant pins at most its share of the blocks; beyond that its own pins go, the one
-  unused for longest first. All tenants together pin at most a share too; beyond that the one who
-  pins most gives up its oldest. A pin that cannot be had so is not made.
-- *Need.* Requests come first: pinned blocks that none of them holds count as free. They are given
-  up when no other free block is left, the pin unused for longest first. So pins make nobody wait,
-  and nobody is preempted for them.
+- *Quotas.* A tenant pins at most its share of the blocks; beyond that its own pins are dropped,
+  least recently used first. All tenants together pin at most a share too; beyond that the tenant
+  that pins most loses its least recently used pin. A pin that no quota allows is not made.
+- *Need.* Requests come first: pinned blocks without references count as free. They are dropped when
+  no other free block is left, least recently used pin first. So no request waits or is preempted
+  because of pins.
 
-Time is an argument. Each call costs O(1) a block or a pin that it is about, and expiry O(log n).
+Time is an argument. Each call costs O(1) per block or pin it concerns, and expiry O(log n).
 """
 
 from __future__ import annotations
@@ -26,30 +26,34 @@ from kvik.core.config import CacheConfig
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """One block of a pinned prefix, in each group that sees everything. The nodes of a tenant are
     a prefix tree: pins with a common beginning share it."""
 
     key: bytes  # the hash of the prefix up to its end
-    parent: Node | None
+    parent: PrefixNode | None
     blocks: tuple[int, ...]
     uses: int = 0  # pins that end here, and nodes that follow
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantPins:
+    """The pins of one tenant, and the prefix tree of their blocks."""
+
     name: str
-    nodes: dict[bytes, Node] = field(default_factory=dict)
-    pins: OrderedDict[bytes, HeldPin] = field(default_factory=OrderedDict)  # oldest use first
+    nodes: dict[bytes, PrefixNode] = field(default_factory=dict)
+    pins: OrderedDict[bytes, PinnedPrefix] = field(default_factory=OrderedDict)  # oldest use first
     num_blocks: int = 0  # one that the windows of two pins share counts twice
 
 
 @dataclass(slots=True, eq=False)
-class HeldPin:
-    tenant: Tenant
+class PinnedPrefix:
+    """A pin that was made."""
+
+    tenant: TenantPins
     first: bytes  # the hash of its first block
     key: bytes  # and of the whole prefix
-    end: Node | None  # None where every group has a window
+    end: PrefixNode | None  # None where every group has a window
     window: tuple[int, ...]  # what a match of the prefix needs of groups with a window
     seconds: float
     until: float
@@ -57,28 +61,30 @@ class HeldPin:
 
 
 class PinTable:
+    """All pins of a block pool."""
+
     def __init__(self, pool: BlockPool, config: CacheConfig) -> None:
         self.pool = pool
         self.most_blocks = int(config.pinned_share * (config.num_blocks - 1))
         self.most_of_tenant = int(config.tenant_pinned_share * (config.num_blocks - 1))
-        self.tenants: dict[str, Tenant] = {}
-        self.by_use: OrderedDict[HeldPin, None] = OrderedDict()  # of all tenants, oldest first
+        self.tenants: dict[str, TenantPins] = {}
+        self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size
         specs = [group.spec for group in config.groups]
         self._full = [g for g, spec in enumerate(specs) if spec.window is None]
         self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.window is not None]
         # When each pin ends at the earliest: it may have been used since.
-        self._ends: list[tuple[float, int, HeldPin]] = []
+        self._ends: list[tuple[float, int, PinnedPrefix]] = []
         self._num_made = 0
 
     def pin(self, tenant: str, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
-        """Pin the prefix whose full blocks have these hashes, or use it if it is pinned already:
-        then the longer of the two times counts.
+        """Pin the prefix whose full blocks have these hashes. If it is pinned already, this is a
+        use of it, and the longer of the two times counts.
 
         Returns:
             Whether the pin is new. Without blocks or quota for it nothing is pinned.
         """
-        owner = self.tenants.get(tenant) or Tenant(tenant)
+        owner = self.tenants.get(tenant) or TenantPins(tenant)
         held = owner.pins.get(hashes[-1])
         if held is not None:
             held.seconds = max(held.seconds, seconds)
@@ -88,11 +94,11 @@ class PinTable:
         return held is None
 
     def use(self, tenant: str, hashes: Sequence[bytes], now: float) -> None:
-        """A prefix is in use: the time of all its pins starts anew."""
+        """A prefix is used: the time of all its pins starts again."""
         owner = self.tenants.get(tenant)
         if owner is None:
             return
-        for key in reversed(hashes):  # a longer one gives way before one that it contains
+        for key in reversed(hashes):  # a longer one is dropped before one that it contains
             held = owner.pins.get(key)
             if held is not None:
                 held.until = max(held.until, now + held.seconds)
@@ -111,9 +117,9 @@ class PinTable:
                     heappush(ends, (held.until, number, held))
 
     def give_way(self, count: int) -> None:
-        """Make `count` more blocks free that are pinned now and that nobody references.
+        """Unpin `count` more blocks without references.
 
-        Pins of prefixes in use are spared as long as others do: they would bring nothing.
+        Pins of prefixes in use are kept as long as others suffice: they would free nothing.
         """
         pool, by_use = self.pool, self.by_use
         wanted = pool.num_free - pool.num_kept + count
@@ -130,7 +136,7 @@ class PinTable:
             self._drop(next(iter(by_use)))
 
     def forget(self, first: bytes) -> None:
-        """Drop the pins of all prefixes with this first block: blocks of theirs are forgotten."""
+        """Drop the pins of all prefixes with this first block, whose contents are in doubt."""
         for held in [held for held in self.by_use if held.first == first]:
             self._drop(held)
 
@@ -139,8 +145,8 @@ class PinTable:
             self._drop(held)
         self._ends.clear()
 
-    def _make(self, owner: Tenant, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
-        """Hold the blocks of a prefix that is not pinned yet, within the quotas."""
+    def _make(self, owner: TenantPins, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
+        """Pin the blocks of a prefix that is not pinned yet, within the quotas."""
         window = self._window_blocks(hashes)
         new = self._new_nodes(owner, hashes)
         if window is None or new is None:
@@ -151,13 +157,13 @@ class PinTable:
         for key, blocks in new:
             if end is not None:
                 end.uses += 1
-            end = owner.nodes[key] = Node(key, end, blocks)
+            end = owner.nodes[key] = PrefixNode(key, end, blocks)
             self._pin_blocks(blocks)
         if end is not None:
             end.uses += 1
         self._pin_blocks(window)
         owner.num_blocks += len(new) * len(self._full) + len(window)
-        held = HeldPin(owner, hashes[0], hashes[-1], end, window, seconds, now + seconds)
+        held = PinnedPrefix(owner, hashes[0], hashes[-1], end, window, seconds, now + seconds)
         self.tenants[owner.name] = owner
         owner.pins[held.key] = held
         self.by_use[held] = None
@@ -165,7 +171,7 @@ class PinTable:
         return self._keep_quotas(held)
 
     def _window_blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
-        """What the query behind the prefix sees through windows; None if some of it is gone."""
+        """Blocks that the query after the prefix sees through windows; None if one is gone."""
         found = []
         for g, spec in self._windowed:
             seen = spec.first_visible_block(len(hashes) * self._block_size, self._block_size)
@@ -174,9 +180,9 @@ class PinTable:
         return blocks if len(blocks) == len(found) else None
 
     def _new_nodes(
-        self, owner: Tenant, hashes: Sequence[bytes]
+        self, owner: TenantPins, hashes: Sequence[bytes]
     ) -> list[tuple[bytes, tuple[int, ...]]] | None:
-        """Key and blocks of the nodes that the tenant's tree lacks, in order; None if some block is
+        """Key and blocks of the nodes that the tenant's tree lacks, in order; None if a block is
         gone."""
         new = []
         for key in reversed(hashes if self._full else ()):
@@ -189,18 +195,18 @@ class PinTable:
             new.append((key, blocks))
         return new[::-1]
 
-    def _keep_quotas(self, new: HeldPin) -> bool:
-        """Drop what a new pin leaves no room for, which may be itself. Returns whether it stays."""
+    def _keep_quotas(self, new: PinnedPrefix) -> bool:
+        """Drop pins beyond the quotas, which may include the new one. Returns whether it stays."""
         owner = new.tenant
         while owner.num_blocks > self.most_of_tenant:
             self._drop(next(iter(owner.pins.values())))
         while self.pool.num_pinned > self.most_blocks:
-            # Of equals the one who asks gives way.
+            # Of equals, the tenant of the new pin.
             most = max(self.tenants.values(), key=lambda t: (t.num_blocks, t is owner))
             self._drop(next(iter(most.pins.values())))
         return not new.dropped
 
-    def _drop(self, held: HeldPin) -> None:
+    def _drop(self, held: PinnedPrefix) -> None:
         owner = held.tenant
         held.dropped = True
         del owner.pins[held.key], self.by_use[held]
@@ -216,12 +222,12 @@ class PinTable:
         if not owner.pins:
             del self.tenants[owner.name]
 
-    def _in_use(self, held: HeldPin) -> bool:
+    def _in_use(self, held: PinnedPrefix) -> bool:
         """Whether a request holds the end of the prefix."""
         blocks = held.window if held.end is None else held.end.blocks
         return any(self.pool.ref_counts[block] for block in blocks[-1:])
 
-    def _note_end(self, held: HeldPin) -> None:
+    def _note_end(self, held: PinnedPrefix) -> None:
         self._num_made += 1
         heappush(self._ends, (held.until, self._num_made, held))
         if len(self._ends) > 64 + 2 * len(self.by_use):  # most were dropped before their time
@@ -232,7 +238,7 @@ class PinTable:
         for block in blocks:
             self.pool.pin(block)
 
-    def _unpin_blocks(self, owner: Tenant, blocks: Sequence[int]) -> None:
+    def _unpin_blocks(self, owner: TenantPins, blocks: Sequence[int]) -> None:
         owner.num_blocks -= len(blocks)
         for block in blocks:
             self.pool.unpin(block)

@@ -1,12 +1,12 @@
-"""Who is served first, how much of it at once, who gives way, and when a batch may start.
+"""Which requests are served first, in which chunks, which are preempted, and when a batch starts.
 
-A policy is handed to the one scheduler; continuous, static and dynamic batching differ only here.
+There is one scheduler; continuous, static and dynamic batching differ only in their policies.
 Smaller `order` keys are served first. Keys never change while a request is in the system, which is
 possible even with ageing: "one level more urgent per `ageing` seconds of waiting" orders requests
 exactly like the constant key `level * ageing + arrival`.
 
-Between the requests of different tenants `fair_share` decides first, and a policy among those of
-one. Where requests are served in batches, fair shares decide who is in the next batch.
+`fair_share` decides between the requests of different tenants, a policy between those of one. Where
+requests are served in batches, fair shares decide which are in the next batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvik.errors import ConfigError
 
 
 class Policy(Protocol):
-    """The seam between the scheduler's mechanism and a service's wishes."""
+    """How a service orders its requests; the scheduler does the rest."""
 
-    batches: bool  # nobody joins those that run, until they have ended
+    batches: bool  # no request joins a running batch
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
-        """The request's key, asked once when it arrives."""
+        """The request's key; called once, when it arrives."""
         ...
 
     def candidates(self, waiting: list[Request], now: float) -> list[Request]:
@@ -37,25 +37,26 @@ class Policy(Protocol):
         ...
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Which of the running requests (sorted by `order`) gives up its blocks first."""
+        """Which of the running requests (sorted by `order`) is preempted first."""
         ...
 
     def cheapest(self, running: Sequence[Request]) -> Request:
-        """Which of a tenant's running requests (sorted by `order`) gives way to another tenant."""
+        """Which of a tenant's running requests (sorted by `order`) is preempted for another
+        tenant."""
         ...
 
     def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
-        """Which of the waiting requests may start now. They come in the order of `order`, or of
-        fair shares between tenants; those of a batch under way that had to wait come first."""
+        """Which of the waiting requests may start now. They are given in the order of `order`, or
+        of fair shares between tenants; those that belong to the running batch come first."""
         ...
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        """When to look again if nothing is running and nothing was `admissible`."""
+        """When to plan again if nothing is running and nothing was `admissible`."""
         ...
 
 
 class Fcfs:
-    """First come, first served, continuous batching: whoever fits joins at every step."""
+    """First come, first served, with continuous batching: requests join at every step."""
 
     batches = False
 
@@ -72,7 +73,7 @@ class Fcfs:
         return running[-1]
 
     def cheapest(self, running: Sequence[Request]) -> Request:
-        """The one that loses least, the youngest of equals."""
+        """The request that loses least; the youngest of equals."""
         return min(reversed(running), key=lambda r: r.num_computed_tokens)
 
     def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
@@ -83,7 +84,8 @@ class Fcfs:
 
 
 class Priority(Fcfs):
-    """Smaller `priority` first; waiting `ageing` seconds is worth one level, so nobody starves."""
+    """Smaller `priority` first; `ageing` seconds of waiting weigh as one level, so that no request
+    starves."""
 
     def __init__(self, ageing: float) -> None:
         self.ageing = ageing
@@ -97,7 +99,7 @@ class Priority(Fcfs):
 
 
 class ShortestPrefillFirst(Fcfs):
-    """Short prompts first: the mean TTFT falls. A thousand tokens weigh like `ageing` seconds of
+    """Short prompts first, for a lower mean TTFT. A thousand tokens weigh as `ageing` seconds of
     waiting, so that a long prompt is overtaken for a bounded time."""
 
     def __init__(self, ageing: float) -> None:
@@ -109,9 +111,9 @@ class ShortestPrefillFirst(Fcfs):
 
 
 class LongestPrefixMatch(Fcfs):
-    """Those with most of their prompt in the prefix cache first, while it is still there (SGLang,
-    Zheng et al. 2024, section 3). Only the oldest `lookahead` requests compete, and one that has
-    waited `ageing` seconds goes before all others."""
+    """Requests with most of their prompt in the prefix cache first, while it is still there
+    (SGLang, Zheng et al. 2024, section 3). Only the oldest `lookahead` requests compete, and one
+    that has waited `ageing` seconds goes before all others."""
 
     lookahead = 64
 
@@ -129,7 +131,7 @@ class LongestPrefixMatch(Fcfs):
 
 
 class Static(Fcfs):
-    """A batch starts when the one before it has ended, and takes no newcomer in meanwhile."""
+    """A batch starts when the one before it has ended; no request joins it."""
 
     batches = True
 
@@ -144,9 +146,9 @@ class Static(Fcfs):
 
 
 class Dynamic(Fcfs):
-    """A static batch that waits for company: it starts when it is full or its oldest request has
-    waited `max_wait` seconds. From a queue that is half full on, it waits less: not at all once
-    the queue is full, when new company would be refused anyway."""
+    """A static batch that waits for more requests: it starts when it is full or its oldest request
+    has waited `max_wait` seconds. It waits less if the queue is more than half full, and not at all
+    if the queue is full, when more requests would be refused anyway."""
 
     batches = True
 
@@ -184,8 +186,8 @@ class Dynamic(Fcfs):
 
 
 def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
-    """Members of the batch under way that had to wait: preempted ones, and siblings of a request
-    that runs, since they need its prompt."""
+    """Waiting members of the running batch: preempted requests, and siblings of a running request,
+    since they need its prompt."""
     found: list[Request] = []
     for request in waiting[: max(0, room)]:
         if not rejoins(request):
@@ -195,7 +197,7 @@ def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
 
 
 def rejoins(request: Request) -> bool:
-    """Whether a waiting request belongs to those that run."""
+    """Whether a waiting request belongs to the running batch."""
     leader = request.leader
     sibling = leader is not None and leader.status is RequestStatus.RUNNING
     return sibling or request.status is RequestStatus.PREEMPTED
@@ -214,7 +216,7 @@ def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -
 
 
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:
-    """The policy named in the config. `matched` tells how much of a prompt is cached."""
+    """Make the policy named in the config. `matched`: number of a request's tokens in the cache."""
     batch_size = min(config.batch_size, config.max_num_seqs)
     match config.policy:
         case "fcfs":

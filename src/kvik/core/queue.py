@@ -22,17 +22,18 @@ def _take(requests: list[Request], request: Request) -> None:
 
 
 class WaitingQueue:
-    """A sorted list. Bounded, so that overload is refused at the door and not by running out."""
+    """Waiting requests, sorted by `order`. Bounded, so that overload is refused on arrival."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # prompt tokens of everything in the queue
-        self.by_tenant: dict[str, list[Request]] = {}  # the same, for those that have some
+        self.by_tenant: dict[str, list[Request]] = {}  # the same, of each tenant with any
         self._requests: list[Request] = []
 
     def check_room(self, count: int, num_tokens: int) -> None:
-        """Refuse `count` requests of `num_tokens` prompt tokens in all if a limit is reached."""
+        """Raise `CapacityError` if `count` requests of `num_tokens` prompt tokens in all exceed a
+        limit."""
         if len(self._requests) + count > self.max_requests:
             raise CapacityError(
                 "max_queued_requests",
