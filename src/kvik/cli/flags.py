@@ -58,15 +58,22 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling options (default: what the model's authors advise)")
-    for option in options_of(SamplingParams):
-        _add(group, option)
+    title = "sampling options (default: what the model's authors advise)"
+    add_option_flags(parser, title, SamplingParams)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server options")
-    for option in options_of(ServerConfig):
-        _add(group, option)
+def add_option_flags(
+    parser: argparse.ArgumentParser, title: str, options: type, *, defaults: bool = False
+) -> None:
+    """Add a group with a flag for each option of a dataclass.
+
+    Args:
+        defaults: the help texts say them.
+    """
+    group = parser.add_argument_group(title)
+    for option in options_of(options):
+        shown = defaults and option.default is not None
+        _add(group, option, note=f"; default: {option.default}" if shown else "")
 
 
 def add_question_flag(
@@ -116,7 +123,7 @@ def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
     """The fields of EngineConfig that were given as flags."""
-    given = _given(EngineConfig, arguments, NOT_ENGINE_FLAGS)
+    given = given_options(EngineConfig, arguments, NOT_ENGINE_FLAGS)
     if ENGINE_SEED in arguments:
         given["seed"] = getattr(arguments, ENGINE_SEED)
     return given
@@ -124,17 +131,20 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of ServerConfig that were given: as flags, else in the environment."""
-    return {**server_environment(), **_given(ServerConfig, arguments, ())}
+    return {**server_environment(), **given_options(ServerConfig, arguments)}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     """The fields of SamplingParams that were given as flags."""
-    return _given(SamplingParams, arguments, ())
+    return given_options(SamplingParams, arguments)
 
 
-def _add(group: argparse._ArgumentGroup, option: Option, name: str | None = None) -> None:
+def _add(
+    group: argparse._ArgumentGroup, option: Option, name: str | None = None, note: str = ""
+) -> None:
     # argparse formats help with %, and shows defaults only of what is set.
-    flag, note = f"--{option.name.replace('_', '-')}", option.description.replace("%", "%%")
+    flag = f"--{option.name.replace('_', '-')}"
+    note = (option.description + note).replace("%", "%%")
     if isinstance(option.kind, Flag):
         group.add_argument(
             flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=note
@@ -163,9 +173,10 @@ def _reader(option: Option) -> Callable[[str], object]:
     return read
 
 
-def _given(
-    options: type, arguments: argparse.Namespace, left_out: tuple[str, ...]
-) -> dict[str, object]:
+def given_options(
+    options: type, arguments: argparse.Namespace, left_out: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The fields of a dataclass of options that were given as flags."""
     values: Mapping[str, Any] = vars(arguments)
     found = {}
     for option in options_of(options):

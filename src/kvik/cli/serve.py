@@ -14,7 +14,7 @@ from typing import Any
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
-    add_server_flags,
+    add_option_flags,
     engine_options,
     number,
     server_options,
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         "model", nargs="?", default="", help="a folder, GGUF file or hub id (default: bundled)"
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
-    add_server_flags(parser)
+    add_option_flags(parser, "server options", ServerConfig)
     add_engine_flags(parser, ENGINE_FLAGS)
     parser.add_argument(
         "--gpu-memory-utilization",

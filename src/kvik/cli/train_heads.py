@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
+from kvik.cli.flags import Parser, add_engine_flags, add_option_flags, engine_options, given_options
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.errors import ConfigError
+from kvik.options import Integer, Number, OneOf, normalised, option, options_of
 
 if TYPE_CHECKING:
     from kvik.training.heads import HeadsRecipe, TrainedHeads
@@ -27,10 +29,38 @@ READING = (
     "kv_cache_dtype",
     "memory_utilization",
 )
-DEFAULT_DEPTH, DEFAULT_WINDOW, DEFAULT_TOKENS, DEFAULT_ROWS = 4, 512, 1_000_000, 512
-DEFAULT_RATE = 1e-3
-MAX_WINDOW = 1 << 16
 DRAFTS = 4, 8, 16, 32  # trees that the report tells of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsOptions:
+    """Which heads to train, and how long."""
+
+    kind: str = option(
+        MEDUSA,
+        OneOf(KINDS),
+        "medusa: heads that each guess a token further ahead; eagle: one layer that goes on from "
+        "its own guesses",
+    )
+    depth: int = option(4, Integer(1, MAX_DEPTH), "tokens guessed ahead")
+    layers: int | None = option(
+        None, Integer(1, MAX_LAYERS), "medusa: blocks of a head; None: 1", {"kind": MEDUSA}
+    )
+    inner: int | None = option(
+        None,
+        Integer(1, 1 << 20),
+        "eagle: width of its feed-forward; None: twice the hidden size",
+        {"kind": EAGLE},
+    )
+    tokens: int = option(
+        1_000_000, Integer(1, 1 << 40), "tokens to learn from; a shorter text is read several times"
+    )
+    rows: int = option(512, Integer(1, 1 << 20), "tokens of a step")
+    rate: float = option(1e-3, Number(0, 1, above=True), "learning rate of AdamW")
+    window: int = option(
+        512, Integer(2, 1 << 16), "tokens that the model reads at once, at most its context"
+    )
+    seed: int = option(0, Integer(0, 1 << 62), "seed of everything that is drawn")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,54 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save them"
     )
-    group = parser.add_argument_group("the heads")
-    group.add_argument(
-        "--kind",
-        default=MEDUSA,
-        metavar="NAME",
-        help="medusa (heads that each guess a token further ahead) or eagle (one layer that goes "
-        f"on from its own guesses) ({MEDUSA})",
-    )
-    group.add_argument(
-        "--depth",
-        type=integer,
-        default=DEFAULT_DEPTH,
-        metavar="N",
-        help=f"tokens guessed ahead ({DEFAULT_DEPTH})",
-    )
-    group.add_argument("--layers", type=integer, metavar="N", help="medusa: blocks of a head (1)")
-    group.add_argument(
-        "--inner",
-        type=integer,
-        metavar="N",
-        help="eagle: width of its feed-forward (twice the hidden size)",
-    )
-    group = parser.add_argument_group("training")
-    group.add_argument(
-        "--tokens",
-        type=integer,
-        default=DEFAULT_TOKENS,
-        metavar="N",
-        help=f"learned from, in a text of fewer several times ({DEFAULT_TOKENS:,})",
-    )
-    group.add_argument(
-        "--rows",
-        type=integer,
-        default=DEFAULT_ROWS,
-        metavar="N",
-        help=f"tokens of a step ({DEFAULT_ROWS})",
-    )
-    group.add_argument(
-        "--rate", type=number, default=DEFAULT_RATE, metavar="X", help=f"of AdamW ({DEFAULT_RATE})"
-    )
-    group.add_argument(
-        "--window",
-        type=integer,
-        default=DEFAULT_WINDOW,
-        metavar="N",
-        help=f"tokens that the model reads at once ({DEFAULT_WINDOW}, or its context)",
-    )
-    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of everything (0)")
+    add_option_flags(parser, "the heads and their training", HeadsOptions, defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser, READING)
     return parser
@@ -116,16 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.training.heads import check_place, train_heads, windows_of
 
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    _check(arguments)
+    asked = _asked(arguments)
     check_place(arguments.output)
     texts = read_texts(arguments.data)
     resolved = resolve_config(config)
     tokenizer = load_tokenizer(resolved)
     if tokenizer is None:
         raise ConfigError("model", "has no tokenizer, and the data is text")
-    window = min(arguments.window, longest_window(config))
+    window = min(asked.window, longest_window(config))
     windows = windows_of(texts, tokenizer, window)
-    recipe = _recipe(arguments, resolved.model.hidden_size)
+    recipe = _recipe(asked, resolved.model.hidden_size)
     with share_bar() as progress:
         trained = train_heads(config, windows, recipe, arguments.output, progress)
     if not trained.finished:
@@ -140,38 +123,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.kind not in KINDS:
-        raise ConfigError("kind", f"must be one of {', '.join(KINDS)}, not {arguments.kind!r}")
-    for name, most in (
-        ("depth", MAX_DEPTH),
-        ("layers", MAX_LAYERS),
-        ("inner", 1 << 20),
-        ("tokens", 1 << 40),
-        ("rows", 1 << 20),
-        ("seed", 1 << 62),
-        ("window", MAX_WINDOW),
-    ):
-        value, least = getattr(arguments, name), {"seed": 0, "window": 2}.get(name, 1)
-        if value is not None and not least <= value <= most:
-            raise ConfigError(name, f"must be in [{least}, {most}], not {value}")
-    for name, kind in (("layers", MEDUSA), ("inner", EAGLE)):
-        if getattr(arguments, name) is not None and arguments.kind != kind:
-            raise ConfigError(name, f"must be left out: it is for {kind} heads alone")
-    if not 0 < arguments.rate < 1:
-        raise ConfigError("rate", f"must be between 0 and 1, not {arguments.rate}")
+def _asked(arguments: argparse.Namespace) -> HeadsOptions:
+    """The options of the heads, checked."""
+    asked = HeadsOptions(**given_options(HeadsOptions, arguments))
+    normalised(asked, ConfigError)
+    for one in options_of(HeadsOptions):
+        kind = one.facts.get("kind", asked.kind)
+        if getattr(asked, one.name) is not None and asked.kind != kind:
+            raise ConfigError(one.name, f"must be left out: it is for {kind} heads alone")
+    return asked
 
 
-def _recipe(arguments: argparse.Namespace, hidden: int) -> HeadsRecipe:
+def _recipe(asked: HeadsOptions, hidden: int) -> HeadsRecipe:
     from kvik.training.heads import HeadsRecipe
     from kvik.training.train import Schedule
 
     return HeadsRecipe(
-        kind=arguments.kind,
-        depth=arguments.depth,
-        layers=arguments.layers or 1,
-        inner=arguments.inner or 2 * hidden,
-        schedule=Schedule(arguments.tokens, arguments.rows, arguments.rate, arguments.seed),
+        kind=asked.kind,
+        depth=asked.depth,
+        layers=asked.layers or 1,
+        inner=asked.inner or 2 * hidden,
+        schedule=Schedule(asked.tokens, asked.rows, asked.rate, asked.seed),
     )
 
 
