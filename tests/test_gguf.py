@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[str], str], bool]] = {
     "F16": (lambda name: "F16", False),
 }
 FAMILIES = [("Llama", case) for case in CASES]
-FAMILIES += [(family, case) for family in ("Qwen2", "Qwen3") for case in ("Q8_0", "mixed")]
+FAMILIES += [(family, case) for family in ("Qwen2", "Qwen3", "Olmo2") for case in ("Q8_0", "mixed")]
 # Of a log probability, on average. The native kernels round activations: to bf16 or, for weights of
 # four bits, to eight. Measured: 5e-7 and 0.016.
 OFF = {"torch": 1e-5, "native": 0.03}

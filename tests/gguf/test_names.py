@@ -17,6 +17,7 @@ from kvik.models.registry import ARCHITECTURES
         ("Mistral", {}),
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 8}),
+        ("Olmo2", {}),
     ],
 )
 def test_every_parameter_has_the_name_of_the_public_package(family: str, options: dict) -> None:

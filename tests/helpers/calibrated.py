@@ -20,6 +20,7 @@ FAMILIES = {
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
+    "Olmo2": {},
     "GPT2": {},
 }
 

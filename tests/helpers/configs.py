@@ -86,6 +86,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=151936, hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, head_dim=128,
         positions=40960, tie_word_embeddings=True,
     ),
+    "OLMo-2-7B": config(
+        "Olmo2ForCausalLM",
+        vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
+    ),
     "GPT-2": {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 50257,

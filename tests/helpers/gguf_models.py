@@ -28,6 +28,10 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+OLMO2 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -35,12 +39,13 @@ OUTER = {
 }
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, architecture: str = "llama") -> str:
     layer, _, last = name.rpartition(".")
     if layer in OUTER:
         return f"{OUTER[layer]}.{last}"
     _, _, number, inner = layer.split(".", 3)
-    return f"blk.{number}.{NAMES[inner]}.{last}"
+    names = {**NAMES, **OLMO2} if architecture == "olmo2" else NAMES
+    return f"blk.{number}.{names[inner]}.{last}"
 
 
 def neighbours(heads: int, size: int) -> list[int]:
@@ -86,7 +91,7 @@ def save_gguf(
         add(key, value)
     plain = {}
     for seed, (name, tensor) in enumerate(load_file(source / SINGLE).items()):
-        own, matrix = file_name(name), tensor.float().numpy()
+        own, matrix = file_name(name, architecture), tensor.float().numpy()
         order = np.arange(len(matrix))
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             order = np.array(neighbours(heads if "q_proj" in name else kv_heads, head_dim))

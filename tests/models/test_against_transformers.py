@@ -98,6 +98,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2-yarn": ("Qwen2", rope(**YARN, factor=4.0)),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias-tied": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-bias-tied": (
         "Qwen3",
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},

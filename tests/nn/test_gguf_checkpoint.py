@@ -26,6 +26,7 @@ from kvik.nn.gguf_export import gguf_tensors
 FAMILIES = {
     "Llama": {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True},
     "Qwen2": {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True},
+    "Olmo2": {"hidden_size": 64, "intermediate_size": 96},
     "Qwen3": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
 }
 

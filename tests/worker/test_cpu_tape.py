@@ -43,6 +43,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # h
 MODELS = {
     "llama": small(**WIDE, attention_bias=True, mlp_bias=True),
     "tied": small(**WIDE, tie_word_embeddings=True),
+    "olmo2": small(**WIDE, architectures=["Olmo2ForCausalLM"]),
     "qwen3": small(**WIDE, head_dim=32, architectures=["Qwen3ForCausalLM"]),
     "windowed": small(
         **(WIDE | {"num_hidden_layers": 3}),

@@ -244,9 +244,6 @@ FAMILIES: Mapping[str, Family] = {
     "OlmoForCausalLM": Family(
         ("olmo",), qkv_bias="attention_bias", o_bias="attention_bias", norm_vectors=0
     ),
-    "Olmo2ForCausalLM": Family(
-        ("olmo2",), qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=QKNorm.WIDE
-    ),
     "Olmo3ForCausalLM": Family(
         ("olmo3",),
         defaults={"sliding_window": 4096},
