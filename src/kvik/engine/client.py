@@ -1,4 +1,4 @@
-"""How a frontend talks to the engine, whether it lives in this process or in another."""
+"""How a frontend uses the engine, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -19,48 +19,19 @@ from kvik.engine.wire import EngineStart
 from kvik.text.tokenizer import Tokenizer
 
 
-class EngineClient(Protocol):
-    """Takes requests and returns their deltas; times of the engine's clock are only in reports."""
-
-    def check(self, request: EngineRequest) -> None:
-        """Raises `ParamError` or `CapacityError` when the request can never be served."""
-        ...
-
-    def add(self, request: EngineRequest) -> None:
-        """`check`, and refuse when the queue is full."""
-        ...
-
-    def end(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-        error: str | None = None,
-    ) -> None: ...
-
-    def poll(self, timeout: float | None = None) -> list[RequestDelta]:
-        """Return the deltas since the last call; waits up to `timeout` seconds for some."""
-        ...
-
-    @property
-    def has_requests(self) -> bool: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def close(self) -> None: ...
-
-
 class InprocClient:
-    """The engine in this process: polling runs its steps."""
+    """Takes requests and returns their deltas; polling runs the steps of the engine."""
 
     def __init__(self, loop: EngineLoop, sleep: Sleep) -> None:
         self._loop = loop
         self._sleep = sleep
 
     def check(self, request: EngineRequest) -> None:
+        """Raise `ParamError` or `CapacityError` if the request can never be served."""
         self._loop.core.check(request)
 
     def add(self, request: EngineRequest) -> None:
+        """Check and queue a request; raises `CapacityError` if the queue is full."""
         self._loop.add(request)
 
     def end(
@@ -73,8 +44,9 @@ class InprocClient:
         self._loop.end(request_id, index, reason, error)
 
     def poll(self, timeout: float | None = None) -> list[RequestDelta]:
+        """Return the deltas since the last call; waits up to `timeout` seconds for some."""
         idle = self._loop.idle_seconds()
-        if idle:  # a policy waits for company: do not spin meanwhile
+        if idle:  # the policy waits for more requests: do not spin
             self._sleep(idle if timeout is None else min(idle, timeout))
         return self._loop.step()
 
@@ -98,7 +70,7 @@ class Engine:
     """A running engine and what a frontend needs to know of its model."""
 
     resolved: ResolvedConfig
-    client: EngineClient
+    client: InprocClient
     tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
     default_params: SamplingParams
     executor: Executor

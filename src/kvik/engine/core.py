@@ -23,11 +23,9 @@ from kvik.core.types import (
 from kvik.engine.stats import EngineStats, PaceStats, SpeculationStats
 from kvik.errors import CapacityError, Overflow, ParamError
 
-# What a model can never serve, told from its configuration alone, on either side of the wire.
-
 
 def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
-    """Refuse what can never succeed.
+    """Refuse a request that can never be served, by the configuration alone.
 
     Raises:
         ParamError: the prompt or a parameter is impossible for this model.
@@ -62,7 +60,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
 
 
 def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
-    """Prompt + output at most: what was asked for, never past the context."""
+    """Most tokens of prompt and output together: as requested, within the context."""
     limit = config.scheduler.max_model_len
     if request.pooling is not None:
         return len(request.prompt_token_ids)
@@ -72,7 +70,7 @@ def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
 
 
 def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
-    # The whole at once, as prompts are long and this runs between steps and in event loops.
+    # All at once, since prompts are long and this runs between steps and in event loops.
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -110,7 +108,7 @@ class EngineCore:
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._num_unseeded = 0
         self._proposing = 0.0
-        # Of requests that ended; see `RequestSpeculation`.
+        # Of requests that ended, see `RequestSpeculation`.
         self._seconds = self._plain_seconds = 0.0
         self._graphs: GraphCounts | None = None
 
@@ -165,7 +163,7 @@ class EngineCore:
         return seed
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse what can never succeed. `add` does this too; the server asks at its edge."""
+        """Refuse what can never be served, as `add` does."""
         if request.request_id in self._requests:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         check_request(self.config, request)
@@ -204,8 +202,8 @@ class EngineCore:
         return self._note_finished(self.scheduler.take_ended())
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, pinned ones too; requests go on. Returns how many blocks held
-        something that could be matched."""
+        """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
+        blocks that held one."""
         return self.scheduler.kv.reset()
 
     def wakeup(self, now: float) -> float | None:
@@ -218,7 +216,7 @@ class EngineCore:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
-        """Without times, which the loop knows."""
+        """All statistics but times, which the loop adds."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         return EngineStats(

@@ -1,4 +1,4 @@
-"""The seam between the trunks: how plans reach whoever computes them."""
+"""The interface between the trunks: how plans reach what computes them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Executor(Protocol):
 
     Attributes:
         depth: steps worth having in flight: 1 where compute happens in `submit`.
-        in_turn: a step can be planned only when the one before it is known, as where drafts are
-            made of what it said. One in flight goes on while its deltas' readers are served.
+        in_turn: a step can be planned only with the result of the one before it, as where drafts
+            follow from its tokens. A step in flight still overlaps with the delivery of deltas.
     """
 
     depth: int
@@ -36,7 +36,7 @@ class Executor(Protocol):
         ...
 
     def rest(self) -> bool:
-        """There is nothing to compute: time to make later steps faster, for a moment.
+        """Use a moment without work to make later steps faster.
 
         Returns:
             Whether there is more of this to do.

@@ -1,6 +1,6 @@
-"""What the engine is doing right now, to be drawn: KV blocks, steps, the queue, requests in time.
+"""The current state of the engine, for display: KV blocks, steps, the queue, requests over time.
 
-Nothing here tells what a request says or whose it is: requests are known by their number alone.
+It contains neither the text of a request nor its tenant: requests are known by number alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RATE_SECONDS = 2.0
 
 
 class BlockState(IntEnum):
-    """What a cell of the map says; `OWNED + i`: the block is held by `running[i]` alone."""
+    """A cell of the map; `OWNED + i`: only `running[i]` holds the block."""
 
     FREE = 0
     CACHED = 1  # free, and its content can be matched
@@ -44,13 +44,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Attributes:
-    num_blocks: of the cache.
-    blocks_per_cell: 1, unless there are more than `MAX_CELLS` blocks: then a cell is what a look at
-        a few of its blocks tells, one that is held before one that is free.
-    num_free: blocks that no request holds, those with content included.
-    num_cached: blocks, free or held, whose content can be matched.
-    cells: 16 bits each, the lower 8 first: a `BlockState`, or more for an owner.
+    """A map of the KV blocks.
+
+    Attributes:
+        num_blocks: of the cache.
+        blocks_per_cell: 1 up to `MAX_CELLS` blocks; beyond, a cell shows a sample of its blocks, a
+            held one before a free one.
+        num_free: blocks that no request holds, those with content included.
+        num_cached: blocks, free or held, whose content can be matched.
+        cells: 16 bits each, the lower 8 first: a `BlockState`, or more for an owner.
     """
 
     num_blocks: int
@@ -81,7 +83,7 @@ class Steps:
     preemptions: tuple[int, ...] = ()
 
     def after(self, number: int) -> Steps:
-        """Those behind the first `number` steps of the engine."""
+        """The steps after the first `number` steps of the engine."""
         drop = max(0, number - self.first)
         return Steps(
             self.first + drop,
@@ -97,7 +99,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """A request in time, in seconds of the engine's clock; None: not yet.
+    """The times of a request, in seconds of the engine's clock; None: not yet.
 
     Attributes:
         number: in order of arrival, since the engine started; n completions have n numbers.
@@ -123,7 +125,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A second, over the last `RATE_SECONDS` or the steps that are still known."""
+    """Rates per second, over the last `RATE_SECONDS` or the steps that are still known."""
 
     steps: float = 0.0
     prefill_tokens: float = 0.0
@@ -132,11 +134,13 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """Attributes:
-    now: on the engine's clock.
-    running: requests with a slot, in the order in which they are served, at most `MAX_RUNNING`.
-    waiting: the first of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
-    finished: the last to finish, oldest first, at most `MAX_FINISHED`.
+    """The state of the engine at one time.
+
+    Attributes:
+        now: on the engine's clock.
+        running: requests with a slot, in the order in which they are served, at most `MAX_RUNNING`.
+        waiting: the first of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
+        finished: the last to finish, oldest first, at most `MAX_FINISHED`.
     """
 
     now: float
@@ -149,7 +153,7 @@ class LiveView:
     finished: tuple[LiveRequest, ...] = ()
 
     def after(self, earlier: LiveView) -> LiveView:
-        """The same without the steps and finished requests that an earlier view has told."""
+        """The same without the steps and finished requests of an earlier view."""
         seen = earlier.steps.first + len(earlier.steps.ended)
         told = {request.number for request in earlier.finished}
         return replace(
@@ -160,8 +164,8 @@ class LiveView:
 
 
 class LiveCollector:
-    """Watches a core. `step` costs a few microseconds, `view` well under a millisecond for most
-    caches, and that only when somebody looks."""
+    """Collects the state of a core. `step` costs a few microseconds, `view` well under a
+    millisecond for most caches."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -170,7 +174,7 @@ class LiveCollector:
         self._num_steps = self._scheduled = self._prefilled = self._preemptions = 0
 
     def step(self, began: float, ended: float, deltas: Iterable[RequestDelta]) -> None:
-        """Note what one turn of the step loop did, and what came of it."""
+        """Record one iteration of the step loop and its deltas."""
         for delta in deltas:
             report = delta.report
             if report is not None:
@@ -196,9 +200,7 @@ class LiveCollector:
         self._preemptions = counters.preemptions
 
     def view(self, now: float, stats: EngineStats) -> LiveView:
-        """Args:
-        stats: as of now.
-        """
+        """Return the state at `now`, which `stats` belong to."""
         scheduler = self._core.scheduler
         running = scheduler.running[:MAX_RUNNING]
         waiting = scheduler.waiting.snapshot()[:MAX_WAITING]
@@ -232,8 +234,10 @@ class LiveCollector:
 def block_map(
     pool: BlockPool, tables: Sequence[Sequence[Sequence[int]]], max_cells: int = MAX_CELLS
 ) -> BlockMap:
-    """Args:
-    tables: for each request, for each KV group, its blocks.
+    """Draw a map of the blocks.
+
+    Args:
+        tables: of each request, its blocks by KV group.
     """
     num_blocks = pool.num_blocks - 1
     every = max(1, -(-num_blocks // max_cells))

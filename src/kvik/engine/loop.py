@@ -12,22 +12,20 @@ from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.stats import EngineStats, LoopTime
 
-# Who looks on while the step loop works: the recorder, the live view.
-
 
 class LoopObserver:
-    """Is told of everything that reaches the core, in order, with the time that the core was told.
+    """Observes every input of the core, in order, with the time given to the core.
 
-    That and what the executor computes is all that decides what the engine does. Calls come from
-    the loop's thread; they must be quick and must not raise. Whoever looks on says what he does
-    when he is told; else that is nothing.
+    These inputs and the results of the executor determine what the engine does. Calls come from the
+    loop's thread; they must be quick and must not raise. Subclasses override what they need; the
+    defaults do nothing.
     """
 
     def added(self, request: EngineRequest, seed: int, now: float) -> None:
-        """The core took a request.
+        """The core accepted a request.
 
         Args:
-            seed: of its first completion, the request's own or the one it was given.
+            seed: of its first completion, from the request or chosen by the core.
         """
 
     def ended(
@@ -38,16 +36,16 @@ class LoopObserver:
         error: str | None,
         now: float,
     ) -> None:
-        """Somebody outside ended a request, or one of its siblings."""
+        """A request, or one of its siblings, was ended from outside."""
 
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
 
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
-        """The core was asked for a plan; None: it had none."""
+        """The core made a plan; None: there is nothing to compute."""
 
     def finished(self, output: ModelRunnerOutput, now: float) -> None:
-        """The oldest plan in flight was computed; the core has not heard of it yet."""
+        """The oldest plan in flight was computed; the core does not have the result yet."""
 
     def failed(self, error: str, now: float) -> None:
         """The oldest plan in flight could not be computed."""
@@ -60,8 +58,10 @@ class LoopObserver:
 
 
 class EngineLoop:
-    """Keeps fewer than `executor.depth` steps in flight between two calls of `step`, which is
-    total: whatever fails in a step ends the requests of that step, and the loop goes on."""
+    """Runs steps, and keeps fewer than `executor.depth` in flight between two calls of `step`.
+
+    An error in a step ends the requests of that step, and the loop goes on.
+    """
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class EngineLoop:
         self.observers = observers
         self.failed_in_a_row = 0  # steps, since the last one that could be computed
         self._in_flight: deque[object] = deque()
-        self._found: list[RequestDelta] = []  # told by `step` when it returns
+        self._found: list[RequestDelta] = []  # returned by `step`
         self._watch = _Watch(clock())
 
     def watch(self, observer: LoopObserver) -> None:
-        """Tell one more from now on; before the first request."""
+        """Add an observer, before the first request."""
         self.observers = (*self.observers, observer)
 
     def add(self, request: EngineRequest) -> None:
@@ -112,8 +112,8 @@ class EngineLoop:
         return count
 
     def step(self) -> list[RequestDelta]:
-        """Start a step if there is one, finish the oldest if enough are in flight: before, where
-        the executor takes them in turn."""
+        """Start a step if there is one, and finish the oldest if enough are in flight; if the
+        executor takes them in turn, finish it first."""
         now = self.clock()
         self._watch.turn("host", now)
         while self.executor.in_turn and self._in_flight:
@@ -128,7 +128,7 @@ class EngineLoop:
                 self._in_flight.append(self.executor.submit(plan))
             except Exception as error:
                 self._in_flight.append(error)
-            except BaseException:  # an impatient Ctrl-C: the books must still know of the step
+            except BaseException:  # Ctrl-C: the step must still be recorded as in flight
                 self._in_flight.append(RuntimeError("the step was interrupted"))
                 raise
             finally:
@@ -146,8 +146,8 @@ class EngineLoop:
         return deltas
 
     def rest(self) -> bool:
-        """Nobody asks for anything: let the executor get ready for whoever comes, for a moment.
-        Returns whether it has more to get ready. Does nothing while there is work."""
+        """While there is no work, let the executor prepare for later steps, for a moment. Returns
+        whether it has more to prepare."""
         return self.idle_seconds() is None and self.executor.rest()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class EngineLoop:
 
 
 class _Watch:
-    """Every second since the start belongs to what the loop was doing: "executor", "host" or
+    """Assigns every second since the start to an activity of the loop: "executor", "host" or
     "idle"."""
 
     def __init__(self, now: float) -> None:

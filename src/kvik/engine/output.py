@@ -1,6 +1,6 @@
-"""From deltas of token ids to text: detokenise, look for stop strings, gather the result.
+"""From deltas of token ids to text: detokenise, find stop strings, collect the outputs.
 
-This runs on the frontend's side of the engine. Whatever goes wrong in one request's text ends that
+This runs on the frontend's side of the engine. An error in the text of one request ends that
 request alone.
 """
 
@@ -26,15 +26,15 @@ from kvik.text.detokenizer import Detokenizer
 from kvik.text.stop_strings import StopStrings, StopTable
 from kvik.text.tokenizer import Tokenizer
 
-# One vector for a prompt, as a caller gets it.
-
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Attributes:
-    embedding: [hidden].
-    num_cached_tokens: of the prompt, found in the prefix cache.
-    num_preemptions: how often it lost its blocks and began anew.
+    """The vector of a prompt.
+
+    Attributes:
+        embedding: [hidden].
+        num_cached_tokens: of the prompt, found in the prefix cache.
+        num_preemptions: how often it lost its blocks and started again.
     """
 
     request_id: str
@@ -53,7 +53,7 @@ def normalise(vector: Sequence[float]) -> list[float]:
 
 @dataclass(slots=True)  # not frozen: made for every row of every step
 class TextDelta:
-    """What one step, or a few, added to one completion."""
+    """What one or more steps added to one completion."""
 
     request_id: str
     index: int
@@ -137,18 +137,18 @@ class RequestOutput:
 
     @property
     def speculation(self) -> RequestSpeculation | None:
-        """Of its completions together; None if nobody guessed for any of them."""
+        """Of its completions together; None if none of them had speculation."""
         found = [c.speculation for c in self.outputs if c.speculation is not None]
         return reduce(operator.add, found) if found else None
 
     @property
     def num_drafted_tokens(self) -> int:
-        """Guessed ahead, by speculation."""
+        """Drafts that were computed."""
         return sum(c.speculation.drafts.drafts for c in self.outputs if c.speculation)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Of these, found right. What follows the end of the output is among them."""
+        """Drafts that were accepted, those after the end of the output included."""
         return sum(c.speculation.drafts.accepted for c in self.outputs if c.speculation)
 
 
@@ -161,7 +161,7 @@ class _Completion:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    matched: str | None = None  # the stop string; whatever the engine still sends is dropped
+    matched: str | None = None  # the stop string; tokens after it are dropped
     result: CompletionOutput | None = None
     error: str | None = None
 
@@ -173,14 +173,14 @@ class _Entry:
     streaming: bool
     completions: list[_Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
-    prompt_told: bool = False  # in a delta
+    prompt_logprobs_sent: bool = False  # in a delta
     embedding: list[float] | None = None
     reports: dict[int, RequestReport] = field(default_factory=dict)  # by index
 
 
 @dataclass(slots=True)
 class Processed:
-    """The frontend's view of some deltas, and what it asks of the engine in return."""
+    """The text of some deltas, and the requests that the engine must end because of it."""
 
     deltas: list[TextDelta] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
@@ -193,11 +193,11 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._entries: dict[str, _Entry] = {}
-        # Making one takes milliseconds, so outputs with the same stop strings share it.
+        # A table takes milliseconds to make, so outputs with the same stop strings share it.
         self._stop_tables: WeakValueDictionary[tuple[str, ...], StopTable] = WeakValueDictionary()
 
     def add(self, request: EngineRequest, prompt: str | None, *, streaming: bool) -> None:
-        """Expect deltas of `request`. Text is made at the end if nobody needs it earlier."""
+        """Expect deltas of `request`. Without streaming or stop strings text is made at the end."""
         params = request.params
         table = self._stop_table(params.stop) if params.stop else None
         completions = []
@@ -220,16 +220,17 @@ class OutputProcessor:
         return table
 
     def discard(self, request_id: str) -> None:
-        """Forget a request that the engine refused, or whose reader went away."""
+        """Forget a request that the engine refused, or whose reader is gone."""
         self._entries.pop(request_id, None)
 
     def process(self, deltas: Iterable[RequestDelta]) -> Processed:
+        """Turn deltas into text and finished outputs."""
         out = Processed()
         for delta in deltas:
             entry = self._entries.get(delta.request_id)
             if entry is None:
                 continue  # its reader is gone
-            if delta.prompt_logprobs is not None:  # long ones come in pieces
+            if delta.prompt_logprobs is not None:  # long ones come in parts
                 entry.prompt_logprobs = entry.prompt_logprobs or []
                 entry.prompt_logprobs += delta.prompt_logprobs
             if delta.embedding is not None:
@@ -240,8 +241,8 @@ class OutputProcessor:
             text, first = "", len(completion.token_ids)
             if completion.matched is None and completion.error is None:
                 try:
-                    for piece in _pieces(completion, delta):
-                        text += self._grow(entry, completion, piece)
+                    for part in _by_token(completion, delta):
+                        text += self._grow(entry, completion, part)
                         if completion.matched is not None:
                             break
                 except Exception as error:
@@ -265,7 +266,7 @@ class OutputProcessor:
                         if tokens and delta.logprobs
                         else None,
                         stop_reason=result.stop_reason if result else None,
-                        prompt_logprobs=_untold(entry) if delta.index == 0 else None,
+                        prompt_logprobs=_prompt_logprobs(entry) if delta.index == 0 else None,
                     )
                 )
         return out
@@ -333,7 +334,7 @@ class OutputProcessor:
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Deltas of one request, in order, as one for each completion."""
+    """Merge the deltas of one request, in order, into one for each completion."""
     if len(deltas) < 2:
         return list(deltas)
     by_index: dict[int, list[TextDelta]] = {}
@@ -342,11 +343,11 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
     return [one[0] if len(one) == 1 else _joined(one) for one in by_index.values()]
 
 
-def _untold(entry: _Entry) -> list[TokenLogprobs | None] | None:
+def _prompt_logprobs(entry: _Entry) -> list[TokenLogprobs | None] | None:
     """Log probabilities of the prompt, once; they are complete before the first token."""
-    if entry.prompt_told or entry.prompt_logprobs is None:
+    if entry.prompt_logprobs_sent or entry.prompt_logprobs is None:
         return None
-    entry.prompt_told = True
+    entry.prompt_logprobs_sent = True
     return [None, *entry.prompt_logprobs]
 
 
@@ -365,12 +366,12 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
-def _pieces(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
-    """The delta token by token where a stop string may end the output at any of them."""
+def _by_token(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
+    """Split the delta by tokens if a stop string may end the output at any of them."""
     tokens, logprobs = delta.token_ids, delta.logprobs
     if completion.stops is None or len(tokens) < 2:
         return [delta]
-    pieces = [
+    parts = [
         RequestDelta(
             delta.request_id,
             delta.index,
@@ -379,11 +380,11 @@ def _pieces(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
         )
         for i, token in enumerate(tokens)
     ]
-    pieces[-1].finish_reason, pieces[-1].stop_reason = delta.finish_reason, delta.stop_reason
-    return pieces
+    parts[-1].finish_reason, parts[-1].stop_reason = delta.finish_reason, delta.stop_reason
+    return parts
 
 
-_UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine died before it told
+_UNKNOWN = RequestReport(math.nan, None, None, math.nan, 0, 0)  # the engine ended without one
 
 
 def _output(entry: _Entry) -> RequestOutput:

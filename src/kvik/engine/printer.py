@@ -1,4 +1,4 @@
-"""What a process prints, written by a thread: a reader who stalls must not stop an event loop."""
+"""Output written by a thread, so that a reader that stalls does not stop an event loop."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import select
 import threading
 from collections import deque
 
-MAX_PENDING = 1 << 20  # bytes that wait for the reader; what comes beyond is lost, and counted
+MAX_PENDING = 1 << 20  # bytes that wait for the reader; more are dropped, and counted
 
 
 class Printer:
-    """A text stream whose writers never wait.
+    """A text stream whose writers never block.
 
     Args:
-        fd: of the file that it writes to. The stream of Python over the same file is not used:
-            its lock would be held while the reader stalls.
+        fd: file to write to. Python's stream over the same file is not used: its lock would be
+            held while the reader stalls.
     """
 
     def __init__(self, fd: int, limit: int = MAX_PENDING) -> None:
@@ -28,7 +28,7 @@ class Printer:
         threading.Thread(target=self._run, name="printer", daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Print a text soon, or count it as lost."""
+        """Print a text soon, or drop it and count its lines."""
         data = text.encode("utf-8", "replace")
         with self._changed:
             if self._size + len(data) > self._limit:
@@ -45,13 +45,13 @@ class Printer:
         """Do nothing: what was written is on its way."""
 
     def close(self, seconds: float) -> None:
-        """Wait until everything is printed, for so many seconds at most."""
+        """Wait until everything is printed, at most `seconds`."""
         with self._changed:
             self._put(self._note())
             self._changed.wait_for(lambda: not self._size, seconds)
 
     def _note(self) -> bytes:
-        """What to say of lines that were lost; they are told of once."""
+        """The message about lost lines, once."""
         lost, self._num_lost = self._num_lost, 0
         return f"{lost} lines were lost: nobody read what was printed\n".encode() if lost else b""
 
@@ -75,9 +75,9 @@ class Printer:
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
-            except BlockingIOError:  # another process may have made it so
+            except BlockingIOError:  # another process may have made it non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
-            except OSError:  # nobody will ever read it
+            except OSError:  # it has no reader any more
                 return

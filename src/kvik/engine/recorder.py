@@ -1,8 +1,8 @@
-"""The flight recorder: all that decides what the engine does, into a file that can be replayed.
+"""The flight recorder: writes all that determines the engine's behaviour to a file for replay.
 
-The core is a function of what it is told and when, and the worker of the plans and of the readings
-of its clock. So these are written down, with a digest of each plan and the tokens of each step. The
-token ids of prompts and outputs are in the file, which is as good as their text.
+The core is a function of its inputs and their times, and the worker of the plans and of its clock's
+readings. So these are recorded, with a digest of each plan and the tokens of each step. The file
+contains the token ids of prompts and outputs, which reveal their text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
 from kvik.errors import ConfigError, KvikError
 
-# The file of the flight recorder: what it holds, and how it lies on disk.
-#
-# A line of text, then frames: 4 bytes length, 4 bytes checksum, and an event in msgpack. A checksum
-# goes on from the one before it, so that frames that were changed, lost or moved are found. A crash
-# may cut off the last one.
+# The format of the file: a line of text, then frames: 4 bytes length, 4 bytes checksum, and an
+# event in msgpack. Each checksum continues the one before it, so that changed, lost or moved frames
+# are found. A crash may cut off the last frame.
 
 MAGIC = b"kvik flight recording, format 1\n"
 MAX_FRAME = 256 << 20  # bytes
@@ -37,16 +35,16 @@ _HEAD = struct.Struct("<II")
 
 
 class RecordError(KvikError):
-    """A file that is no recording, or was changed."""
+    """The file is no recording, or was changed."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Where a recording begins.
+    """The first event of a recording.
 
     Attributes:
         version: of kvik.
-        config: every decision that the engine was started with, and the facts of the model.
-        readings: of the worker's clock, while it was made.
+        config: all decisions that the engine was started with, and the facts of the model.
+        readings: of the worker's clock during its start.
     """
 
     version: str
@@ -55,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request came. `seed`: that its first completion draws with."""
+    """A request arrived. `seed`: of its first completion."""
 
     now: float
     request: EngineRequest
@@ -63,7 +61,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Somebody outside ended a request."""
+    """A request was ended from outside."""
 
     now: float
     request_id: str
@@ -80,8 +78,8 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """A step was planned.
 
     Attributes:
-        digest: of the whole plan; what follows is in it as well.
-        slots, num_scheduled_tokens: [rows], to say where a plan differs.
+        digest: of the whole plan, including what follows.
+        slots, num_scheduled_tokens: [rows], to show where a plan differs.
     """
 
     now: float
@@ -92,7 +90,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class NothingPlanned(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The core was asked for a plan and had none; deadlines may have passed."""
+    """The core had nothing to plan; deadlines may have passed."""
 
     now: float
 
@@ -124,7 +122,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The last event; without it the engine ended on a sudden."""
+    """The last event; absent if the engine died."""
 
     reason: str
 
@@ -137,7 +135,7 @@ _decode_event = msgspec.msgpack.Decoder(Event).decode
 
 
 def version() -> str:
-    """Of kvik, as it is installed."""
+    """The installed version of kvik."""
     try:
         return metadata.version("kvik")
     except metadata.PackageNotFoundError:
@@ -154,7 +152,7 @@ def encode(event: Header | Event) -> bytes:
 
 
 class FrameWriter:
-    """Bodies -> frames, in the order in which they are written."""
+    """Makes frames of bodies, in the order in which they are written."""
 
     def __init__(self) -> None:
         self._checksum = crc32(MAGIC)
@@ -165,10 +163,10 @@ class FrameWriter:
 
 
 class RecordReader:
-    """A recording from its beginning.
+    """Reads a recording from its beginning.
 
     Attributes:
-        cut: how many bytes of a last, incomplete frame were passed over, once all is read.
+        cut: bytes of an incomplete last frame that were skipped, once all is read.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -190,7 +188,7 @@ class RecordReader:
             raise self._damaged(f"it was made by another version of kvik ({error})") from None
 
     def events(self) -> Iterator[Event]:
-        """All that follow, up to where the file was cut off.
+        """Yield the events after the header, up to where the file was cut off.
 
         Raises:
             RecordError: the file was changed.
@@ -224,7 +222,7 @@ class RecordReader:
 
 
 def open_recording(path: Path) -> BinaryIO:
-    """Raises `RecordError` if the file cannot be read."""
+    """Open the file of a recording; raises `RecordError` if it cannot be read."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -235,27 +233,25 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 1 << 30  # bytes
 PREVIOUS = ".previous"  # follows the name of the recording before this one
-_LAST_FRAMES = 256  # bytes that are kept free for the last word
-
-_canonical = msgspec.msgpack.Encoder().encode
+_LAST_FRAMES = 256  # bytes that are kept free for `Stopped`
 
 
 def plan_digest(plan: SchedulerOutput) -> bytes:
-    """The same for equal plans, whatever process made them: their sets are made in the same way of
-    the same integers, and so are in the same order."""
-    return blake2b(_canonical(plan), digest_size=8).digest()
+    """A digest that is the same for equal plans of any process: their sets are made of the same
+    integers in the same way, and so have the same order."""
+    return blake2b(_encode(plan), digest_size=8).digest()
 
 
 def output_digest(output: ModelRunnerOutput) -> bytes:
-    """Of what a step found beside tokens; empty if that is nothing."""
+    """A digest of log probabilities and vectors; empty if there are none."""
     if not output.logprobs and not output.prompt_logprobs and not output.embeddings:
         return b""
     found = (output.logprobs, output.prompt_logprobs, output.embeddings)
-    return blake2b(_canonical(found), digest_size=8).digest()
+    return blake2b(_encode(found), digest_size=8).digest()
 
 
 class ClockTape:
-    """A clock whose readings are kept until they are taken away."""
+    """A clock that keeps its readings until they are taken."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -272,11 +268,11 @@ class ClockTape:
 
 
 class Recorder(LoopObserver):
-    """Writes what it is told. When that is not possible any more, as the disk is full or the file
-    has reached its limit, it says so once and the engine goes on without it.
+    """Writes what it observes. If that fails, because the disk is full or the file has reached its
+    limit, it logs a warning once and the engine goes on without it.
 
     A plan is written before it is computed, so that a step which kills the process is the last one
-    in the file. A file that is there already is kept beside the new one, and none before that.
+    in the file. An existing file is renamed, and replaces the one renamed before.
     """
 
     def __init__(
@@ -284,8 +280,8 @@ class Recorder(LoopObserver):
     ) -> None:
         """
         Args:
-            tape: the clock of the worker, which has been made.
-            limit: bytes of the file; when they are used up, recording ends.
+            tape: the clock of the worker, which was already built with it.
+            limit: bytes of the file, after which recording ends.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -348,7 +344,7 @@ class Recorder(LoopObserver):
         self._stop("the engine was closed")
 
     def _write(self, event: Callable[[], Event]) -> None:
-        """Total: whatever is wrong with an event ends the recording and nothing else."""
+        """Write an event. An error ends the recording and nothing else."""
         if self._file is None:
             self._tape.take()
             return
@@ -377,7 +373,7 @@ class Recorder(LoopObserver):
             self._close()
 
     def _stop(self, reason: str) -> None:
-        """With a last word, if it can be written."""
+        """End the recording with `Stopped`, if that can be written."""
         if self._file is not None:
             self._pending += self._frames.frame(encode(Stopped(reason)))
             self._flush()
@@ -391,7 +387,7 @@ class Recorder(LoopObserver):
 
 
 def _create(path: Path) -> int:
-    """A new file that nobody else may read; what had its name is kept under another."""
+    """Create a file that only its owner may read; an existing one is renamed."""
     try:
         if path.is_file():
             path.replace(path.with_name(path.name + PREVIOUS))

@@ -11,13 +11,13 @@ from kvik.core.work import Work
 
 @dataclass(frozen=True, slots=True)
 class LoopTime:
-    """Where the step loop's time went, in seconds since it was made; each second counts once,
+    """How the step loop spent its time, in seconds since it was made; each second counts once,
     however many steps are in flight.
 
     Attributes:
         executor: the loop waited for the executor: to take a step, or for its result.
         host: it planned and took in results, or its caller worked between steps, as on text.
-        idle: there was nothing to do, or a policy waited for company.
+        idle: there was nothing to do, or a policy waited for more requests.
     """
 
     executor: float = 0.0
@@ -37,12 +37,12 @@ class LoopTime:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """How guessing ahead fared, as totals since the start. A row is one request's part of a step.
+    """Results of speculation, as totals since the start. A row is one request's part of a step.
 
     Attributes:
-        drafts: how many were computed, how many were right, and where.
+        drafts: how many were computed and accepted, by place.
         proposing: seconds of making drafts; see `DraftTimes`.
-        seconds, plain_seconds: of all requests that were guessed for; see `RequestSpeculation`.
+        seconds, plain_seconds: of all requests with speculation; see `RequestSpeculation`.
     """
 
     drafts: DraftCounts
@@ -52,19 +52,18 @@ class SpeculationStats:
 
     @property
     def speedup(self) -> float | None:
-        """How much faster tokens came than they would have without drafts, as estimated from the
-        steps that had none; None before there is anything to tell."""
+        """How much faster tokens came than without drafts, as estimated from the steps that had
+        none; None before there is an estimate."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class PaceStats:
-    """How fast it goes lately, as means of the last steps; None: nothing was measured yet.
+    """Means of the last steps, from the scheduler's `StepClock`; None: nothing was measured yet.
 
     Attributes:
         seconds_per_step: of any step.
-        prefill_tokens_per_second: in steps that computed parts of prompts, all their tokens
-            counted. What waits for so many tokens of prompts waits at least that long.
+        prefill_tokens_per_second: of steps with chunks of prompts, all their tokens counted.
     """
 
     seconds_per_step: float | None = None
@@ -92,7 +91,7 @@ class EngineStats:
     time: LoopTime = field(default_factory=LoopTime)
     speculation: SpeculationStats | None = None  # None: off
     pace: PaceStats = field(default_factory=PaceStats)
-    pinned_blocks: int = 0  # kept in the prefix cache for a while, used or not
+    pinned_blocks: int = 0  # kept in the prefix cache for a time, used or not
     # When the last step was finished; None: nothing is captured on this device, or was told yet.
     graphs: GraphCounts | None = None
 

@@ -1,8 +1,8 @@
 """An engine in a thread of its own, for callers in any number of threads.
 
-The engine, the model and the text are touched by that one thread only. Others post what they want
-and wait: the thread takes it in between two steps, so all calls share one batch. A caller that is
-interrupted stops waiting at once, and no step is torn apart.
+Only that thread uses the engine, the model and the text. Callers post work and wait: the thread
+takes it in between two steps, so all calls share one batch. A caller that is interrupted stops
+waiting at once, and no step is cut short.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvik.engine.client import Engine, Sleep
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
 
 LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
-_PATIENCE = 0.1  # seconds that a policy waits for company at most before it looks again
+_POLL_SECONDS = 0.1  # longest wait for a policy that waits for more requests
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CallUpdate:
-    """What one step brought for one call.
+    """The results of one step for one call.
 
     Attributes:
         deltas: of calls that stream.
@@ -54,7 +54,7 @@ class Call:
     ) -> None:
         self.updates: SimpleQueue[CallUpdate] = SimpleQueue()
         self.streaming = streaming
-        # The rest is the engine thread's alone.
+        # Only the engine's thread uses the rest.
         self.unsent = deque(requests)
         self.sent: set[str] = set()  # not finished yet
 
@@ -63,9 +63,9 @@ class EngineThread:
     """Runs the steps of an engine whenever it has work.
 
     Args:
-        load: makes the engine, in the thread, as much of what it sets is a thread's own (torch's
-            number of threads, OpenMP's team, the current GPU). It is given a way to sleep that
-            ends early when something is posted.
+        load: makes the engine, in the thread, since some of what it sets is per thread (torch's
+            number of threads, OpenMP's team, the current GPU). Its argument is a way to sleep that
+            ends early when work is posted.
 
     Raises:
         BaseException: what `load` raises.
@@ -78,7 +78,7 @@ class EngineThread:
         self._woken = threading.Event()
         self._stopping = False
         self._calls: list[Call] = []
-        self._unsent: deque[Call] = deque()  # in turn; those that have nothing to send leave late
+        self._unsent: deque[Call] = deque()  # in turn; empty ones are removed late
         self._owner: dict[str, Call] = {}  # by id of a request that was sent
         loaded: SimpleQueue[Engine | BaseException] = SimpleQueue()
         self._thread = threading.Thread(
@@ -87,7 +87,7 @@ class EngineThread:
         self._thread.start()
         try:
             found = loaded.get()
-        except BaseException:  # Ctrl-C, of which the loading thread knows nothing
+        except BaseException:  # Ctrl-C, which the loading thread does not get
             self._interrupt()
             raise
         if isinstance(found, BaseException):
@@ -97,7 +97,7 @@ class EngineThread:
     # -- for any thread --------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """Let the engine work on a call; what comes of it is in `call.updates`.
+        """Let the engine work on a call; its results are in `call.updates`.
 
         Raises:
             RuntimeError: the engine is closed, or this process is a fork of the engine's.
@@ -105,7 +105,7 @@ class EngineThread:
         self._post(lambda: self._begin(call))
 
     def next_update(self, call: Call) -> CallUpdate:
-        """Wait for what a call gets next.
+        """Wait for the next update of a call.
 
         Raises:
             RuntimeError: the engine failed or was closed, or this process is a fork.
@@ -118,13 +118,13 @@ class EngineThread:
         return update
 
     def abandon(self, call: Call) -> None:
-        """End what a call has not got yet; does not wait. Does nothing if it has everything, or the
-        engine is gone."""
+        """End the unfinished requests of a call, without waiting. Does nothing if there are none,
+        or the engine is closed."""
         with suppress(RuntimeError):
             self._post(lambda: self._end(call))
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The answer to a question that only the engine's thread can answer."""
+        """Call `question` in the engine's thread and return its result."""
         answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
         def run() -> None:
@@ -142,7 +142,7 @@ class EngineThread:
     def close(self) -> None:
         """Fail the calls that wait, free the engine, and end the thread; safe to call twice."""
         if os.getpid() != self._process:
-            return  # the engine is that of the parent
+            return  # the engine belongs to the parent
         self._stop()
         if threading.current_thread() is not self._thread:  # the garbage collector may run there
             self._thread.join()
@@ -214,7 +214,7 @@ class EngineThread:
                 busy = self._advance()
             except Exception as error:  # of the engine itself, not of one request
                 self._fail(error)
-                busy = False  # until somebody asks again: it may fail for ever
+                busy = False  # until the next call: it may fail for ever
             if not busy:
                 self._woken.wait()
 
@@ -223,7 +223,7 @@ class EngineThread:
         self._send()
         if not self._client.has_requests:
             return False
-        processed = self._processor.process(self._client.poll(_PATIENCE))
+        processed = self._processor.process(self._client.poll(_POLL_SECONDS))
         for request_id, index, reason, error in processed.to_end:
             self._client.end(request_id, index, reason, error)
         deltas: dict[str, list[TextDelta]] = {}
@@ -240,7 +240,7 @@ class EngineThread:
         return True
 
     def _send(self) -> None:
-        """Hand over requests while the queue has room, one of each call in turn."""
+        """Add requests while the queue takes them, one of each call in turn."""
         while self._unsent:
             call = self._unsent[0]
             if not call.unsent:
@@ -261,7 +261,7 @@ class EngineThread:
                 call.updates.put(CallUpdate(error=error))
 
     def _has_room(self, request: EngineRequest) -> bool:
-        """Whether the queue takes it now: batches of any length keep within the limits."""
+        """Whether the queue takes the request now, so that long batches stay within its limits."""
         stats, n = self._client.stats(), request.params.n
         if stats.num_waiting == 0:
             return True  # refused if it never fits
