@@ -23,9 +23,9 @@ from torch import Tensor
 from kvik.attention.base import LayerKV
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.triton import TritonAttention
-from kvik.kernels.cases import CASES, Case, arguments, outputs
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.ops import triton_ops
+from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ TOKENS = sized(100, 2)  # of each answer
 
 
 def cases(notes: Notes, part: str, parts: str) -> None:
-    """Every `parts`-th case of kernels/cases.py, from `part` on, in all dtypes."""
+    """Every `parts`-th case of kernel_cases.py, from `part` on, in all dtypes."""
     ops = triton_ops(DEVICE)
     chosen = sized(CASES, tuple({case.op: case for case in CASES}.values()))
     for dtype, (i, case) in product(DTYPES, enumerate(chosen)):

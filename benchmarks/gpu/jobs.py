@@ -20,7 +20,7 @@ The budgets were reckoned, for a GPU of 4.3 TB/s and 16 cores beside it, from wh
     the profiler: begins 2, ends 1                                       5
     256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
 
-Checks: kernels/cases.py compiles about 330 variants in each of three dtypes (counted), attention
+Checks: kernel_cases.py compiles about 330 variants in each of three dtypes (counted), attention
 288, each 1 to 3 s; with what is compiled for the sections behind and 30 processes that start, 1700
 seconds of 16 cores: bf16 is done after half of the budget, fp16 not quite at its end.
 """

@@ -16,7 +16,6 @@ from notes import Notes
 from place import DEVICE, release, sized
 from torch import Tensor
 
-from kvik.kernels.cases import filled_matrix
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.weights import (
@@ -28,6 +27,7 @@ from kvik.kernels.weights import (
     Matrix,
     Weight,
 )
+from kvik_bench.kernel_cases import filled_matrix
 
 LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
     (

@@ -10,7 +10,7 @@ from typing import Any
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import KernelParam, create_function_from_signature
 
-from kvik.kernels.triton.resources import SM_90
+from kvik_bench.triton_resources import SM_90
 
 
 def compilation(kernel: Any, *args: Any, **options: Any) -> str:

@@ -10,7 +10,6 @@ from helpers.optional_native import instruction_sets
 from torch import Tensor
 
 from kvik.kernels import torch_ops
-from kvik.kernels.cases import CASES, DTYPES, Argument, Case, arguments, outputs
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8, round_tokens
@@ -28,6 +27,7 @@ from kvik.kernels.weights import (
     OrderedWeight,
     Weight,
 )
+from kvik_bench.kernel_cases import CASES, DTYPES, Argument, Case, arguments, outputs
 
 CPU = torch.device("cpu")
 ISAS = instruction_sets()

@@ -10,7 +10,6 @@ import torch
 from helpers.optional_native import NATIVE, instruction_sets, needs_native
 from helpers.optional_triton import TRITON, device
 
-from kvik.kernels.cases import filled_matrix
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import Packing
 from kvik.kernels.reference.packing import PLAIN
@@ -27,6 +26,7 @@ from kvik.kernels.weights import (
     PlainWeight,
     Weight,
 )
+from kvik_bench.kernel_cases import filled_matrix
 
 ROWS, INPUTS, GROUP = 70, 64, 32
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvik.kernels.cases import filled_matrix
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8
 from kvik.kernels.weights import Activation, FloatWeight, Weight
+from kvik_bench.kernel_cases import filled_matrix
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

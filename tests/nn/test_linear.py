@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvik.kernels.cases import filled_matrix
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import FloatWeight
 from kvik.nn.linear import Linear
+from kvik_bench.kernel_cases import filled_matrix
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])

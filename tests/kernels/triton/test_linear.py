@@ -15,7 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from kvik.kernels.cases import CASES, Case, arguments, filled_matrix, outputs
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
 from kvik.kernels.triton.ops import triton_ops
@@ -32,6 +31,7 @@ from kvik.kernels.weights import (
     OrderedWeight,
     Weight,
 )
+from kvik_bench.kernel_cases import CASES, Case, arguments, filled_matrix, outputs
 
 OPS = triton_ops(device())
 DTYPES = {None: torch.float32, "silu_and_mul": torch.bfloat16, "gelu_tanh": torch.float16}

@@ -14,11 +14,11 @@ from helpers.optional_triton import NO_TRITON, device
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from kvik.kernels.cases import CASES, Case, arguments, outputs
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton import draw
 from kvik.kernels.triton.ops import triton_ops
+from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 # Products have files of their own; draws of many rows take seconds to interpret.
 PRODUCTS = ("linear", "matrix_rows")

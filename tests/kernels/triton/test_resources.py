@@ -27,7 +27,7 @@ def python(*arguments: str) -> tuple[int, str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)  # minutes where nothing is compiled yet and others compute too
 def test_no_kernel_takes_more_than_it_may() -> None:
-    status, text = python("-m", "kvik.kernels.triton.resources")
+    status, text = python("-m", "kvik_bench.triton_resources")
     assert status == 0, text
     assert text.count(" registers ") == len(text.splitlines()) > 50
 
@@ -54,7 +54,7 @@ from kvik.kernels.triton.attention_decode import RESOURCES as DECODE
 from kvik.kernels.triton.launch import Loop
 from kvik.kernels.triton.linear_words import RESOURCES as WORDS
 from kvik.kernels.triton.norm import RESOURCES as NORM
-from kvik.kernels.triton.resources import loop_of, taken
+from kvik_bench.triton_resources import loop_of, taken
 wide = NORM[2]  # rows of 16384, in registers
 print(taken(replace(wide, max_registers=16)))
 print(taken(replace(wide, most_registers=32)))

@@ -13,7 +13,6 @@ from torch.nn.functional import ScalingType
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from kvik.kernels.cases import filled_matrix
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
@@ -22,6 +21,7 @@ from kvik.kernels.triton.packed import GPU
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
 from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight
+from kvik_bench.kernel_cases import filled_matrix
 
 E4M3 = torch.float8_e4m3fn
 

@@ -54,7 +54,8 @@ class Resources:
     """One compilation of a kernel for sm_90, and what it may use: checked without a GPU.
 
     Every file of kernels lists its own in `RESOURCES`, for the few shapes that matter; they are
-    joined in `resources.py`. A kernel spills no register unless `max_spills` says so.
+    joined in `kvik_bench.triton_resources`. A kernel spills no register unless `max_spills` says
+    so.
 
     Attributes:
         kernel: the `@triton.jit` function.

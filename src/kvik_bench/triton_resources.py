@@ -1,6 +1,6 @@
 """What the kernels take of a GPU, compiled for sm_90 on any machine.
 
-    python -m kvik.kernels.triton.resources [word in a name ...]
+    python -m kvik_bench.triton_resources [word in a name ...]
 
 prints registers, spilled bytes and shared memory of each entry, with what its main loop is made of
 where that matters, and fails where one takes more than it may or lacks what it must have. Triton's
