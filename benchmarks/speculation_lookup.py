@@ -33,7 +33,7 @@ from kvik.worker.model_runner import ModelRunner
 from kvik.worker.sampler import LaunchedTokens
 from kvik.worker.step_inputs import AtOnce
 from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
-from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure
+from kvik_bench.inprocess.measures import DECODE, OUTPUT, RunMeasure
 from kvik_bench.inprocess.speculation import Pair
 
 PIECE = 1400  # characters of a story
@@ -111,7 +111,7 @@ def jobs(kind: str, number: int, batch: int, tokenizer: Tokenizer) -> list[Bench
     return made
 
 
-def gains(measure: Measure, pairs: Sequence[Pair]) -> list[float]:
+def gains(measure: RunMeasure, pairs: Sequence[Pair]) -> list[float]:
     return [measure.of(pair.guessing) / measure.of(pair.plain) for pair in pairs]
 
 

@@ -29,7 +29,7 @@ from kvik_bench.inprocess.measures import (
     TPOT,
     TTFTS,
     WALL,
-    Measure,
+    RunMeasure,
     figures,
     ratios,
 )
@@ -64,7 +64,7 @@ DYNAMIC = Batching("dynamic", "dynamic", "likewise, and waits up to max_wait unt
 CONTINUOUS = Batching("continuous", "fcfs", "a request starts in the step in which a place is free")
 BATCHINGS = (STATIC, DYNAMIC, CONTINUOUS)
 MEASURES = (REQUESTS, OUTPUT, WALL, *TTFTS, TPOT, *E2ES, STEPS)
-COMPARED: tuple[tuple[str, Measure], ...] = (
+COMPARED: tuple[tuple[str, RunMeasure], ...] = (
     ("output", OUTPUT),
     ("TTFT p50", TTFTS[0]),
     ("E2E p50", E2ES[0]),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from kvik.config.config import ResolvedConfig
 from kvik.planner.devices import Device
@@ -12,6 +11,7 @@ from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency, RunningMod
 from kvik.planner.roofline import PlannedStep, decode, step_time
 from kvik.planner.serving import Serving, Traffic, predict
 from kvik_bench.inprocess.inproc import LoadRun
+from kvik_bench.inprocess.measures import Measure, figures
 from kvik_bench.report.result import Figure
 
 CEILING = "by what must be read and computed, at this machine's limits"
@@ -21,6 +21,20 @@ READ = "weights and KV cache that the steps had to read / time with work"
 DONE = "operations that the steps had to do / time with work"
 LEAST = "in which this machine could do the steps of a round, if nothing but its limits counted"
 SHARE = "achieved / ceiling of this machine, as calibrated, for what a step reads"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+MOST = 100 * POSSIBLE
+ACHIEVED: tuple[Measure[Efficiency], ...] = (
+    Measure("memory read", "GB/s", "more", READ, lambda e: e.read_rate / 1e9),
+    Measure("of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share), MOST),
+    Measure("arithmetic", "GFLOP/s", "more", DONE, lambda e: e.flop_rate / 1e9),
+    Measure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share), MOST),
+    Measure("least time", "s", "less", LEAST, lambda e: e.floor),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +65,7 @@ class Ceilings:
     def achieved(self, runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
         """Bytes read and operations done a second, and their shares of what is possible."""
         found = [self._efficiency(run) for run in runs]
-
-        def figure(
-            name: str,
-            unit: str,
-            better: Literal["more", "less"],
-            definition: str,
-            of: Callable[[Efficiency], float | None],
-            most: float | None = None,
-        ) -> tuple[Figure, ...]:
-            values = tuple(value for one in found if (value := of(one)) is not None)
-            if not values:
-                return ()
-            return (Figure(name, unit, values, better, definition, most=most),)
-
-        most = 100 * POSSIBLE
-
-        return (
-            *figure("memory read", "GB/s", "more", READ, lambda e: e.read_rate / 1e9),
-            *figure(
-                "of bandwidth", "%", "more", SHARE, lambda e: _percent(e.bandwidth_share), most
-            ),
-            *figure("arithmetic", "GFLOP/s", "more", DONE, lambda e: e.flop_rate / 1e9),
-            *figure("of compute", "%", "more", SHARE, lambda e: _percent(e.compute_share), most),
-            *figure("least time", "s", "less", LEAST, lambda e: e.floor),
-        )
+        return figures(ACHIEVED, found, every=False)
 
     def decode(self, batch: int, context: int) -> tuple[Figure, ...]:
         """Output tokens a second of a decoding batch: expectation and ceiling."""
@@ -150,7 +140,3 @@ def ceiling_notes(device: Device) -> tuple[str, ...]:
     if not device.rated:
         return (f"No ceilings to compare with. This machine's calibration: {device.unknown}",)
     return (f"{device.doubt[0].upper()}{device.doubt[1:]}.",) if device.doubt else ()
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,36 +14,56 @@ from kvik_bench.load.metrics import DEFINITIONS, e2es, token_times, tpots, ttfts
 from kvik_bench.load.records import RequestRecord
 from kvik_bench.report.result import Figure
 
-Statistic = Callable[[NDArray[np.float64]], float]
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure of a run; `of` gives None where there is nothing to measure."""
+class Measure(Generic[Subject]):
+    """A figure of a run or of another subject.
+
+    Attributes:
+        of: from a subject to its value; None where there is nothing to measure.
+        most: the highest value that is possible; None: unknown.
+    """
 
     name: str
     unit: str
     better: Literal["more", "less"]
     definition: str
-    of: Callable[[LoadRun], float | None]
+    of: Callable[[Subject], float | None]
+    most: float | None = None
+
+    def values(self, subjects: Iterable[Subject]) -> tuple[float, ...]:
+        """Return the value of each subject that has one."""
+        return tuple(value for subject in subjects if (value := self.of(subject)) is not None)
+
+    def figure(self, values: tuple[float, ...]) -> Figure:
+        return Figure(self.name, self.unit, values, self.better, self.definition, most=self.most)
 
 
-def figures(measures: Iterable[Measure], runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
-    """A value for each run, of the measures that all runs have."""
+def figures(
+    measures: Iterable[Measure[Subject]], subjects: Sequence[Subject], *, every: bool = True
+) -> tuple[Figure, ...]:
+    """Return the figures of the measures that all subjects have; with `every` false, of those that
+    any has."""
     found = []
     for measure in measures:
-        values = [value for run in runs if (value := measure.of(run)) is not None]
-        if len(values) == len(runs):
-            found.append(
-                Figure(
-                    measure.name, measure.unit, tuple(values), measure.better, measure.definition
-                )
-            )
+        values = measure.values(subjects)
+        if values and (len(values) == len(subjects) or not every):
+            found.append(measure.figure(values))
     return tuple(found)
 
 
+RunMeasure = Measure[LoadRun]
+Statistic = Callable[[NDArray[np.float64]], float]
+
+
 def ratios(
-    name: str, measure: Measure, runs: Sequence[LoadRun], base: Sequence[LoadRun], definition: str
+    name: str,
+    measure: RunMeasure,
+    runs: Sequence[LoadRun],
+    base: Sequence[LoadRun],
+    definition: str,
 ) -> Figure:
     """The measure over that of another subject, round by round."""
     values = []
@@ -67,7 +87,7 @@ def milliseconds(
     times: Callable[[Sequence[RequestRecord]], NDArray[np.float64]],
     definition: str,
     statistic: Statistic = mean,
-) -> Measure:
+) -> RunMeasure:
     def of(run: LoadRun) -> float | None:
         values = times(run.records)
         return statistic(values) * 1e3 if len(values) else None
@@ -77,7 +97,7 @@ def milliseconds(
 
 def percentiles(
     name: str, times: Callable[[Sequence[RequestRecord]], NDArray[np.float64]], definition: str
-) -> tuple[Measure, ...]:
+) -> tuple[RunMeasure, ...]:
     return tuple(
         milliseconds(f"{name} p{share}", times, definition, percentile(share))
         for share in (50, 90, 99)
@@ -130,70 +150,72 @@ TPOTS = percentiles("TPOT", tpots, DEFINITIONS["tpot"])
 ITLS = percentiles("ITL", token_times, DEFINITIONS["itl_token"])
 E2ES = percentiles("E2E", e2es, DEFINITIONS["e2e"])
 
-WALL = Measure("wall time", "s", "less", "from the start to the last token", lambda r: r.seconds)
-PREFILL = Measure(
+WALL: RunMeasure = Measure(
+    "wall time", "s", "less", "from the start to the last token", lambda r: r.seconds
+)
+PREFILL: RunMeasure = Measure(
     "prefill",
     "tokens/s",
     "more",
     "prompt tokens / time until every request had its first output token",
     _prefill_rate,
 )
-DECODE = Measure(
+DECODE: RunMeasure = Measure(
     "decode",
     "tokens/s",
     "more",
     "output tokens that came after every request had its first / the time they took",
     _decode_rate,
 )
-REQUESTS = Measure(
+REQUESTS: RunMeasure = Measure(
     "requests",
     "requests/s",
     "more",
     DEFINITIONS["request_rate"],
     lambda run: len(run.records) / run.seconds,
 )
-INPUT = Measure(
+INPUT: RunMeasure = Measure(
     "input",
     "tokens/s",
     "more",
     DEFINITIONS["input_rate"],
     lambda run: _prompt_tokens(run) / run.seconds,
 )
-OUTPUT = Measure(
+OUTPUT: RunMeasure = Measure(
     "output",
     "tokens/s",
     "more",
     "output tokens / wall time, prompts included",
     lambda run: _output_tokens(run) / run.seconds,
 )
-TOTAL = Measure(
+TOTAL: RunMeasure = Measure(
     "total",
     "tokens/s",
     "more",
     DEFINITIONS["total_rate"],
     lambda run: (_prompt_tokens(run) + _output_tokens(run)) / run.seconds,
 )
-KV_USAGE = Measure(
+KV_USAGE: RunMeasure = Measure(
     "KV usage",
     "%",
     "less",
     "highest share of the KV cache's blocks that requests held, seen after steps, 5 ms apart",
     lambda run: 100 * run.kv_usage,
 )
-PREEMPTIONS = Measure(
+PREEMPTIONS: RunMeasure = Measure(
     "preemptions",
     "",
     "less",
     "times a request gave up its blocks, to be computed again",
     lambda run: run.after.preemptions - run.before.preemptions,
 )
-PREFIX_HITS = Measure(
+PREFIX_HITS: RunMeasure = Measure(
     "prefix hits",
     "%",
     "more",
     "share of the prompt tokens that the prefix cache had",
     _prefix_hits,
 )
-STEPS = Measure(
+STEPS: RunMeasure = Measure(
     "steps", "", "less", "steps of the engine", lambda run: run.after.steps - run.before.steps
 )

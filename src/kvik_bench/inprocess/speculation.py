@@ -7,11 +7,11 @@ Both engines stay loaded, so that they take turns within seconds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kvik.cli.eval import text_name, texts_of
 from kvik.cli.flags import engine_options
@@ -31,7 +31,7 @@ from kvik_bench.cli.output import (
 )
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import RandomPieces, TextPieces, check_context, refuse_varied
-from kvik_bench.inprocess.measures import DECODE, OUTPUT, decode_seconds, figures, ratios
+from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure, decode_seconds, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.report.result import (
     Chart,
@@ -197,26 +197,8 @@ CHARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Gauge:
-    """A figure of a pair of runs; `of` gives None where there is nothing to measure."""
-
-    name: str
-    unit: str
-    better: Literal["more", "less"]
-    definition: str
-    of: Callable[[Pair], float | None]
-
-    def figure(self, pairs: Sequence[Pair]) -> tuple[Figure, ...]:
-        """A value for each pair that has one."""
-        values = tuple(value for pair in pairs if (value := self.of(pair)) is not None)
-        if not values:
-            return ()
-        return (Figure(self.name, self.unit, values, self.better, self.definition),)
-
-
-GAUGES = (
-    Gauge(
+MEASURES: tuple[Measure[Pair], ...] = (
+    Measure(
         "predicted",
         "x",
         "more",
@@ -224,7 +206,7 @@ GAUGES = (
         "a^(K+1)) / (1 - a) tokens for an acceptance of a, without drafts one",
         lambda pair: pair.predicted,
     ),
-    Gauge(
+    Measure(
         "if checks were free",
         "x",
         "more",
@@ -232,7 +214,7 @@ GAUGES = (
         "on a machine that is not yet bound by arithmetic",
         lambda pair: pair.if_free,
     ),
-    Gauge(
+    Measure(
         "engine's estimate",
         "x",
         "more",
@@ -240,51 +222,51 @@ GAUGES = (
         "of its steps, those without drafts included",
         lambda pair: pair.own_estimate,
     ),
-    Gauge("drafts", "", "more", "that were checked", lambda pair: pair.drafts.drafts),
-    Gauge("accepted", "", "more", "drafts that were right", lambda pair: pair.drafts.accepted),
-    Gauge(
+    Measure("drafts", "", "more", "that were checked", lambda pair: pair.drafts.drafts),
+    Measure("accepted", "", "more", "drafts that were right", lambda pair: pair.drafts.accepted),
+    Measure(
         "acceptance",
         "%",
         "more",
         "a: how many drafts are right of those before which all were",
         lambda pair: 100 * pair.acceptance if pair.drafts.rows else None,
     ),
-    Gauge(
+    Measure(
         "mean accepted length",
         "tokens",
         "more",
         "drafts of a check that were right, and the model's own token",
         lambda pair: pair.drafts.mean_length if pair.drafts.rows else None,
     ),
-    Gauge(
+    Measure(
         "K",
         "",
         "more",
         "drafts of a check; where they form a tree, how many of them were right at most",
         lambda pair: pair.depth if pair.drafts.rows else None,
     ),
-    Gauge(
+    Measure(
         "with drafts",
         "%",
         "more",
         "share of the steps of a request that checked drafts",
         lambda pair: 100 * pair.share,
     ),
-    Gauge(
+    Measure(
         "cost of a draft",
         "x",
         "less",
         "time of making it for all requests / time of a step without speculation",
         lambda pair: pair.draft_cost if pair.drafts.rows else None,
     ),
-    Gauge(
+    Measure(
         "cost of a step",
         "x",
         "less",
         "mean time of a step, without making drafts / time of a step without speculation",
         lambda pair: pair.step_cost,
     ),
-    Gauge(
+    Measure(
         "equal tokens",
         "%",
         "more",
@@ -408,7 +390,7 @@ def _row(batch: int, pairs: Sequence[Pair]) -> Row:
             *figures((replace(DECODE, name="decode without"),), plain),
             *figures((replace(DECODE, name="decode with"),), guessing),
             ratios("speed-up", DECODE, guessing, plain, f"decode {ROUND_BY_ROUND}"),
-            *(figure for gauge in GAUGES for figure in gauge.figure(pairs)),
+            *figures(MEASURES, pairs, every=False),
             *_places(pairs),
             ratios("whole", OUTPUT, guessing, plain, whole),
         ),
