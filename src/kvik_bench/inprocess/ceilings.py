@@ -1,4 +1,4 @@
-"""What the planner says of a run beside what was measured: predicted rates, and what bound it."""
+"""Predictions of the planner for a measured run: expected rates, ceilings and the bottleneck."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACHIEVED: tuple[Measure[Efficiency], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of the model an engine runs, on the machine it runs on."""
+    """The limits of the machine for the model that an engine runs."""
 
     model: RunningModel
 
@@ -56,30 +56,30 @@ class Ceilings:
         return ceiling_notes(self.device)
 
     def remark(self, label: str, runs: Sequence[LoadRun]) -> str:
-        """The bottleneck in words, of the run that took the median time."""
+        """Return the bottleneck of the run with the median time, in words."""
         typical = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
         found = self._efficiency(typical)
         limit = f" is limited by {found.bottleneck}" if found.possible else ""
         return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
 
     def achieved(self, runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
-        """Bytes read and operations done a second, and their shares of what is possible."""
+        """Return the bytes and operations a second, and their shares of the limits."""
         found = [self._efficiency(run) for run in runs]
         return figures(ACHIEVED, found, every=False)
 
     def decode(self, batch: int, context: int) -> tuple[Figure, ...]:
-        """Output tokens a second of a decoding batch: expectation and ceiling."""
+        """Return the output rate of a decoding batch: expected and ceiling."""
         return self._rates("decode", [(1, decode(batch, context))], batch)
 
     def prefill(self, tokens: int, batch: int) -> tuple[Figure, ...]:
-        """Prompt tokens a second of prompts that share steps: expectation and ceiling."""
+        """Return the prompt rate of prompts that share steps: expected and ceiling."""
         together = self._together(tokens, batch)
         return self._rates(
             "prefill", [(1, PlannedStep(((together, tokens, 0),)))], together * tokens
         )
 
     def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
-        """Output tokens a second of requests that run together from their prompts to their end."""
+        """Return the output rate of requests that run together from their prompts to their end."""
         fresh = max(1, traffic.prompt - traffic.shared)
         together = self._together(fresh, count)
         steps: list[tuple[float, PlannedStep]] = [
@@ -90,7 +90,7 @@ class Ceilings:
         return self._rates("output", steps, count * traffic.output)
 
     def steady(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
-        """Output tokens a second of a load that keeps `count` requests in the engine."""
+        """Return the output rate of a load that keeps `count` requests in the engine."""
         if not self.device.measured:
             return ()
         cache, scheduler = self.model.resolved.cache, self.model.resolved.scheduler
@@ -112,7 +112,7 @@ class Ceilings:
         return (Figure("output expected", "tokens/s", (found.output_rate,), "more", STEADY),)
 
     def _together(self, tokens: int, count: int) -> int:
-        """Prompts that a step has room for."""
+        """Return the number of prompts that fit a step."""
         return min(count, max(1, self.model.resolved.scheduler.max_num_batched_tokens // tokens))
 
     def _efficiency(self, run: LoadRun) -> Efficiency:
@@ -121,7 +121,7 @@ class Ceilings:
     def _rates(
         self, name: str, steps: Sequence[tuple[float, PlannedStep]], tokens: int
     ) -> tuple[Figure, ...]:
-        """Of so many steps of each kind, which make so many tokens."""
+        """Return the rates of `tokens` tokens that take the given numbers of steps."""
         if not self.device.rated:
             return ()
         times = [
@@ -136,7 +136,7 @@ class Ceilings:
 
 
 def ceiling_notes(device: Device) -> tuple[str, ...]:
-    """Why there are no ceilings, or why they may be wrong."""
+    """Return why there are no ceilings, or why they may be wrong."""
     if not device.rated:
         return (f"No ceilings to compare with. This machine's calibration: {device.unknown}",)
     return (f"{device.doubt[0].upper()}{device.doubt[1:]}.",) if device.doubt else ()

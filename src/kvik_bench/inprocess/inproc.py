@@ -1,7 +1,7 @@
-"""Runs a load on an engine in this process, in real time, and notes what came when.
+"""Runs a load on an engine in this process, in real time, and records when tokens arrive.
 
-There is no client beside the engine, so a request counts as sent when it is due: one that comes
-during a step waits for its end, as it would in a server's queue.
+There is no client process, so a request counts as sent when it is due: one that is due during a
+step waits for the end of the step, as it would in a server's queue.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvik.errors import CapacityError, KvikError
 from kvik.launch import start
 from kvik_bench.load.records import RequestRecord
 
-PATIENCE = 0.1  # seconds the engine may wait for company, deaf to Ctrl-C
-LOOK_PERIOD = 0.005  # seconds between looks at the KV cache: a look takes a tenth of a small step
+PATIENCE = 0.1  # seconds that a poll may block, in which Ctrl-C has no effect
+LOOK_PERIOD = 0.005  # seconds between readings of KV usage: one takes a tenth of a small step
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a load: greedy, and as long as wanted whatever the model says."""
+    """One request of a load: greedy, with exactly `output_tokens` of output."""
 
     prompt: Sequence[int]
     output_tokens: int
@@ -37,7 +37,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What came of a load. Records and answers are in the order of the jobs."""
+    """The outcome of a load. Records and answers are in the order of the requests."""
 
     started: float
     ended: float
@@ -45,7 +45,7 @@ class LoadRun:
     answers: list[list[int]]  # token ids
     before: EngineStats
     after: EngineStats
-    kv_usage: float  # the highest share of KV blocks that requests were seen to hold
+    kv_usage: float  # the highest share of KV blocks in use that was read
 
     @property
     def seconds(self) -> float:
@@ -53,7 +53,7 @@ class LoadRun:
 
 
 def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
-    """Serve all jobs, each from the moment it is due.
+    """Serve all requests, each from the moment it is due.
 
     Raises:
         KvikError: a request can never be served (before anything is), or it failed.
@@ -82,7 +82,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
 
 @contextmanager
 def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
-    """The engine, freed at the end."""
+    """Start an engine; it is freed at the end of the `with`."""
     engine = start(resolved)
     try:
         yield engine
@@ -92,7 +92,7 @@ def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
 
 @dataclass(slots=True)
 class _Load:
-    """Jobs on their way through the engine."""
+    """The requests that the engine serves, and their records."""
 
     engine: Engine
     jobs: Sequence[BenchRequest]

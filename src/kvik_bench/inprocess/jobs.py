@@ -19,12 +19,12 @@ MAX_REQUESTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of a load. Rounds have prompts of their own, so that a prefix cache knows none of
-    them from the round before, and the same lengths.
+    """Requests of a load. Each round has the same lengths and prompts of its own, so that the
+    prefix cache holds none of them from the round before.
 
     Attributes:
-        prefix_tokens: that come before the prompts of `lengths`, one of so many `prefixes`.
-        field: that sets the lengths, to be named when they do not fit.
+        prefix_tokens: before the prompts of `lengths`; each request has one of `prefixes` prefixes.
+        field: that sets the lengths, named in errors.
     """
 
     count: int
@@ -46,18 +46,18 @@ class Requests:
             check_context(self.field, prompt, output, resolved)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Tokens of each prompt, its prefix included, and of its answer."""
+        """Return the tokens of each prompt, prefix included, and of its answer."""
         drawn = (self.lengths.of(i, 0) for i in range(self.count))
         return [(self.prefix_tokens + prompt, output) for prompt, output in drawn]
 
     def traffic(self) -> Traffic:
-        """The mean request. What is shared counts as found by all."""
+        """Return the mean request. The shared prefix counts as cached for all."""
         sizes = self.sizes()
         prompt = round(mean(prompt for prompt, _ in sizes))
         return Traffic(prompt, round(mean(output for _, output in sizes)), self.prefix_tokens)
 
     def jobs(self, number: int, vocab_size: int) -> list[BenchRequest]:
-        """Of one round."""
+        """Return the requests of one round."""
         seed = f"{self.seed}/{number}"
         filler = TokenFiller(vocab_size)
         prefixes = self.prefix_prompts(number, vocab_size)
@@ -77,7 +77,7 @@ class Requests:
 
 
 def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
-    """The same for all requests.
+    """Return the same lengths for all requests.
 
     Raises:
         ParamError: less than one token.

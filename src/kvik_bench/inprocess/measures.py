@@ -1,4 +1,4 @@
-"""The figures that can be taken of one run in this process, each with its definition."""
+"""The measures of a run in this process, each with its definition."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ratios(
     base: Sequence[LoadRun],
     definition: str,
 ) -> Figure:
-    """The measure over that of another subject, round by round."""
+    """Return the ratios of a measure to that of another subject, round by round."""
     values = []
     for run, other in zip(runs, base, strict=True):
         above, below = measure.of(run), measure.of(other)
@@ -113,7 +113,7 @@ def _output_tokens(run: LoadRun) -> int:
 
 
 def _first_tokens_done(run: LoadRun) -> float:
-    """When the last request had its first token."""
+    """Return the time of the last request's first token."""
     return max(record.times[0] for record in run.records)
 
 
@@ -122,7 +122,7 @@ def _prefill_rate(run: LoadRun) -> float:
 
 
 def decode_seconds(run: LoadRun) -> float:
-    """From when every request had its first token."""
+    """Return the seconds since every request had its first token."""
     return run.ended - _first_tokens_done(run)
 
 

@@ -1,5 +1,6 @@
-"""The order of measurements: subjects take turns in every round, so that a machine's drift hits all
-alike and ratios within a round stay true."""
+"""The order of measurements: every round measures all subjects, so that drift of the machine
+affects all alike and ratios within a round stay correct. Also whether other processes used the
+cores."""
 
 from __future__ import annotations
 
@@ -17,34 +18,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvik.errors import ConfigError
 
-# Whether other processes took the cores while something was measured.
-
-OTHERS = 0.05  # of the cores' time that other processes may take
+OTHERS = 0.05  # share of the cores' time that other processes may take
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Counts from when it is made."""
+    """Measures the processor time of other processes since it was created."""
 
     def __init__(self) -> None:
         self._started, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
 
     def others(self) -> float:
-        """The share of all cores' time that other processes have taken since; 0 where the system
-        does not tell."""
+        """Return the share of all cores' time that other processes took; 0 where it is unknown."""
         elapsed = time.perf_counter() - self._started
         foreign = (busy_seconds() - self._busy) - (own_seconds() - self._own)
         # one tick of the clock may be counted on the wrong side
         return max(0.0, foreign - TICK) / (elapsed * (os.cpu_count() or 1))
 
     def remarks(self) -> tuple[str, ...]:
-        """The same as a warning beside results, if it matters."""
+        """Return a warning to show with the results, if other processes took much time."""
         words = disturbance(self.others())
         return (f"Warning: {words}.",) if words else ()
 
 
 def disturbance(others: float) -> str:
-    """What a reader must know of the share that other processes took; "" if it does not matter."""
+    """Return a warning about the share that other processes took; "" if it is small."""
     if others <= OTHERS:
         return ""
     return (
@@ -53,13 +51,13 @@ def disturbance(others: float) -> str:
 
 
 def undisturbed(seconds: Iterable[float]) -> float:
-    """The median of the faster half of some samples: what disturbs only ever makes them longer."""
+    """Return the median of the faster half of some samples: disturbance only makes them longer."""
     ordered = sorted(seconds)
     return median(ordered[: -(-len(ordered) // 2)])
 
 
 def busy_seconds() -> float:
-    """CPU seconds of all processes of the machine, this one included; own ones where unknown."""
+    """Return the CPU seconds of all processes of the machine; of this one where unknown."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except OSError:
@@ -68,7 +66,7 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and of the children that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -86,11 +84,10 @@ def check_repeats(repeats: int, warmup: int) -> None:
 
 
 class Rounds:
-    """Gives (round, subject) in turn, rounds below 0 to warm up, and shows on standard error, when
-    that is a terminal, what is being measured.
+    """Iterates over rounds and subjects, with a progress bar on a terminal.
 
     Attributes:
-        remarks: what may make the figures wrong, once all is measured.
+        remarks: reasons to doubt the figures, after the last round.
     """
 
     def __init__(self, repeats: int, warmup: int) -> None:

@@ -49,8 +49,8 @@ Serve = Callable[[Engine, Sequence[BenchRequest]], LoadRun]
 
 
 def without_cache(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
-    """Each token is a request of its own, whose prompt is all that came before: nothing that was
-    computed for one token is used for the next. Needs an engine without prefix caching."""
+    """Serve each token as a request whose prompt is all text before it, so that nothing computed
+    for one token is used for the next. Needs an engine without prefix caching."""
     return _joined([_one_without_cache(engine, job) for job in jobs])
 
 
@@ -60,7 +60,7 @@ def one_by_one(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What an engine is loaded with.
+    """The options that an engine is loaded with.
 
     Attributes:
         speculation: the method that guesses tokens ahead, or "off".
@@ -76,7 +76,7 @@ class Rung:
 
     Attributes:
         alone: requests are served one after the other, so that a few of them show the rate.
-        recomputes: what is computed for one token is not there for the next.
+        recomputes: nothing computed for one token is kept for the next.
     """
 
     name: str
@@ -133,7 +133,7 @@ CHARTS = (
 class LadderLoad:
     """Attributes:
     requests: that share a prefix.
-    alone: so many of them are served by rungs that serve one after the other.
+    alone: requests served by rungs that serve one after the other.
     """
 
     requests: Requests
@@ -159,10 +159,9 @@ Found = dict[str, list[LoadRun]]  # by the name of the rung
 
 @dataclass(slots=True)
 class Ladder:
-    """Measures the rungs in turn, in rounds that need no warm-up of their own.
+    """Measures the rungs in turn.
 
-    Engines are loaded again in each round, so that they take turns too, and never two of them are
-    in memory.
+    Engines are loaded again in each round, so that they alternate too, and only one is in memory.
     """
 
     load: LadderLoad
@@ -227,7 +226,7 @@ class Ladder:
         return self.load.requests.traffic()
 
     def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, LoadRun]]:
-        """The rungs that share an engine. Each fresh engine is warmed up with other prompts."""
+        """Run the rungs that share an engine. Each new engine is warmed up with other prompts."""
         resolved = self._loadings[group[0].loading]
         vocab_size = resolved.model.vocab_size
         requests = self.load.requests
@@ -241,12 +240,12 @@ class Ladder:
                 for _ in range(self.warmup):
                     rung.serve(engine, others[:1] if rung.alone else others)
                 for prefix in requests.prefix_prompts(number, vocab_size):
-                    if prefix:  # as a service that runs for a while knows what prompts share
+                    if prefix:  # a service that has run for a while has the shared prefix cached
                         run_jobs(engine, [BenchRequest(prefix, 1)])
                 yield rung, rung.serve(engine, self.load.of(rung, jobs))
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
-        """Percent of the tokens that are those of the first rungs, for each round."""
+        """Return the percent of the tokens equal to those of the first rungs, for each round."""
         plain = [r.name for r in self.rungs if r.loading.quantization == PLAIN]
         shares = []
         for i, run in enumerate(runs[rung.name]):
@@ -303,7 +302,7 @@ def _one_without_cache(engine: Engine, job: BenchRequest) -> LoadRun:
 
 
 def _joined(runs: Sequence[LoadRun]) -> LoadRun:
-    """Runs that followed each other as one."""
+    """Return consecutive runs as one."""
     return LoadRun(
         runs[0].started,
         runs[-1].ended,

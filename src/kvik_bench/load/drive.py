@@ -1,8 +1,8 @@
-"""Drives a target with a load, and watches the client itself.
+"""Sends a load to a target, and measures the client itself.
 
-Closed loop: so many users, each sends when the answer before has come, so a slow server gets less
-load. Open loop: requests come when they are due, whatever the server does, as in life.
-All times are those of the running event loop, so a test may run on a virtual clock.
+Closed loop: a number of users who send after each answer, so a slow server gets less load. Open
+loop: requests are sent when they are due, whatever the server does. All times are those of the
+running event loop, so a test may run on a virtual clock.
 """
 
 from __future__ import annotations
@@ -18,36 +18,34 @@ from typing import Protocol
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
 from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
 
-# Where requests go, behind one protocol.
-
 
 class Target(Protocol):
     """Something that answers requests."""
 
     async def send(self, request: LoadRequest, record: RequestRecord) -> str | None:
-        """Send one request, once, and fill the record while the answer comes.
+        """Send one request, once, and fill the record while the answer arrives.
 
-        Stamps `sent` as late as it can. Never raises for what the server does: it notes that as the
-        record's error and returns None. Else it returns the answer's text. When cancelled, it
-        leaves the record as it is and raises `CancelledError`.
+        Sets `sent` as late as possible. Never raises for an error of the server: the record notes
+        it, and None is returned instead of the answer's text. When cancelled, leaves the record as
+        it is and raises `CancelledError`.
         """
 
 
 FAILURE_PAUSE = 0.1  # seconds
 START_GAP = 0.001  # seconds: about what the client takes to open a connection and send
-LOOP_LAG_PERIOD = 0.02  # seconds between two looks at the event loop's own delay
+LOOP_LAG_PERIOD = 0.02  # seconds between samples of the event loop's own delay
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When to stop. What was due before is still sent, and what is in flight waited for."""
+    """When to stop. Requests due before are still sent, and those in flight are awaited."""
 
     num_requests: int | None = None
     duration: float | None = None  # seconds: no conversation is due later
 
     def turns(self, index: int, turns: int) -> int:
-        """How many turns of conversation `index` fit. Depends on the number alone, so that timing
-        does not decide what is sent."""
+        """Return how many turns of conversation `index` fit. It depends on the number alone, so
+        that timing does not decide what is sent."""
         if self.num_requests is None:
             return turns
         return max(min(turns, self.num_requests - index * turns), 0)
@@ -55,7 +53,7 @@ class Budget:
 
 @dataclass(slots=True)
 class RunLog:
-    """What a run left behind; complete at every moment, so that a run can be stopped."""
+    """The records of a run; complete at every moment, so that a run can be stopped."""
 
     records: list[RequestRecord] = field(default_factory=list)
     loop_lag: array[float] = field(default_factory=lambda: array("d"))  # seconds, sampled
@@ -80,17 +78,17 @@ class Load(Protocol):
     """When conversations start."""
 
     async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
-        """Call `talk(conversation, due, held)` for each; return when all have ended. It answers
-        whether the conversation came to its end."""
+        """Call `talk(conversation, due, held)` for each; return when all have ended. `talk` returns
+        whether the conversation was completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """`concurrency` users, who pause for `think_time` seconds after each answer.
 
-    They start one shortly after the other: sent in one moment, the first requests would wait for
-    the client, and the time to their first token would be the client's. After a failure users
-    pause for a moment, or a server that refuses would be flooded.
+    They start one shortly after the other: sent at once, the first requests would wait for the
+    client, and their time to the first token would be the client's. After a failure users pause,
+    so as not to flood a server that refuses requests.
     """
 
     concurrency: int
@@ -124,7 +122,7 @@ class OpenLoop:
     """A conversation at each of `offsets`, seconds after the start.
 
     Attributes:
-        max_in_flight: conversations at a time; one that is due later waits, and that is noted.
+        max_in_flight: conversations at a time; one that is due beyond waits, and that is recorded.
     """
 
     offsets: Iterable[float]
@@ -135,7 +133,7 @@ class OpenLoop:
         start = loop.time()
         deadline = _deadline(start, budget)
         places = asyncio.Semaphore(self.max_in_flight)
-        free_since = start  # until then there was no place, for those after it neither
+        free_since = start  # until then no slot was free, nor for the conversations after it
 
         async def guest(conversation: LoadConversation, due: float, held: float) -> None:
             try:
@@ -167,9 +165,9 @@ async def drive(
     log: RunLog,
     think_time: float = 0.0,
 ) -> None:
-    """Run a load to its end and note everything in `log`.
+    """Run a load to its end and record everything in `log`.
 
-    When cancelled, requests in flight are noted as interrupted.
+    When cancelled, requests in flight are recorded as interrupted.
 
     Args:
         think_time: seconds between the turns of a conversation.
@@ -221,7 +219,7 @@ async def drive(
 
 
 async def _watch_loop(log: RunLog) -> None:
-    """How much later than wished the event loop wakes up: the delay of everything it does."""
+    """Sample how late the event loop wakes up: the delay of everything it does."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LOOP_LAG_PERIOD

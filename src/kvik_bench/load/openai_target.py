@@ -22,12 +22,10 @@ from kvik.errors import ConfigError
 from kvik_bench.load.records import RequestRecord
 from kvik_bench.load.workload import Content, LoadRequest
 
-# Which optional fields of the OpenAI API a server accepts, found out by asking it.
-
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The optional fields of a request."""
+    """The optional fields of the OpenAI API that a server accepts, found by trying them."""
 
     limit: str = "max_tokens"  # or "max_completion_tokens": the name of the token limit
     ignore_eos: bool = True  # answers of the full length
@@ -46,7 +44,7 @@ class Dialect:
         return fields
 
     def names(self) -> tuple[str, ...]:
-        """Of the fields that are sent."""
+        """Return the names of the fields that are sent."""
         pairs = (
             (self.limit, True),
             ("ignore_eos", self.ignore_eos),
@@ -56,7 +54,7 @@ class Dialect:
         return tuple(name for name, is_sent in pairs if is_sent)
 
     def after_refusal(self, message: str) -> Dialect | None:
-        """What to try next, when a server refused a request with these words; None: nothing."""
+        """Return what to try after a server refused a request with this message; None: nothing."""
         if "max_completion_tokens" in message and self.limit == "max_tokens":
             return replace(self, limit="max_completion_tokens")
         if "ignore_eos" in message and self.ignore_eos:
@@ -65,20 +63,18 @@ class Dialect:
             return replace(self, running_usage=False)
         if ("stream_options" in message or "include_usage" in message) and self.usage:
             return replace(self, usage=False)
-        # It did not say what it dislikes.
+        # The message names no field.
         plainer = Dialect(self.limit, ignore_eos=False, usage=self.usage, running_usage=False)
         if plainer != self:
             return plainer
         return replace(self, usage=False) if self.usage else None
 
 
-# One streamed answer of an OpenAI-compatible server, read into a record.
-
 MAX_DETAIL = 200  # characters kept of what a server says about an error
 
 
 class BrokenAnswer(Exception):
-    """An answer that cannot count."""
+    """An answer that is not valid."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -87,9 +83,9 @@ class BrokenAnswer(Exception):
 
 
 class AnswerReader:
-    """Fed with the bytes of a stream, it stamps each chunk of output into the record.
+    """Reads the bytes of a stream and records each chunk of output with its time.
 
-    Tokens are counted by the server's own `usage` where it is sent with each chunk. Else a chunk
+    Tokens are counted by the server's `usage` if it is sent with each chunk. Otherwise a chunk
     counts as one token, and the sum is compared with the usage at the end.
     """
 
@@ -162,7 +158,7 @@ class AnswerReader:
         if ends and self._finish is None:
             self._finish = now
             self._finish_was_empty = not has_output
-        # Told at the end alone it is no running count, unless there was no chunk before.
+        # Usage that comes only at the end is no running count, unless there was no chunk before.
         self._running |= bool(total) and not (ends and self._counted)
         if not (total and self._running):
             if has_output:
@@ -207,12 +203,12 @@ REFUSALS: Mapping[str, str] = {
     "HTTP 405": "; --endpoint chat is another route",
     "HTTP 422": "",
 }
-DISLIKES = ("HTTP 400", "HTTP 422")  # of a field, maybe
+DISLIKES = ("HTTP 400", "HTTP 422")  # possibly because of one field
 
 
 @dataclass(frozen=True, slots=True)
 class TargetServer:
-    """Where to send, and how.
+    """The server that requests are sent to, and the form of these requests.
 
     Attributes:
         url: with or without the ending /v1.
@@ -247,7 +243,7 @@ class TargetServer:
 
 
 class OpenAITarget:
-    """Sends each request once; nothing is tried again."""
+    """Sends each request once, without retries."""
 
     def __init__(self, server: TargetServer, session: aiohttp.ClientSession) -> None:
         self._server = server
@@ -287,14 +283,14 @@ class OpenAITarget:
             answer.feed(data, self._clock())
             if answer.done:
                 break
-        with suppress(TimeoutError, aiohttp.ClientError):  # the answer is complete in any case
+        with suppress(TimeoutError, aiohttp.ClientError):  # the answer is already complete
             async with asyncio.timeout(AFTER_DONE_SECONDS):
                 await response.content.read()
 
 
 @asynccontextmanager
 async def connected(server: TargetServer) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session for any number of connections to the server."""
+    """Open a session for any number of connections to the server."""
     headers = {
         "User-Agent": "kvik bench",
         "Content-Type": "application/json",
@@ -311,7 +307,7 @@ async def connected(server: TargetServer) -> AsyncIterator[aiohttp.ClientSession
 
 
 async def first_model(server: TargetServer, session: aiohttp.ClientSession) -> str:
-    """The first model that the server lists.
+    """Return the first model that the server lists.
 
     Raises:
         ConfigError: it cannot be reached, or lists none.
@@ -332,9 +328,9 @@ async def first_model(server: TargetServer, session: aiohttp.ClientSession) -> s
 async def accepted(
     server: TargetServer, session: aiohttp.ClientSession, request: LoadRequest
 ) -> TargetServer:
-    """The server with the optional fields that it accepts, found by sending one request.
+    """Return the server with the optional fields that it accepts, found by sending a request.
 
-    What may pass (overload, a broken stream) is no reason to give up.
+    Temporary errors (overload, a broken stream) do not end the search.
 
     Raises:
         ConfigError: it cannot be reached, or refuses the plainest request too.
@@ -356,7 +352,7 @@ async def accepted(
 
 
 def joined(contents: Sequence[Content]) -> Content:
-    """One prompt of several contents: ids one after another, texts with an empty line between."""
+    """Join contents to one prompt: ids one after another, texts with an empty line between."""
     texts = [content for content in contents if isinstance(content, str)]
     if texts:
         assert len(texts) == len(contents)

@@ -1,4 +1,4 @@
-"""A load test of a server: loads one after another, each measured as often as wished."""
+"""A load test of a server: loads one after another, each measured repeatedly, and its report."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from kvik_bench.load.records import RequestRecord
 from kvik_bench.load.workload import LoadWorkload
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
-# A load test as a result: figures with their definitions, and what to think of them in words.
-
-# Above these the client may have shaped what it measured.
+# Above these the client may have influenced what it measured.
 MAX_LAG = 0.010  # seconds, 99th percentile
 MAX_CPU_SHARE = 0.85  # of one core: Python runs on one
 
-# Of prompts that share nothing: what a chat template, equal for all, may come to.
+# Cached share of prompts that share nothing: that of a chat template.
 MAX_CACHED_SHARE = 0.5
 
-# Of the tokens that were asked for: with less, answers ended by themselves.
+# Share of the requested tokens: with less, answers ended by themselves.
 MIN_ANSWERED_SHARE = 0.95
 
 MAX_SERIES = 5000  # values kept of a distribution for plots
@@ -48,7 +46,7 @@ HELD = "how long requests that were due waited because too many were in flight"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run of a load, once it is over."""
+    """One finished run of a load."""
 
     log: RunLog
     metrics: LoadMetrics
@@ -61,7 +59,7 @@ class Measured:
 
 
 def row(label: str, runs: Sequence[Measured], slo: Slo | None) -> Row:
-    """A load, measured once or more often."""
+    """Return the row of a load that was measured once or more."""
     figures = [
         Figure(name, unit, tuple(getattr(run.metrics, field) for run in runs), "more", definition)
         for name, unit, field, definition in _rates(slo)
@@ -90,7 +88,7 @@ def _rates(slo: Slo | None) -> list[tuple[str, str, str, str]]:
 
 
 def charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
-    """Of several loads the curve of latency over throughput, of all the distributions."""
+    """Return the distributions and, for several loads, curves of latency over throughput."""
     curves = (
         Chart("curve", "latency over throughput", "TTFT p50", "output throughput"),
         Chart("curve", "time per token over throughput", "TPOT p50", "output throughput"),
@@ -105,7 +103,7 @@ def charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
 
 
 def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
-    """What a reader must know before believing the figures of a load.
+    """Return the reasons to doubt the figures of a load.
 
     Args:
         fresh: prompts share nothing with one another, so a prefix cache should know none.
@@ -167,7 +165,7 @@ def _errors(runs: Sequence[Measured]) -> list[str]:
 
 
 def _short_answers(runs: Sequence[Measured]) -> list[str]:
-    """A server may take `ignore_eos` without a word and know nothing of it."""
+    """Return a remark if answers ended early: a server may accept `ignore_eos` and ignore it."""
     done = [r for run in runs for r in run.log.records if r.completed and r.asked_tokens]
     asked = sum(record.asked_tokens or 0 for record in done)
     got = sum(record.num_output_tokens for record in done)
@@ -182,7 +180,7 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
 
 
 def _client_limits(runs: Sequence[Measured]) -> list[str]:
-    """Whether the client itself was the bottleneck, in any of the runs."""
+    """Return a remark if the client itself was the bottleneck in any run."""
     found = []
     share = max(run.log.cpu_share for run in runs)
     if share > MAX_CPU_SHARE:
@@ -247,7 +245,7 @@ def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> 
 
 
 def _several_tokens(runs: Sequence[Measured]) -> bool:
-    """Whether any chunk after the first brought more than one token."""
+    """Return whether any chunk after the first had more than one token."""
     return any(max(record.tokens[1:], default=1) > 1 for run in runs for record in run.log.records)
 
 
@@ -268,7 +266,7 @@ def _row_facts(runs: Sequence[Measured]) -> Mapping[str, str]:
 
 
 def _cached_share(runs: Sequence[Measured]) -> float | None:
-    """Of the prompt tokens; None where the server does not tell."""
+    """Return the cached share of the prompt tokens; None if the server does not report it."""
     prompt_tokens = sum(run.metrics.prompt_tokens for run in runs)
     cached = [run.metrics.cached_tokens for run in runs if run.metrics.cached_tokens is not None]
     return sum(cached) / prompt_tokens if cached and prompt_tokens else None
@@ -296,7 +294,7 @@ def _thinned(values: NDArray[np.float64]) -> tuple[float, ...]:
 
 
 PROBE_TOKENS = 2
-WATCH_PERIOD = 0.5  # seconds between two looks of whoever shows the progress
+WATCH_PERIOD = 0.5  # seconds between reports of progress
 SPARE_FILES = 64  # descriptors for everything but connections
 
 Watch = Callable[[str, RunLog, float], None]  # label, log, seconds since the start
@@ -313,8 +311,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class LoadTest:
-    """What to send and when. Each level and repeat has a seed of its own, or a prefix cache would
-    know its prompts from the one before.
+    """What to send and when. Each level and repeat has a seed of its own, so that the prefix cache
+    holds none of its prompts.
 
     Attributes:
         fresh: prompts share nothing with one another.
@@ -333,7 +331,7 @@ class LoadTest:
 
 @dataclass(slots=True)
 class ServeBench:
-    """Runs a test; what was measured so far can be had at any time, also after an interruption."""
+    """Runs a test; its results so far are available at any time, also after an interruption."""
 
     test: LoadTest
     server: TargetServer

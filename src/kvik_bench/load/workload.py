@@ -1,7 +1,8 @@
-"""What is sent: conversations, each a function of the seed and its number alone.
+"""The requests of a load: when they are due, how long they are, and their contents.
 
-So the same seed sends the same requests byte for byte, whatever the timing and the number of
-connections. Only the answers that a later turn of a conversation repeats are the server's.
+A conversation is a function of the seed and its number alone, so the same seed sends the same
+requests byte for byte, whatever the timing and the number of connections. Only the answers that a
+later turn of a conversation repeats are the server's.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ your
 WORDS: Final = tuple(_TEXT.split())
 
 
-# When requests are due in an open loop: seconds after the start, whatever the server does.
+# Arrivals of an open loop: seconds after the start.
 
 TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -99,7 +100,7 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
 
     Args:
         speed: 2 replays it twice as fast.
-        limit: the first so many rows.
+        limit: number of rows to read.
 
     Raises:
         ParamError: the file cannot be read, or a row is not understood or goes back in time.
@@ -141,16 +142,16 @@ def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
     return time, prompt_tokens, output_tokens
 
 
-# How long prompts and answers are: drawn from a distribution, or taken from a trace.
+# Lengths of prompts and answers: drawn from a distribution, or taken from a trace.
 
 MAX_TOKENS = 1 << 22
 
 
 class Lengths(Protocol):
-    """How many tokens a request has; a function of its numbers alone, not of the time."""
+    """The lengths of requests, a function of their numbers alone."""
 
     def of(self, index: int, turn: int) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer, in a turn of conversation `index`."""
+        """Return the tokens of the prompt and of the answer, in a turn of conversation `index`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ FIRST_IDS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request. Token counts are what was planned: of text, only the server knows them."""
+    """One request. Token counts are planned ones: only the server knows those of text."""
 
     messages: tuple[tuple[str, Content], ...]  # (role, content); the last one asks
     prompt_tokens: int
@@ -254,13 +255,13 @@ class LoadTurn:
 
 @dataclass(frozen=True, slots=True)
 class LoadConversation:
-    """Turns that are asked one after another; each repeats all that was said before."""
+    """Turns that are sent one after another; each repeats the conversation before it."""
 
     turns: tuple[LoadTurn, ...]
     system: LoadTurn | None = None  # a prefix that conversations share
 
     def request(self, answers: Sequence[str]) -> LoadRequest:
-        """The next request, after as many answers."""
+        """Return the request that follows the given answers."""
         messages = [] if self.system is None else [("system", self.system.content)]
         tokens = 0 if self.system is None else self.system.tokens
         for turn, answer in zip(self.turns, answers, strict=False):
@@ -284,7 +285,7 @@ class LoadWorkload(Protocol):
 
 
 class Filler(Protocol):
-    """Makes prompt contents of a wanted length."""
+    """Makes prompt contents of a given length."""
 
     def fill(self, tokens: int, seed: str) -> Content: ...
 
@@ -315,7 +316,7 @@ class WordFiller:
 
 @dataclass(frozen=True, slots=True)
 class RandomWorkload:
-    """Random contents. With `prefixes`, each conversation starts with one of so many."""
+    """Random contents; each conversation starts with one of `prefixes` shared prefixes."""
 
     lengths: Lengths
     filler: Filler
@@ -342,7 +343,7 @@ class RandomWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TextWorkload:
-    """Given texts in their order, again from the start when they are used up."""
+    """Given texts in order, repeated from the start when they are used up."""
 
     texts: Sequence[str]
     output: Length

@@ -68,7 +68,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one subject: a batch size, a policy, an engine, a rung of a ladder.
+    """The figures of one subject: a batch size, a policy, an engine, a rung of a ladder.
 
     Attributes:
         facts: what else tells this row from others, and words about it.
@@ -144,13 +144,13 @@ class Result:
             raise KvikError("result", f"is not a benchmark's JSON ({error})") from None
 
 
-# What a benchmark was run with: enough to run it again, and to know what it can be compared to.
+# The facts of a run: enough to repeat it, and to know what it can be compared with.
 
 PEAK_MEMORY = "resident memory of this process at its highest, since it started"
 
 
 def run_facts() -> Mapping[str, str]:
-    """Date, command, versions and machine."""
+    """Return date, command, versions and machine."""
     hardware = detect()
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -165,7 +165,7 @@ def run_facts() -> Mapping[str, str]:
 
 
 def engine_facts(resolved: ResolvedConfig) -> Mapping[str, str]:
-    """What was decided for the engine, as far as it bears on speed."""
+    """Return the decisions for the engine that affect speed."""
     runner, scheduler, cache = resolved.runner, resolved.scheduler, resolved.cache
     return {
         "model": runner.model_path,
@@ -186,13 +186,13 @@ def engine_facts(resolved: ResolvedConfig) -> Mapping[str, str]:
 
 
 def peak_memory() -> Figure:
-    """Of this process, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     return Figure("peak memory", "MiB", (peak_bytes() / (1 << 20),), "less", PEAK_MEMORY)
 
 
 def peak_bytes() -> int:
-    """Resident memory of this process at its highest. Linux tells it by program; its usage counters
-    begin with the memory of the parent."""
+    """Return the peak resident memory of this process. Linux reports it by program; its usage
+    counters start with the memory of the parent."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
