@@ -43,7 +43,7 @@ def routes(parts, timeouts):
 
 @pytest.fixture(autouse=True)
 def _every_step_is_a_piece(monkeypatch):
-    monkeypatch.setattr(host, "MAX_HOLD", 0.0)
+    monkeypatch.setattr(host, "MAX_DELAY", 0.0)
 
 
 def test_a_reader_who_stops_loses_the_request_after_a_while():

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvik.config.config import Decision
 from kvik.config.memory import MemoryPlan
@@ -22,7 +22,7 @@ from kvik.engine.client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event
-from kvik.server.route import Route, break_connection
+from kvik.server.route import Route, limit_unread
 from kvik.server.server import Drain, Server
 
 INTERVAL = 0.4  # seconds between two events
@@ -169,16 +169,9 @@ class WatchedStream(StreamingResponse):
         self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patient(message: Message) -> None:
-            try:
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send(message)
-            except TimeoutError:
-                break_connection(scope)
-                raise ClientDisconnect from None
-
+        limit_unread(scope, SEND_SECONDS)
         try:
-            await super().__call__(scope, receive, patient)
+            await super().__call__(scope, receive, send)
         finally:
             self._leave()
 

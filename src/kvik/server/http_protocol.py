@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvik.server.errors import HttpError, http_error
-from kvik.server.route import CLOSE_EXTENSION
+from kvik.server.route import CLOSE_EXTENSION, UNREAD_EXTENSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class ConnectionLimits:
         idle_seconds: between two requests. The rest of a body after an early response is discarded
             meanwhile, for at most `head_seconds`.
         linger_seconds: for a refused client to read the error.
-        unread_seconds: that a response waits for a client that does not read it. Streams have a
-            shorter limit of their own.
+        unread_seconds: that a response waits for a client that does not read it. Streams set
+            shorter limits (`limit_unread`).
     """
 
     max_connections: int = 4096
@@ -87,6 +87,7 @@ class Connection(HttpToolsProtocol):
         self._limits = shared.limits
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._unread_seconds = shared.limits.unread_seconds  # of the response under way
         self._in_head = False  # of a request whose headers are not complete
         self._in_body = False
         self._num_requests = 0
@@ -173,8 +174,8 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        loop, seconds = self.loop, self._limits.unread_seconds
-        self._unread_timer = self._unread_timer or loop.call_later(seconds, self.abort)
+        if self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(self._unread_seconds, self.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -190,7 +191,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {CLOSE_EXTENSION: self.abort}  # type: ignore[dict-item]
+        extensions = {CLOSE_EXTENSION: self.abort, UNREAD_EXTENSION: self._limit_unread}
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         self._in_head = self._in_body = True
         self._num_requests += 1
         self._fed_bytes = self._head_bytes = 0
@@ -221,6 +223,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._lingering:
             return
+        self._unread_seconds = self._limits.unread_seconds
         super().on_response_complete()
         if self.transport.is_closing():
             self._set_timer(self._limits.unread_seconds, self.abort)
@@ -330,6 +333,9 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, call)
+
+    def _limit_unread(self, seconds: float) -> None:
+        self._unread_seconds = seconds
 
     def _stop_unread_timer(self) -> None:
         if self._unread_timer is not None:

@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import KvikError
-from kvik.server.errors import aborted, escaped_traceback, http_error, in_messages
+from kvik.server.errors import escaped_traceback, http_error, in_messages
 from kvik.server.generation import Generation, wait_for_change
+from kvik.server.route import limit_unread
 
 T = TypeVar("T")
 INLINE_ITEMS = 2000  # of a microsecond or two: a thread takes longer to wake
@@ -206,7 +207,7 @@ class StreamTimeouts:
     """Timeouts of a stream, in seconds.
 
     Attributes:
-        send: for the reader to accept an event; then its request ends.
+        send: that the response may wait for its reader; then the request ends.
         heartbeat: without an event, after which a heartbeat is sent.
     """
 
@@ -246,7 +247,6 @@ class StreamReply(Response):
         self._gone = False
         self._beat = False  # a heartbeat is due
         self._sent_at = 0.0
-        self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._anthropic = in_messages(scope["path"])
@@ -255,13 +255,9 @@ class StreamReply(Response):
         watch = loop.create_task(_until_gone(receive))
         watch.add_done_callback(self._lose)
         ticker = loop.create_task(self._tick())
+        limit_unread(scope, self._timeouts.send)
         try:
-            async with asyncio.timeout(None) as self._limit:
-                await self._run(send)
-        except TimeoutError:
-            if not self._limit.expired():
-                raise
-            raise aborted("its reader is too slow", again=False) from None  # breaks the connection
+            await self._run(send)
         finally:
             watch.cancel()
             ticker.cancel()
@@ -310,7 +306,6 @@ class StreamReply(Response):
 
     async def _write(self, send: Send, chunk: bytes, last: bool) -> None:
         self._sent_at = asyncio.get_running_loop().time()
-        self._sending = True
         if not self._begun:
             self._begun = True
             await send(
@@ -321,7 +316,6 @@ class StreamReply(Response):
                 }
             )
         await send({"type": "http.response.body", "body": chunk, "more_body": not last})
-        self._sending = False
 
     def _error_event(self, error: Exception) -> bytes:
         if not isinstance(error, KvikError):
@@ -341,12 +335,8 @@ class StreamReply(Response):
         """Check a quiet stream from time to time: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(self._timeouts.send, self._timeouts.heartbeat) / 4)
-            quiet = loop.time() - self._sent_at
-            if self._sending:
-                if quiet > self._timeouts.send:
-                    self._limit.reschedule(loop.time())
-            elif quiet > self._timeouts.heartbeat:
+            await asyncio.sleep(self._timeouts.heartbeat / 4)
+            if loop.time() - self._sent_at > self._timeouts.heartbeat:
                 self._beat = True
                 self._generations[0].changed.set()
 

@@ -108,7 +108,9 @@ class BodyShare:
 
 
 SCOPE_KEY = "kvik.context"
-CLOSE_EXTENSION = "kvik.close"  # of the scope: breaks the connection, whatever waits to be sent
+# Of the scope, set by the connection: a function that breaks it, whatever waits to be sent, and one
+# that sets the seconds for which a response may wait for its reader.
+CLOSE_EXTENSION, UNREAD_EXTENSION = "kvik.close", "kvik.unread"
 MAX_TRACE_PARENT = 128  # characters; known versions have 55
 
 
@@ -151,3 +153,10 @@ def break_connection(scope: Scope) -> None:
     close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
     if close is not None:
         close()
+
+
+def limit_unread(scope: Scope, seconds: float) -> None:
+    """Break the connection if the client does not read the response for this long."""
+    limit = scope.get("extensions", {}).get(UNREAD_EXTENSION)
+    if limit is not None:
+        limit(seconds)
