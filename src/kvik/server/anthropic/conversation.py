@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from kvik.core.sampling_params import MAX_INT32, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from kvik.core.sampling_params import MAX_STOP_STRINGS
 from kvik.core.types import Pin
 from kvik.errors import ParamError
 from kvik.server.errors import rename_fields
-from kvik.server.openai.fields import Name
+from kvik.server.openai.fields import Count, Name, Word
 from kvik.server.texts import Texts
 from kvik.text.chat_template import MAX_MESSAGES
-
-StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
 
 
 class CacheControl(Struct, kw_only=True):
@@ -58,12 +56,12 @@ class MessageRequest(CountRequest, kw_only=True):
     the prompt is computed, for the cache.
     """
 
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)]
+    max_tokens: Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopSequence], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_sequences: Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    top_k: Count | None = None
 
     metadata: Any = None  # these change nothing in the answer
     diagnostics: Any = None
