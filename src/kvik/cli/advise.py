@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from textwrap import wrap
 
-from kvik.cli.flags import Parser, add_question_flag, integer, number
+from kvik.cli.flags import Parser, add_model, add_question_flag, integer, number
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
@@ -30,9 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         "List what to change about serving a model, each with its flag and its predicted effect on "
         "this load and machine. Loads nothing.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder, hub id or config.json (default: bundled)"
-    )
+    add_model(parser, "a folder, hub id or config.json")
 
     add = partial(add_question_flag, parser)
     add("--slo", str, "SLO", "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s")

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvik.cli.flags import Parser, add_engine_flags, add_force_flag, check_new, engine_options
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_force_flag,
+    add_model,
+    check_new,
+    engine_options,
+)
 from kvik.cli.terminal import say
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
@@ -25,12 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a model's weights as this machine's kernels take them, quantised if asked for. An "
         "engine folder runs like a model, gives the same tokens, and is ready sooner.",
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        help="a folder, a GGUF file or a hub id (default: bundled)",
-    )
+    add_model(parser, "a folder, a GGUF file or a hub id")
     parser.add_argument(
         "-o",
         "--output",

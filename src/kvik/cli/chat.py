@@ -13,6 +13,7 @@ from kvik.cli.chat_backends import Backend, Facts
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
+    add_model,
     add_sampling_flags,
     engine_options,
     given_engine_options,
@@ -36,9 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "chat", "[MODEL | --url URL]", "Talk to a model, here or of a server. /help lists commands."
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
+    add_model(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     server = parser.add_argument_group("a server that answers instead of an engine here")
     server.add_argument("--url", help="of an OpenAI-compatible API, with or without /v1")

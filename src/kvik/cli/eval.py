@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig
 
@@ -42,9 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         "How well a model reads a text, computed as it serves: kernels, weight and KV formats. "
         "Every token is scored at most once, with what its window holds before it.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--reference",
         metavar="MODEL",

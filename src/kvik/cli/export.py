@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvik.cli.flags import Parser, add_force_flag, check_new
+from kvik.cli.flags import Parser, add_force_flag, add_model, check_new
 from kvik.cli.terminal import say
 from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
@@ -24,9 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         "[MODEL] -o FILE.gguf",
         "Write a model and its tokenizer as a GGUF file, which llama.cpp and kvik load.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
+    add_model(parser)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help=f"ends in {GGUF}"
     )

@@ -76,6 +76,15 @@ def add_option_flags(
         _add(group, option, note=f"; default: {option.default}" if shown else "")
 
 
+def add_model(parser: argparse.ArgumentParser, kinds: str = "a folder or hub id") -> None:
+    """Add the optional MODEL.
+
+    Args:
+        kinds: of models that the verb takes.
+    """
+    parser.add_argument("model", nargs="?", default="", help=f"{kinds} (default: bundled)")
+
+
 def add_question_flag(
     parser: argparse.ArgumentParser,
     flag: str,

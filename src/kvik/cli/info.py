@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from kvik.cli.flags import Parser, add_engine_flags, engine_options
+from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
@@ -25,9 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "info", "[MODEL]", "Describe a model and what of it fits this machine, without loading it."
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder, GGUF file or hub id (default: bundled)"
-    )
+    add_model(parser, "a folder, GGUF file or hub id")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser)
     return parser

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from textwrap import fill
 
-from kvik.cli.flags import Parser, add_question_flag, integer, number
+from kvik.cli.flags import Parser, add_model, add_question_flag, integer, number
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
@@ -314,9 +314,7 @@ def build_parser() -> argparse.ArgumentParser:
         "[MODEL]",
         "Tell what a model takes and gives on some hardware: memory, speed, cost. Loads nothing.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder, hub id or config.json (default: bundled)"
-    )
+    add_model(parser, "a folder, hub id or config.json")
 
     add = partial(add_question_flag, parser)
     add("--hardware", str, "NAME", "h200, a100-80g, rtx4090, ..., this (default), or a file")

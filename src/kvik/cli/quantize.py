@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvik.cli.flags import Parser, add_engine_flags, engine_options, integer, number
+from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options, integer, number
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
@@ -128,9 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a model's linear layers in fewer bits, in a layout that kvik and others load. A run "
         "that was cut off goes on where it was when it is started again.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
+    add_model(parser)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save it"
     )

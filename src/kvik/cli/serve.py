@@ -14,6 +14,7 @@ from typing import Any
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
+    add_model,
     add_option_flags,
     engine_options,
     number,
@@ -78,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         "before the environment, and that before the file. What other commands take as a flag and "
         "this one does not can be set in both.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder, GGUF file or hub id (default: bundled)"
-    )
+    add_model(parser, "a folder, GGUF file or hub id")
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
     add_option_flags(parser, "server options", ServerConfig)
     add_engine_flags(parser, ENGINE_FLAGS)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvik.cli.flags import Parser, add_engine_flags, add_option_flags, engine_options, given_options
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_model,
+    add_option_flags,
+    engine_options,
+    given_options,
+)
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
@@ -72,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         "most. Ctrl-C ends the training early and keeps what was learned; the same command goes on "
         "from there, as it does when it was cut short.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--data",
         type=Path,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvik.cli.flags import Parser, add_engine_flags
+from kvik.cli.flags import Parser, add_engine_flags, add_model
 from kvik.cli.terminal import say
 from kvik.errors import ConfigError
 from kvik.files import can_write, write_whole
@@ -28,12 +28,6 @@ def engine_parser(verb: str, description: str, repeats: int) -> Parser:
     add_output_flags(parser)
     add_engine_flags(parser)
     return parser
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", default="", help="a folder or hub id (default: bundled)"
-    )
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -14,15 +14,35 @@ from typing import TYPE_CHECKING
 
 from kvik.cli.flags import Parser
 from kvik.cli.remote_server import RemoteServer, add_key_flag
+from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
+from kvik.model_files import model_files
+from kvik.planner.slo import parse_seconds, parse_slo
 from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output, integers, write_out
+from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, OpenLoop, RunLog
+from kvik_bench.load.workload import (
+    DrawnLengths,
+    Filler,
+    Lengths,
+    LoadWorkload,
+    RandomWorkload,
+    TextWorkload,
+    TokenFiller,
+    TraceLengths,
+    TraceRow,
+    WordFiller,
+    bursts,
+    constant,
+    parse_length,
+    poisson,
+    read_texts,
+    read_trace,
+)
+from kvik_bench.report.result import run_facts
 
 if TYPE_CHECKING:
-    from kvik_bench.load.drive import RunLog
     from kvik_bench.load.openai_target import TargetServer
-    from kvik_bench.load.serve import Level, LoadTest
-    from kvik_bench.load.workload import Filler, LoadWorkload, TraceRow
 
 
 # The flags of `kvik bench serve`, and which of them go together.
@@ -207,7 +227,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("bench serve", "needs aiohttp: pip install 'kvik[bench]'") from None
 
     from kvik_bench.load.serve import ServeBench
-    from kvik_bench.report.result import run_facts
 
     bench = ServeBench(_test(arguments), _server(arguments))
     facts = {**run_facts(), **_facts(arguments)}
@@ -242,7 +261,6 @@ class Progress:
 
 
 def _server(arguments: argparse.Namespace) -> TargetServer:
-    from kvik.planner.slo import parse_seconds
     from kvik_bench.load.openai_target import Dialect, TargetServer
 
     remote = RemoteServer.at(arguments.url, arguments.api_key)
@@ -264,10 +282,6 @@ def _server(arguments: argparse.Namespace) -> TargetServer:
 
 
 def _test(arguments: argparse.Namespace) -> LoadTest:
-    from kvik.planner.slo import parse_seconds, parse_slo
-    from kvik_bench.load.drive import Budget
-    from kvik_bench.load.serve import LoadTest
-
     if arguments.repeats < 1 or arguments.warmup < 0:
         raise ConfigError("repeats", "must be at least 1, and warmup not negative")
     duration = parse_seconds("duration", arguments.duration) if arguments.duration else None
@@ -292,8 +306,6 @@ def _test(arguments: argparse.Namespace) -> LoadTest:
 def _levels_and_workload(
     arguments: argparse.Namespace, think_time: float
 ) -> tuple[tuple[Level, ...], Callable[[str], LoadWorkload]]:
-    from kvik_bench.load.workload import read_trace
-
     check_together(arguments)
     if arguments.trace:
         rows = read_trace(arguments.trace, arguments.speed or 1.0, arguments.limit)
@@ -309,23 +321,16 @@ def _levels_and_workload(
 
 
 def _closed_level(users: int, think_time: float) -> Level:
-    from kvik_bench.load.drive import ClosedLoop
-    from kvik_bench.load.serve import Level
-
     return Level(f"concurrency {users}", users, lambda seed: ClosedLoop(users, think_time))
 
 
 def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
-    from kvik_bench.load import workload as arrivals
-    from kvik_bench.load.drive import OpenLoop
-    from kvik_bench.load.serve import Level
-
     most = arguments.max_in_flight or MAX_IN_FLIGHT
     burstiness = arguments.burstiness or BURSTINESS
     offsets: Mapping[str, Callable[[str], Iterator[float]]] = {
-        "constant": lambda seed: arrivals.constant(rate),
-        "poisson": lambda seed: arrivals.poisson(rate, seed),
-        "bursts": lambda seed: arrivals.bursts(rate, burstiness, seed),
+        "constant": lambda seed: constant(rate),
+        "poisson": lambda seed: poisson(rate, seed),
+        "bursts": lambda seed: bursts(rate, burstiness, seed),
     }
     kind = arguments.arrivals or "poisson"
     return Level(
@@ -334,9 +339,6 @@ def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
 
 
 def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Level:
-    from kvik_bench.load.drive import OpenLoop
-    from kvik_bench.load.serve import Level
-
     offsets = [row.offset for row in rows]
     most = arguments.max_in_flight or MAX_IN_FLIGHT
     label = arguments.trace.name + (f" x{arguments.speed:g}" if arguments.speed else "")
@@ -347,15 +349,6 @@ def _workload(
     arguments: argparse.Namespace, rows: Sequence[TraceRow]
 ) -> Callable[[str], LoadWorkload]:
     """Lengths are those of the trace, if there is one."""
-    from kvik_bench.load.workload import (
-        DrawnLengths,
-        Lengths,
-        RandomWorkload,
-        TextWorkload,
-        TraceLengths,
-        parse_length,
-        read_texts,
-    )
 
     prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
     output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
@@ -374,7 +367,6 @@ def _workload(
 
 def _filler(arguments: argparse.Namespace) -> Filler:
     """Token ids where the vocabulary is known, else words."""
-    from kvik_bench.load.workload import TokenFiller, WordFiller
 
     if not arguments.tokenizer and not arguments.vocab_size:
         return WordFiller()
@@ -385,9 +377,6 @@ def _filler(arguments: argparse.Namespace) -> Filler:
         )
     if arguments.vocab_size:
         return TokenFiller(arguments.vocab_size)
-    from kvik.config.model_source import find_model
-    from kvik.model_files import model_files
-
     tokenizer = model_files(find_model(arguments.tokenizer, weights=False)).tokenizer()
     return TokenFiller(tokenizer.vocab_size, tokenizer.special_ids)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvik.planner.slo import Slo
 from kvik_bench.load.records import INTERRUPTED, RequestRecord
 from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
 
@@ -155,6 +156,35 @@ class OpenLoop:
                 else:
                     await places.acquire()
                 group.create_task(guest(conversation, due, max(free_since - due, 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load of a test."""
+
+    label: str
+    connections: int  # at most so many at a time
+    load: Callable[[str], Load]  # for a seed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTest:
+    """What to send and when. Each level and repeat has a seed of its own, so that the prefix cache
+    holds none of its prompts.
+
+    Attributes:
+        fresh: prompts share nothing with one another.
+    """
+
+    levels: tuple[Level, ...]
+    workload: Callable[[str], LoadWorkload]  # for a seed
+    budget: Budget
+    slo: Slo | None = None
+    think_time: float = 0.0
+    repeats: int = 1
+    warmup: int = 1  # requests
+    seed: int = 0
+    fresh: bool = True
 
 
 async def drive(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvik.planner.slo import Slo
 from kvik_bench.load import metrics
-from kvik_bench.load.drive import Budget, ClosedLoop, Load, RunLog, drive
+from kvik_bench.load.drive import Budget, ClosedLoop, LoadTest, RunLog, drive
 from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, Spread
 from kvik_bench.load.openai_target import (
     OpenAITarget,
@@ -24,7 +24,6 @@ from kvik_bench.load.openai_target import (
     first_model,
 )
 from kvik_bench.load.records import RequestRecord
-from kvik_bench.load.workload import LoadWorkload
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
 # Above these the client may have influenced what it measured.
@@ -298,35 +297,6 @@ WATCH_PERIOD = 0.5  # seconds between reports of progress
 SPARE_FILES = 64  # descriptors for everything but connections
 
 Watch = Callable[[str, RunLog, float], None]  # label, log, seconds since the start
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One load of a test."""
-
-    label: str
-    connections: int  # at most so many at a time
-    load: Callable[[str], Load]  # for a seed
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTest:
-    """What to send and when. Each level and repeat has a seed of its own, so that the prefix cache
-    holds none of its prompts.
-
-    Attributes:
-        fresh: prompts share nothing with one another.
-    """
-
-    levels: tuple[Level, ...]
-    workload: Callable[[str], LoadWorkload]  # for a seed
-    budget: Budget
-    slo: Slo | None = None
-    think_time: float = 0.0
-    repeats: int = 1
-    warmup: int = 1  # requests
-    seed: int = 0
-    fresh: bool = True
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
-from kvik.cli.flags import Parser
+from kvik.cli.flags import Parser, add_model
 from kvik.cli.terminal import say
 from kvik.config.hardware import detect
 from kvik.config.model_source import find_model
@@ -28,7 +28,7 @@ from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 from kvik.models.model_spec import read_model_spec
 from kvik.spec.model import SHORT_DTYPES
-from kvik_bench.cli.output import add_model, add_output_flags, check_output, write_out
+from kvik_bench.cli.output import add_output_flags, check_output, write_out
 from kvik_bench.inprocess.rounds import Watch
 from kvik_bench.peers.adapter_process import Outcome, run_adapter
 from kvik_bench.peers.engine_entries import (
