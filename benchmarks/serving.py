@@ -310,9 +310,6 @@ def run_engine(fd: int) -> None:
         def result(self, handle: object) -> ModelRunnerOutput:
             return self._inner.result(handle)
 
-        def start(self) -> None:
-            self._inner.start()
-
         def rest(self) -> bool:
             return self._inner.rest()
 

@@ -284,7 +284,7 @@ def test_a_closed_llm_says_so():
 
 
 def graph_of(llm: LLM):
-    return llm._client._loop.executor._worker._runner.graph
+    return llm._client._loop.executor._runner.graph
 
 
 def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):

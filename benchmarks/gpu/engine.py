@@ -25,7 +25,7 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner, RunningStep
-from kvik.worker.worker import InprocExecutor, Worker
+from kvik.worker.worker import Worker
 
 
 class Skipped:
@@ -49,21 +49,25 @@ class Skipped:
         return StepOutput(hidden, self._logits[:rows], self._top[:rows], self._ids[:rows])
 
 
-class KeepsErrors(InprocExecutor):
-    """Of which the loop tells requests no more than a line."""
+class KeepsErrors:
+    """The executor of a worker, which keeps the last error: the loop shows only a line of it."""
 
-    error: Exception | None = None  # the last one
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.depth, self.in_turn = worker.depth, worker.in_turn
+        self.error: Exception | None = None
+        self.rest, self.stop = worker.rest, worker.stop
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         try:
-            return super().submit(plan)
+            return self._worker.submit(plan)
         except Exception as error:
             self.error = error
             raise
 
     def result(self, handle: object) -> ModelRunnerOutput:
         try:
-            return super().result(handle)
+            return self._worker.result(handle)
         except Exception as error:
             self.error = error
             raise
@@ -90,8 +94,7 @@ class Engine:
         gpus = () if config.device == "cpu" else find_gpus()
         resolved = resolve(config, model_files(path).spec(), detect(gpus), str(path))
         worker = rehearsed_worker(resolved) if REHEARSED and on_gpu else Worker(resolved)
-        executor = KeepsErrors(lambda: worker)
-        executor.start()
+        executor = KeepsErrors(worker)
         loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
         return cls(resolved, loop, executor, worker._ready())  # to time and to replace its parts
 

@@ -111,20 +111,15 @@ def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoo
     """The engine alone, without what a frontend needs. Arguments and errors as those of `start`."""
     _tell_what_matters(resolved)
 
-    from kvik.worker.worker import InprocExecutor
-
     if record is None:
-        executor = InprocExecutor(lambda: load_worker(resolved))
-        executor.start()
-        return EngineLoop(EngineCore(resolved), executor, time.monotonic)
+        return EngineLoop(EngineCore(resolved), load_worker(resolved), time.monotonic)
 
     from kvik.engine.recorder import ClockTape, Recorder  # its files are msgspec's
 
     tape = ClockTape(time.monotonic)
-    executor = InprocExecutor(lambda: load_worker(resolved, tape))
-    executor.start()
+    worker = load_worker(resolved, tape)
     recorder = Recorder(record, resolved, tape)
-    return EngineLoop(EngineCore(resolved), executor, time.monotonic, [recorder])
+    return EngineLoop(EngineCore(resolved), worker, time.monotonic, [recorder])
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
@@ -155,15 +150,13 @@ def play(
         KvikError: the model cannot be used, or the recording is damaged.
     """
     from kvik.engine.replay import RecordedClock, Replay
-    from kvik.worker.worker import InprocExecutor
 
     clock = RecordedClock(readings)
-    executor = InprocExecutor(lambda: load_worker(resolved, clock))
-    executor.start()
+    worker = load_worker(resolved, clock)
     try:
-        return Replay(EngineCore(resolved), executor, clock).run(events, progress)
+        return Replay(EngineCore(resolved), worker, clock).run(events, progress)
     finally:
-        executor.stop()
+        worker.stop()
 
 
 def build_weights(

@@ -64,8 +64,6 @@ class FakeExecutor:
     raises_late: BaseException | None = None  # from the next result
     stopped: int = 0
 
-    def start(self) -> None: ...
-
     def submit(self, plan: SchedulerOutput) -> object:
         self.plans.append(plan)
         if self.raises is not None:

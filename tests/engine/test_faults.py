@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
 
 
 def graph_of(llm: LLM):
-    return llm._client._loop.executor._worker._runner.graph
+    return llm._client._loop.executor._runner.graph
 
 
 def test_a_forward_that_fails_ends_its_step_and_the_engine_goes_on(llm, undisturbed):

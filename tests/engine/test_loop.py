@@ -30,8 +30,6 @@ class Timed:
     in_turn: bool = False
     results: dict[int, float] = field(default_factory=dict)
 
-    def start(self) -> None: ...
-
     def submit(self, plan: SchedulerOutput) -> object:
         self.clock.now += self.submit_seconds
         self.ready = max(self.ready, self.clock.now) + self.compute

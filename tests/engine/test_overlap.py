@@ -227,7 +227,7 @@ class Looks:
 )
 def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -> None:
     llm, _ = overlapping
-    runner, looks = llm._client._loop.executor._worker._runner, Looks()
+    runner, looks = llm._client._loop.executor._runner, Looks()
     prompts, pooling, steps = runner._prompt_logprobs, runner._pooling, []
     calls = [(runner, "_launch"), (runner._newest, "fill"), (prompts, "launch")]
     calls += [(pooling, "launch")]
@@ -282,7 +282,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
     (right,) = generate(in_turn, [params])
     ids = right.outputs[0].token_ids
     assert len(ids) == 12 and all((b - a) % Grammar.MODULUS == 1 for a, b in pairwise(ids))
-    runner, events = llm._client._loop.executor._worker._runner, []
+    runner, events = llm._client._loop.executor._runner, []
 
     def noted(event: str, call):
         return lambda *arguments: events.append(event) or call(*arguments)

@@ -99,9 +99,6 @@ class _Held:
         self.depth, self.in_turn = executor.depth, executor.in_turn
         self.sent = threading.Event()
 
-    def start(self) -> None:
-        self._executor.start()
-
     def submit(self, plan: SchedulerOutput) -> object:
         assert self.sent.wait(30)
         return self._executor.submit(plan)

@@ -82,8 +82,6 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def start(self) -> None: ...
-
     def submit(self, plan: SchedulerOutput) -> object:
         self.gate.wait(30)
         time.sleep(self.seconds)

@@ -94,7 +94,7 @@ def break_step(
     site: Site, monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[Any], None]
 ) -> None:
     executor: Any = site.engine.executor
-    graph = executor._worker._runner.graph
+    graph = executor._runner.graph
     monkeypatch.setattr(graph, "run", Graph(graph.run, number, spoil).run)
 
 

@@ -372,6 +372,6 @@ def test_closed_engines_leave_no_memory_behind(tmp_path: Path) -> None:
     assert weights > 60
     held = []
     for _ in range(4):
-        Worker(config).close()
+        Worker(config).stop()
         held.append(resident())
     assert held[-1] - held[0] < weights / 2

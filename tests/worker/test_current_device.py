@@ -15,7 +15,7 @@ from kvik.launch import load_worker, resolve_config
 from kvik.worker import current_device
 from kvik.worker import worker as workers
 from kvik.worker.current_device import inference_on, on_device
-from kvik.worker.model_runner import ModelRunner
+from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.worker import Worker
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -99,8 +99,8 @@ def test_every_way_into_a_worker_enters_its_device(
 
     def use() -> None:
         plan: Any = None
-        worker.begin(plan)
-        worker.finish(plan)
+        worker.submit(plan)
+        worker.result(RunningStep.__new__(RunningStep))
         worker.read(plan)
         model = worker._ready().network.model
         monkeypatch.setattr(model, "logits", noted("logits", nothing))
@@ -110,7 +110,7 @@ def test_every_way_into_a_worker_enters_its_device(
         worker._resting = (type("Idle", (), {"rest": noted("rest", bool)}),)
         assert worker.rest() is False
         worker._release_freed = noted("release", nothing)
-        worker.close()
+        worker.stop()
         seen.append(("outside", threads.current))
 
     thread = threading.Thread(target=use)

@@ -19,10 +19,6 @@ class Executor(Protocol):
     depth: int
     in_turn: bool
 
-    def start(self) -> None:
-        """Load the model and allocate the cache."""
-        ...
-
     def submit(self, plan: SchedulerOutput) -> object:
         """Begin a step. Returns a handle for `result`."""
         ...

@@ -116,7 +116,7 @@ def loaded_reader(resolved: ResolvedConfig) -> Iterator[Reader]:
     try:
         yield Reader(resolved, worker)
     finally:
-        worker.close()
+        worker.stop()
 
 
 def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:

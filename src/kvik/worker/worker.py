@@ -28,7 +28,14 @@ from kvik.worker.warm_up import Resting
 
 
 class Worker:
-    """Raises `ModelError` while it is built if the weights do not fit the spec."""
+    """The model with its cache, as the `Executor` of this process and thread.
+
+    A step begins when it is submitted: a CPU computes it then, a GPU goes on while the next one is
+    planned.
+
+    Raises:
+        ModelError: the weights do not fit the spec.
+    """
 
     def __init__(
         self,
@@ -103,17 +110,18 @@ class Worker:
             speculator=speculator,
         )
 
-    def begin(self, plan: SchedulerOutput) -> RunningStep:
-        """See `ModelRunner.begin`."""
+    def submit(self, plan: SchedulerOutput) -> RunningStep:
+        """Begin a step; see `ModelRunner.begin`."""
         runner = self._ready()
         with self._inference():
             return runner.begin(plan)
 
-    def finish(self, step: RunningStep) -> ModelRunnerOutput:
-        """See `ModelRunner.finish`."""
+    def result(self, handle: object) -> ModelRunnerOutput:
+        """Wait for a step; see `ModelRunner.finish`."""
+        assert isinstance(handle, RunningStep)
         runner = self._ready()
         with self._inference():
-            output = runner.finish(step)
+            output = runner.finish(handle)
         if self._graphs is None or (news := self._graphs.news()) is None:
             return output
         return replace(output, graphs=news)
@@ -153,8 +161,8 @@ class Worker:
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
 
-    def close(self) -> None:
-        """Drop weights and cache; safe to call twice."""
+    def stop(self) -> None:
+        """Free weights and cache; safe to call twice."""
         self._runner = None
         self._resting = ()
         # a GPU that failed has nothing to give back
@@ -165,41 +173,3 @@ class Worker:
 def best_copies(device: torch.device) -> Copies:
     """A CPU computes where the host waits."""
     return AtOnce() if device.type == "cpu" else PinnedCopies()
-
-
-class InprocExecutor:
-    """The `Executor` of a worker in this process and thread.
-
-    A step begins when it is submitted: a CPU computes it then, a GPU goes on while the next one is
-    planned.
-    """
-
-    depth, in_turn = 1, False  # until the worker is built, which knows what it can do
-
-    def __init__(self, build: Callable[[], Worker]) -> None:
-        self._build = build
-        self._worker: Worker | None = None
-
-    def start(self) -> None:
-        self._worker = self._build()
-        self.depth, self.in_turn = self._worker.depth, self._worker.in_turn
-
-    def submit(self, plan: SchedulerOutput) -> RunningStep:
-        return self._ready().begin(plan)
-
-    def result(self, handle: object) -> ModelRunnerOutput:
-        assert isinstance(handle, RunningStep)
-        return self._ready().finish(handle)
-
-    def rest(self) -> bool:
-        return self._ready().rest()
-
-    def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-    def _ready(self) -> Worker:
-        if self._worker is None:
-            raise RuntimeError("the executor is not running")
-        return self._worker
