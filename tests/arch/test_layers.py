@@ -51,7 +51,6 @@ ALLOWED: dict[str, set[str]] = {
         "model_files",
         "launch",
         "progress",
-        "interrupts",
     },
     # Makes plans for a worker itself, so it stands beside the engine's own way of doing so.
     "evaluate": {"config", "text", "model_files", "launch", *BRIDGE},
@@ -60,7 +59,6 @@ ALLOWED: dict[str, set[str]] = {
     # From a model to an engine folder.
     "build": {"config", "model_files", "launch", ""},
     "progress": {"engine.output"},
-    "interrupts": set(),
     "frozen": set(),
     # A package of its own, to which nothing of kvik points.
     "kvik_bench": {
@@ -74,7 +72,6 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "llm",
         "evaluate",
-        "interrupts",
         "cli",
         "model_files",
         "",
@@ -90,7 +87,6 @@ ALLOWED: dict[str, set[str]] = {
         "export",
         "launch",
         "engine_process",
-        "interrupts",
         "llm",
         "evaluate",
         "quantize",
