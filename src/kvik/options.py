@@ -1,7 +1,6 @@
-"""Options and parameters: each is declared once, as a field of a dataclass, with the values that it
-takes and what it means. The check of a value, its error message, the command-line flag, the KVIK_
-variable, the TOML key and the help text come from that field.
-"""
+"""Declaration of options and parameters: each is a field of a dataclass, with the values that it
+takes and its meaning. The check of a value, its error message, the command-line flag, the KVIK_
+variable, the TOML key and the help text come from that field."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ class Kind:
 
     @property
     def limits(self) -> str:
-        """What is allowed, as help texts say it after what the option means; "": anything."""
+        """The allowed values, as help texts say them; "": any."""
         return ""
 
     def parse(self, text: str) -> object:
-        """A value as a flag or a variable gives it; raises ValueError for text of another type."""
+        """Read a value from text; raises ValueError for text of another type."""
         return text
 
     def checked(self, value: object) -> object:
-        """The value, normalised.
+        """Return the value, normalised.
 
         Raises:
             ValueError: it is not allowed; the text says what is.
@@ -65,7 +64,7 @@ class Integer(Kind):
     metavar = "N"
 
     def parse(self, text: str) -> int:
-        """With k, m or g for 2^10, 2^20, 2^30, as sizes are long to write in bytes."""
+        """Read an integer; k, m and g stand for 2^10, 2^20 and 2^30."""
         match = re.fullmatch(r"\s*([+-]?\d{1,30})\s*([kKmMgG]?)\s*", text)
         if match is None:
             raise ValueError(text)
@@ -165,7 +164,7 @@ class OneOf(Kind):
 
 @dataclass(frozen=True)
 class TextList(Kind):
-    """Strings, each given by itself."""
+    """A tuple of strings, each given separately."""
 
     entry: Kind = Text()
 
@@ -179,7 +178,7 @@ class TextList(Kind):
 
 @dataclass(frozen=True)
 class Integers(Kind):
-    """Integers, of which `what` names several."""
+    """A tuple of integers; `what` is the plural of one."""
 
     entry: Integer
     what: str
@@ -239,7 +238,7 @@ class Option:
 
     @property
     def description(self) -> str:
-        """What it means and what is allowed."""
+        """Its meaning and the allowed values."""
         return f"{self.help} ({self.kind.limits})" if self.kind.limits else self.help
 
     @property
@@ -247,13 +246,13 @@ class Option:
         return f"{self.kind.expects} or none" if self.optional else self.kind.expects
 
     def parse(self, text: str) -> object:
-        """The value of a text; of one entry if the option repeats. Raises ValueError."""
+        """Read the value, or one entry of an option that repeats, from text; raises ValueError."""
         if self.optional and text.strip().lower() == "none":
             return None
         return self.kind.parse(text)
 
     def checked(self, value: object) -> object:
-        """The value, normalised; raises ValueError, which says what is allowed."""
+        """Return the value, normalised; raises ValueError, which says what is allowed."""
         return None if value is None and self.optional else self.kind.checked(value)
 
 
@@ -269,7 +268,7 @@ def option(default: object, kind: Kind, help: str, facts: Mapping[str, Any] = NO
 
 @cache
 def options_of(cls: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares. `X | None` makes one optional."""
+    """Return the options that a dataclass declares. `X | None` makes one optional."""
     return tuple(
         Option(
             name=one.name,
@@ -284,7 +283,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 
 def normalised(config: object, error: type[KvikError]) -> dict[str, Any]:
-    """Check every option of a config alone.
+    """Check every option of a config by itself.
 
     Returns:
         The values that are stored in another form than they were given, by field.
@@ -312,8 +311,8 @@ def bad_value(allowed: str, value: object) -> ValueError:
 
 
 def unknown(name: str, what: str, known: Collection[str]) -> str:
-    """The end of an error message about a name that is not `known`: what it is not, and the
-    nearest known name, or all of them."""
+    """Return the end of an error message about an unknown name: what it is not, the nearest known
+    name, and all known ones."""
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"is no {what} ({hint}known: {', '.join(known)})"

@@ -1,4 +1,4 @@
-"""Command-line flags made from the options of a dataclass, and back."""
+"""Command-line flags from the options of a dataclass, and options from flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE_SEED = "engine_seed"
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports what is wrong like every other error of a user, in one line."""
+    """A parser that reports what is wrong in one line, as every error of a user."""
 
     def __init__(self, verb: str, arguments: str, description: str) -> None:
         super().__init__(
@@ -46,8 +46,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Args:
-    only: the fields that mean something to this verb; None: all.
+    """Add the flags of `EngineConfig`.
+
+    Args:
+        only: fields that apply to this verb; None: all.
     """
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
@@ -92,7 +94,7 @@ def add_question_flag(
     metavar: str,
     note: str,
 ) -> None:
-    """A flag of a question to the planner; not given, the question's own default holds."""
+    """Add a flag of a question to the planner, which has its own default."""
     parser.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=note)
 
 
@@ -111,27 +113,28 @@ def number(text: str) -> float:
 
 
 def add_force_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --force, without which `check_new` refuses an output that exists."""
+    """Add --force, without which `check_new` refuses an output that exists."""
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
 
 
 def check_new(arguments: argparse.Namespace, exists: bool) -> None:
-    """
+    """Check that an output may be written.
+
     Raises:
-        ConfigError: the output `exists`, and --force was not given.
+        ConfigError: it `exists`, and --force was not given.
     """
     if exists and not arguments.force:
         raise ConfigError("output", f"{str(arguments.output)!r} exists; --force replaces it")
 
 
 def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Fields of EngineConfig that were given: as flags and argument, else in the environment."""
+    """Return the fields of EngineConfig that are given by flags, else by variables."""
     named = {"model": model} if model else {}
     return {**environment_options(), **named, **given_engine_options(arguments)}
 
 
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """The fields of EngineConfig that were given as flags."""
+    """Return the fields of EngineConfig that are given by flags."""
     given = given_options(EngineConfig, arguments, NOT_ENGINE_FLAGS)
     if ENGINE_SEED in arguments:
         given["seed"] = getattr(arguments, ENGINE_SEED)
@@ -139,12 +142,12 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ServerConfig that were given: as flags, else in the environment."""
+    """Return the fields of ServerConfig that are given by flags, else by variables."""
     return {**server_environment(), **given_options(ServerConfig, arguments)}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """The fields of SamplingParams that were given as flags."""
+    """Return the fields of SamplingParams that are given by flags."""
     return given_options(SamplingParams, arguments)
 
 
@@ -185,7 +188,7 @@ def _reader(option: Option) -> Callable[[str], object]:
 def given_options(
     options: type, arguments: argparse.Namespace, left_out: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of a dataclass of options that were given as flags."""
+    """Return the fields of a dataclass of options that are given by flags."""
     values: Mapping[str, Any] = vars(arguments)
     found = {}
     for option in options_of(options):

@@ -1,1 +1,1 @@
-"""What the user wants, what model and machine are, and what follows from them."""
+"""Options of the engine and the server, facts of the machine, and the decisions from both."""

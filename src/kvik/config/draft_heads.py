@@ -1,5 +1,5 @@
-"""Draft heads: small networks on a model's last hidden states that guess its next tokens. A folder
-of them holds a config.json, which this file reads and writes, and a model.safetensors."""
+"""Draft heads: small networks on a model's last hidden states that draft its next tokens. Their
+folder holds a config.json, which this file reads and writes, and a model.safetensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
 
 @dataclass(frozen=True, slots=True)
 class HeadsSpec:
-    """Attributes:
-    kind: one of `KINDS`.
-    hidden_size, vocab_size: of the model; 0: Medusa's own checkpoints do not say.
-    depth: how many tokens ahead they guess: heads of Medusa, steps of EAGLE.
-    layers: residual blocks of each head of Medusa.
-    own_logits: each head of Medusa has an output matrix of its own; else the model's serves all.
-    inner_size: width of EAGLE's feed-forward.
-    accuracies: [depth][ranks], how often the r-th likeliest token at depth d + 1 was right, on
-        text that the heads were not trained on; () if nobody measured it.
+    """Facts of draft heads.
+
+    Attributes:
+        kind: one of `KINDS`.
+        hidden_size, vocab_size: sizes of the model; 0 if unknown, as in Medusa's own checkpoints.
+        depth: tokens drafted ahead: heads of Medusa, steps of EAGLE.
+        layers: residual blocks of each head of Medusa.
+        own_logits: whether each head of Medusa has its own output matrix; else the model's serves
+            all.
+        inner_size: width of EAGLE's feed-forward.
+        accuracies: [depth][ranks], share of cases in which the r-th most likely token at depth
+            d + 1 was right, on held-out text; () if not measured.
     """
 
     kind: str
@@ -39,10 +42,10 @@ class HeadsSpec:
     accuracies: tuple[tuple[float, ...], ...] = ()
 
     def as_config(self, model: str) -> dict[str, object]:
-        """What config.json holds; Medusa's own names where it has them.
+        """Return the contents of config.json, with Medusa's own names if it has them.
 
         Args:
-            model: the name of the model that they belong to.
+            model: name of the model that the heads belong to.
         """
         known: dict[str, object] = {
             "model_type": self.kind,
@@ -59,7 +62,7 @@ class HeadsSpec:
 
 
 def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
-    """The facts of heads of a kind.
+    """Read the facts of heads of a kind.
 
     Raises:
         ModelError: config.json cannot be read, or is not of such heads.
@@ -70,7 +73,7 @@ def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
 def _spec(values: Mapping[str, object], kind: str) -> HeadsSpec:
     fields = Fields(values)
     medusa = kind == MEDUSA
-    # The checkpoints of Medusa do not say what they are, nor of which sizes.
+    # Medusa's own checkpoints give neither their kind nor their sizes.
     least, default = (0, 0) if medusa else (1, None)
     if "model_type" in fields or not medusa:
         fields.choice("model_type", (kind,))
@@ -112,7 +115,7 @@ def _shares(ranks: object) -> bool:
 
 
 def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> HeadsSpec:
-    """The facts of heads of a kind for a model of these sizes.
+    """Read the facts of heads of a kind for a model of these sizes.
 
     Raises:
         ModelError: of `spec_model`: config.json cannot be read, is not of such heads, or they
@@ -137,7 +140,7 @@ def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> Hea
 
 
 def shipped_heads(kind: str, model: Path) -> Path:
-    """The folder of the heads that come with a model: beside its own, "model-medusa".
+    """Return the folder of the heads that come with a model, next to its own: "model-medusa".
 
     Raises:
         ConfigError: there are none.

@@ -1,4 +1,4 @@
-"""Which forwards are captured on a GPU, and what that takes."""
+"""Sizes of the forwards that are captured on a GPU, and the memory they take."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What a driver keeps of a kernel in a captured graph: its arguments, its launch, and its place
-# among the others. Not measured yet; a guess on the safe side. No more is captured than what it
-# comes to (`GraphMemory`).
+# Bytes that a driver keeps per kernel of a captured graph: arguments, launch, dependencies. A high
+# estimate, not measured yet; capturing stops when the estimate is used up (`GraphMemory`).
 BYTES_PER_KERNEL = 16 << 10
-# What all graphs share beside their tensors: the workspace of cuBLAS on the stream that captures
-# (32 MiB on Hopper), and what the allocator takes more than it is asked for, in segments of 20 MiB.
+# Bytes that all graphs share in addition to their tensors: the workspace of cuBLAS on the capturing
+# stream (32 MiB on Hopper), and the rounding of the allocator, whose segments are 20 MiB.
 POOL_BYTES = 96 << 20
 KERNELS_PER_LAYER, OTHER_KERNELS = 16, 32  # launched by one forward
 LONGEST = 64  # tokens of a row, which attention takes by one kernel (kernels/triton)
@@ -19,12 +18,14 @@ LONGEST = 64  # tokens of a row, which attention takes by one kernel (kernels/tr
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """Of a captured forward, which serves whatever is no larger.
+    """Size of a captured forward, which serves every smaller step of its kind.
 
     Attributes:
-        rows: requests. tokens: of all of them. longest: of one of them.
+        rows: number of requests.
+        tokens: tokens of all requests.
+        longest: most tokens of one request.
         samples: rows of logits.
-        tree: the tokens of a row are those of a tree, if it has several.
+        tree: whether the tokens of a row form a tree.
     """
 
     rows: int
@@ -34,8 +35,8 @@ class GraphSize:
     tree: bool = False
 
     def serves(self, rows: int, tokens: int, longest: int, samples: int, *, tree: bool) -> bool:
-        """Whether a step of this kind can be padded to it. Each request of padding takes a token,
-        and what is left belongs to none."""
+        """Return whether a step can be padded to this size. Each padding request takes one token;
+        the other padding tokens belong to no request."""
         return (
             rows <= self.rows
             and tokens + self.rows - rows <= self.tokens
@@ -46,15 +47,15 @@ class GraphSize:
 
 
 def decoding_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
-    """Of one token a request: powers of two up to 8, then multiples of it. Above, padding adds an
-    eighth at most on average, and weights are read once whatever the size."""
+    """Return the sizes of steps with one token per request: powers of two up to 8, then multiples
+    of 8. Padding then adds an eighth at most on average, and weights are read once anyway."""
     counts = itertools.chain(*_decoding_counts(max_num_seqs))
     return tuple(GraphSize(n, n, 1, n) for n in counts)
 
 
 def num_decoding_sizes(max_num_seqs: int) -> int:
-    """How many there are, of which the last is the largest. A planner asks for thousands of
-    requests, thousands of times, so none is made."""
+    """Return the number of `decoding_sizes`, the last of which is the largest, without making them:
+    a planner asks thousands of times."""
     return sum(map(len, _decoding_counts(max_num_seqs)))
 
 
@@ -66,11 +67,12 @@ def _decoding_counts(max_num_seqs: int) -> tuple[Sequence[int], ...]:
 def drafting_sizes(
     max_num_seqs: int, draft_tokens: int, max_draft_rows: int, *, tree: bool
 ) -> tuple[GraphSize, ...]:
-    """Of steps that judge drafts: powers of two of requests, and of drafts for each on average. A
-    single request may have all that it ever gets, whatever the others have.
+    """Return the sizes of steps that judge drafts: powers of two of requests, and of drafts per
+    request on average. A single request may have the most drafts in each of them.
 
     Args:
-        draft_tokens: most drafts of a request. max_draft_rows: of all of them.
+        draft_tokens: most drafts of a request.
+        max_draft_rows: most drafts of all requests.
     """
     longest = min(1 + draft_tokens, LONGEST)
     sizes: dict[GraphSize, None] = {}
@@ -82,22 +84,22 @@ def drafting_sizes(
 
 
 def catching_up_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[GraphSize, ...]:
-    """Of a draft model all of whose drafts were right: it lacks the last one and the token after
-    it."""
+    """Return the sizes of steps of a draft model whose drafts were all accepted: it has not yet
+    seen the last draft and the token after it."""
     fitting = (rows for rows in _powers(max_num_seqs) if 2 * rows <= max_num_batched_tokens)
     return tuple(GraphSize(rows, 2 * rows, 2, rows) for rows in fitting)
 
 
 def heads_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
-    """Of draft heads."""
+    """Return the sizes of steps of draft heads."""
     return tuple(GraphSize(rows, rows, 1, rows) for rows in _powers(max_num_seqs))
 
 
 def _powers(most: int) -> list[int]:
-    """Of two, below the most, and that."""
+    """Return the powers of two below `most`, and `most`."""
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def graph_bytes(layers: int) -> int:
-    """Of one captured forward, beside the memory that all share."""
+    """Return the bytes of one captured forward, without the memory that all share."""
     return (KERNELS_PER_LAYER * layers + OTHER_KERNELS) * BYTES_PER_KERNEL

@@ -168,8 +168,8 @@ def _available_ram(root: Path) -> tuple[int, str]:
 
 
 def _address_space_left(root: Path) -> Iterator[tuple[int, str]]:
-    """What `ulimit -v` (RLIMIT_AS) leaves. It counts what is reserved and never used as well, such
-    as mapped libraries and the stacks of threads, which no plan of memory knows."""
+    """Yield what `ulimit -v` (RLIMIT_AS) leaves. It also counts memory that is reserved and never
+    used, such as mapped libraries and stacks of threads, which the memory plan does not."""
     for line in _read(root / "proc/self/limits").splitlines():
         soft = line.removeprefix("Max address space").split()[:1]
         if line.startswith("Max address space") and soft and soft[0].isdigit():
@@ -179,7 +179,8 @@ def _address_space_left(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
-    """(limit - usage that cannot be dropped, reason) of each memory cgroup above this process."""
+    """Yield (limit - usage that cannot be dropped, reason) of each memory cgroup above this
+    process."""
     files = {
         2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
         1: (
@@ -200,7 +201,7 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time that each CPU cgroup above this process grants."""
+    """Yield the cores' worth of time that each CPU cgroup above this process grants."""
     for version, folder, _ in _cgroups(root, "cpu"):
         if version == 2:
             quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
@@ -212,7 +213,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path, str]]:
-    """(version, folder, name) of this process's cgroup and of every one above it.
+    """Yield (version, folder, name) of this process's cgroup and of every one above it.
 
     Inside a container the path in /proc/self/cgroup may start above what is mounted; folders that
     do not exist simply read as empty.

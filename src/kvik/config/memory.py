@@ -73,9 +73,9 @@ SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 class ModelSizes(Weighed, Protocol):
     """Facts of a model that its footprint depends on.
 
-    A `ModelSpec` has them; a model that kvik does not run can
-    be described by another: experts then count with the width that serves one token, and what the
-    cache holds, one copy for all heads perhaps, is told by `kv_specs`."""
+    A `ModelSpec` has them. A class for a model that kvik does not run counts experts with the width
+    that serves one token, and says in `kv_specs` what the cache holds.
+    """
 
     @property
     def vocab_size(self) -> int: ...

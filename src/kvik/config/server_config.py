@@ -1,4 +1,4 @@
-"""What the operator of a server asked for (`ServerConfig`)."""
+"""Options of the server (`ServerConfig`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORIGIN = Text("as https://example.org", r"(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]
 
 
 class ModelName(Kind):
-    """What clients may call a model."""
+    """A name of a model in requests."""
 
     def checked(self, value: object) -> str:
         if not isinstance(value, str) or not 1 <= len(value) <= 512 or not value.isprintable():
