@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import PUBLIC
-from helpers.public_configs import FOLDER
 
 from kvik.cli import serve
 from kvik.cli.main import main
@@ -90,7 +89,7 @@ def test_a_load_that_is_too_much(
 def test_what_the_engine_does_not_run_has_no_command(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(FOLDER / "configs" / "olmoe-1b-7b.json")
+    model = "olmoe-1b-7b"
     assert main(["advise", model, "--hardware", machine]) == 0
     text = capsys.readouterr().out
     assert "this version does not run OlmoeForCausalLM" in text

@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.public_configs import FOLDER, NAMES
+from helpers.public_configs import NAMES
 
 from kvik.cli.main import main
 from kvik.cli.plan import as_text
 from kvik.planner.plan import Question, plan
 
-CONFIGS = FOLDER / "configs"
-LLAMA = str(CONFIGS / "llama-3-70b.json")
-DEEPSEEK = str(CONFIGS / "deepseek-v3.json")
+LLAMA = "llama-3-70b"
+DEEPSEEK = "deepseek-v3"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -64,7 +63,7 @@ def test_deepseek_v3_does_not_fit_and_says_what_would(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_line_is_wider_than_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(CONFIGS / f"{name}.json")
+    path = name
     words = ["--hardware", "h100", "--batch", "512", "--context", "1000", "--price", "2.5"]
     out = printed(capsys, path, *words, "--load", "5G")
     assert max(map(len, out.splitlines())) <= 100
@@ -109,7 +108,7 @@ def test_without_speeds_it_says_why() -> None:
 
 
 def test_what_stays_empty_of_the_cache_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    gemma = str(CONFIGS / "gemma-3-4b.json")
+    gemma = "gemma-3-4b"
     assert "of the KV cache stay empty" in printed(capsys, gemma, "--hardware", "h100")
     assert "stay empty" not in printed(capsys, LLAMA, "--hardware", "h100")
 

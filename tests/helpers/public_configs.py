@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from kvik.models.public import public_configs
+
 FOLDER = Path(__file__).parents[1] / "planner"
-NAMES = tuple(sorted(path.stem for path in (FOLDER / "configs").glob("*.json")))
+NAMES = tuple(sorted(public_configs()))
 
 
 def config(name: str) -> dict[str, Any]:
     """The config.json of a public model."""
-    return facts(f"configs/{name}.json")
+    return deepcopy(dict(public_configs()[name]))
 
 
 def facts(file: str) -> dict[str, Any]:

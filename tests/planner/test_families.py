@@ -18,9 +18,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvik.config import model_source
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
+from kvik.models.public import public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.families import FOREIGN_KEYS, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
@@ -323,10 +325,10 @@ def test_of_a_hub_id_only_config_json_is_fetched(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = read_shape("deepseek-ai/DeepSeek-V3")
-    assert (found.name, found.parameters) == ("DeepSeek-V3", 671_026_419_200)
+    found = read_shape("someone/DeepSeek-V3-tuned")
+    assert (found.name, found.parameters) == ("DeepSeek-V3-tuned", 671_026_419_200)
     (call,) = calls
-    assert call["repo_id"] == "deepseek-ai/DeepSeek-V3"
+    assert call["repo_id"] == "someone/DeepSeek-V3-tuned"
     assert call["allow_patterns"] == ["config.json"]
 
 
@@ -489,3 +491,29 @@ def test_reading_is_quick(tmp_path: Path) -> None:
         read_shape(str(path))
         times.append(time.perf_counter() - start)
     assert min(times) < 0.020
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("allenai/OLMo-2-7B", "olmo-2-7b"),
+    ],
+)
+def test_public_models_need_no_network(
+    model: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "_download", pytest.fail)
+    found = read_shape(model)
+    assert found.parameters == shape(name).parameters
+    assert any(name in note for note in found.notes)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1", "llama-3.1-8b-awq", "someone/finetune-8b", "x"])
+def test_other_names_are_asked_of_the_hub(model: str) -> None:
+    assert public_name(model) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.public_configs import FOLDER, config
+from helpers.public_configs import config
 
 from kvik.cli.plan import build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
@@ -188,11 +188,11 @@ def test_a_smaller_batch_is_paid_where_the_asked_one_is_too_large() -> None:
 
 
 def test_a_draft_model_costs_what_its_roofline_says(tmp_path: Path) -> None:
-    small = FOLDER / "configs" / "llama-3.2-1b.json"
-    question = Question(context=1024, batch=4, draft=str(small))
+    small = "llama-3.2-1b"
+    question = Question(context=1024, batch=4, draft=small)
     found = answer("llama-3-8b", TOY, question)
     assert found.speed is not None
-    draft = plan_shape(read_shape(str(small)), TOY, Question(context=1024, batch=4)).speed
+    draft = plan_shape(read_shape(small), TOY, Question(context=1024, batch=4)).speed
     assert draft is not None
     for curve in found.speed.speculation:
         (own,) = (row for row in found.speed.decode if row.batch == curve.batch)

@@ -13,6 +13,7 @@ from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models.model_spec import ModelSpec
+from kvik.models.public import public_configs, public_name
 from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
@@ -44,11 +45,18 @@ DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 def read_shape(model: str) -> ModelShape:
     """The shape of a model: a folder, an engine folder, a hub id, the path of a config.json or GGUF
-    file, or "": the bundled one.
+    file, the name of a public model such as "llama-3.1-8b", or "": the bundled one.
+
+    Public models that kvik knows need neither a file nor a network.
 
     Raises:
         ModelError: nothing is found, or what is found cannot be read as a decoder.
     """
+    known = public_name(model)
+    if known is not None and not os.path.exists(os.path.expanduser(model)):
+        shape = shape_from_config(public_configs()[known], known)
+        note = f"by the public configuration of {known}, which kvik knows"
+        return replace(shape, notes=(*shape.notes, note))
     path = find_config(model)
     name = path.parent.name if path.name == CONFIG else path.stem
     if model and not os.path.exists(os.path.expanduser(model)):
@@ -155,20 +163,14 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    ups, up = (2, "gate_up") if spec.gated_mlp else (1, "up")
-    matrices = [
-        Matrix("qkv", layers, hidden, queries + 2 * keys),
-        Matrix("o", layers, queries, hidden),
-        Matrix(up, layers, hidden, ups * inner),
-        Matrix("down", layers, inner, hidden),
-        Matrix("head", 1, hidden, spec.vocab_size),
-    ]
-    if not spec.tie_word_embeddings:
-        matrices.append(Matrix("embedding", 1, hidden, spec.vocab_size, multiplied=False))
-    if spec.rope is None:
-        rows = spec.max_position_embeddings
-        matrices.append(Matrix("positions", 1, hidden, rows, multiplied=False))
+    keys = spec.num_kv_heads * spec.head_dim
+    declared, counts = spec.declaration, Counter[Matrix]()
+    for linear in declared.linears:
+        counts[Matrix(linear.role, 1, linear.inputs, sum(linear.outputs))] += 1
+    for table in declared.tables:
+        if not table.tied:  # else it is the head
+            counts[Matrix(table.role, 1, table.width, table.rows, multiplied=False)] += 1
+    matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
     dtype, stored, notes = stored_format(fields)
     return ModelShape(
         name=name,
