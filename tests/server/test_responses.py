@@ -21,10 +21,11 @@ from starlette.requests import Request
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
+from kvik.server import native
 from kvik.server.admission import Degradation
 from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest, RequestLimits
-from kvik.server.native import GenerateFormat, GenerateRequest, generate
+from kvik.server.native import GenerateFormat, GenerateRequest
 from kvik.server.openai.answers import TokenNames, Usage
 from kvik.server.openai.chat import AnswerMessage as Message
 from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
@@ -157,7 +158,7 @@ def routes(parts, *, timeouts=StreamTimeouts(), events=GenerateFormat):  # noqa:
         return StreamReply(started, events(started[0]), timeouts=timeouts)
 
     return [
-        Route("/v1/generate", partial(generate, parts)),
+        *native.routes(parts),
         Route("/stream", stream),
         Route("/v1/messages/stream", stream),
     ]

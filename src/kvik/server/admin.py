@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server.app import App, AppConfig
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.errors import HttpError
 from kvik.server.health import routes as health
+from kvik.server.responses import json_response
 from kvik.server.route import Route
 from kvik.server.server import Drain, Server
 
@@ -44,30 +47,26 @@ class Forgotten(msgspec.Struct):
     num_blocks: int
 
 
-class Admin:
-    def __init__(self, server: Server) -> None:
-        self._server = server
+async def abort(server: Server, request: Request, body: AbortRequest) -> Response:
+    if not server.generations.abort(body.request_id):
+        raise HttpError(404, "there is no such request", "request_id", "request_not_found")
+    return json_response(Done())
 
-    async def abort(self, request: Request) -> Response:
-        body = await read_body(request, AbortRequest)
-        if not self._server.generations.abort(body.request_id):
-            raise HttpError(404, "there is no such request", "request_id", "request_not_found")
-        return _json(Done())
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        await read_body(request, Nothing)
-        return _json(Forgotten(await self._server.engine.reset_prefix_cache()))
+async def reset_prefix_cache(server: Server, request: Request, body: Nothing) -> Response:
+    return json_response(Forgotten(await server.engine.reset_prefix_cache()))
 
-    async def drain(self, request: Request) -> Response:
-        body = await read_body(request, DrainRequest)
-        if body.drain:
-            self._server.drain.start()
-        else:
-            self._server.drain.stop()
-        return _json(Done())
 
-    async def stats(self, request: Request) -> Response:
-        return _json(await self._server.engine.stats())
+async def drain(server: Server, request: Request, body: DrainRequest) -> Response:
+    if body.drain:
+        server.drain.start()
+    else:
+        server.drain.stop()
+    return json_response(Done())
+
+
+async def stats(server: Server, request: Request) -> Response:
+    return json_response(await server.engine.stats())
 
 
 def make_admin_app(server: Server) -> App:
@@ -76,27 +75,29 @@ def make_admin_app(server: Server) -> App:
 
 
 def routes(server: Server) -> list[Route]:
-    admin = Admin(server)
+    note = "Gauges and counters of the engine."
     return [
         *health(server),
-        Route("/admin/abort", admin.abort, body=AbortRequest, answer=Done, note="End a request."),
-        Route(
+        post(
+            "/admin/abort",
+            partial(abort, server),
+            AbortRequest,
+            answer=Done,
+            note="End a request.",
+        ),
+        post(
             "/admin/reset_prefix_cache",
-            admin.reset_prefix_cache,
-            body=Nothing,
+            partial(reset_prefix_cache, server),
+            Nothing,
             answer=Forgotten,
             note="Forget all cached prefixes that no request uses.",
         ),
-        Route(
+        post(
             "/admin/drain",
-            admin.drain,
-            body=DrainRequest,
+            partial(drain, server),
+            DrainRequest,
             answer=Done,
             note="Take no more requests, or take them again.",
         ),
-        Route("/admin/stats", admin.stats, "GET", note="Gauges and counters of the engine."),
+        Route("/admin/stats", partial(stats, server), "GET", note=note),
     ]
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

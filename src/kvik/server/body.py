@@ -9,14 +9,15 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from kvik.server.errors import HttpError, escaped
-from kvik.server.route import BodyLimits, BodyShare, context_of
+from kvik.server.route import BodyLimits, BodyShare, Route, context_of
 from kvik.server.unhonoured import NOTHING, Table, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,6 +37,23 @@ PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # in mess
 PIECE_BYTES = 1 << 18  # of a large body, in one call: other threads wait for it
 MAX_SHOWN = 24  # characters of a number
 MAX_IGNORED = 16  # fields that are reported
+
+
+def post(
+    path: str,
+    handle: Callable[[Request, T], Awaitable[Response]],
+    body: type[T],
+    unhonoured: Table = NOTHING,
+    *,
+    answer: type[msgspec.Struct] | None = None,
+    note: str,
+) -> Route:
+    """A POST route whose handler gets the decoded body: see `read_body`."""
+
+    async def handler(request: Request) -> Response:
+        return await handle(request, await read_body(request, body, unhonoured))
+
+    return Route(path, handler, body=body, answer=answer, note=note)
 
 
 async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:

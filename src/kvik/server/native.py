@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
 from kvik.server.openai.fields import (
@@ -93,19 +93,19 @@ UNHONOURED: Table = {
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/v1/generate",
             partial(generate, server),
-            body=GenerateRequest,
+            GenerateRequest,
+            UNHONOURED,
             answer=Generated,
             note="Continue a text.",
         )
     ]
 
 
-async def generate(server: Server, request: Request) -> Response:
+async def generate(server: Server, request: Request, body: GenerateRequest) -> Response:
     """Continue a prompt. A stream has `TextPiece` events and ends with a `Generated`."""
-    body = await read_body(request, GenerateRequest, UNHONOURED)
     arrived = time.monotonic()
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant

@@ -22,7 +22,7 @@ from kvik.server.anthropic.conversation import (
     make_prompt,
     read_conversation,
 )
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.errors import rename_fields
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.responses import (
@@ -254,9 +254,8 @@ class MessageFormat:
         return "max_tokens", None
 
 
-async def messages(server: Server, request: Request) -> Response:
+async def messages(server: Server, request: Request, body: MessageRequest) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, MessageRequest, MESSAGES)
     server.check_model(body.model)
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
@@ -276,9 +275,8 @@ async def messages(server: Server, request: Request) -> Response:
     return await generation_response(request, [generation], form, stream=bool(body.stream))
 
 
-async def count_tokens(server: Server, request: Request) -> Response:
+async def count_tokens(server: Server, request: Request, body: CountRequest) -> Response:
     """How many tokens a conversation would have as a prompt."""
-    body = await read_body(request, CountRequest, COUNT)
     server.check_model(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
@@ -301,17 +299,19 @@ def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/v1/messages",
             partial(messages, server),
-            body=MessageRequest,
+            MessageRequest,
+            MESSAGES,
             answer=MessageResponse,
             note="Answer a conversation, in one piece or as a stream of events.",
         ),
-        Route(
+        post(
             "/v1/messages/count_tokens",
             partial(count_tokens, server),
-            body=CountRequest,
+            CountRequest,
+            COUNT,
             answer=TokenCount,
             note="How many tokens a conversation has as a prompt.",
         ),

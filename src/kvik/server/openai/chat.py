@@ -14,7 +14,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
     FINGERPRINT,
@@ -171,13 +171,8 @@ class ChatChunk(Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # in the first chunk
 
 
-async def chat(server: Server, request: Request) -> Response:
+async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    return await answer_chat(server, request, await read_body(request, ChatRequest, CHAT))
-
-
-async def answer_chat(server: Server, request: Request, body: ChatRequest) -> Response:
-    """Answer a conversation whose body was read."""
     server.check_model(body.model)
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
@@ -396,10 +391,11 @@ class ChatFormat:
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/v1/chat/completions",
             partial(chat, server),
-            body=ChatRequest,
+            ChatRequest,
+            CHAT,
             answer=ChatCompletion,
             note="Answer a conversation.",
         ),

@@ -14,7 +14,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
     FINGERPRINT,
@@ -104,14 +104,8 @@ class Completion(Struct, kw_only=True):
     system_fingerprint: str
 
 
-async def completions(server: Server, request: Request) -> Response:
+async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     """Continue one text or many."""
-    body = await read_body(request, CompletionRequest, COMPLETION)
-    return await answer_completions(server, request, body)
-
-
-async def answer_completions(server: Server, request: Request, body: CompletionRequest) -> Response:
-    """Continue the texts of a body that was read."""
     server.check_model(body.model)
     params = completion_params(body, server.default_params)
     given = split_prompts("prompt", body.prompt)
@@ -384,10 +378,11 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/v1/completions",
             partial(completions, server),
-            body=CompletionRequest,
+            CompletionRequest,
+            COMPLETION,
             answer=Completion,
             note="Continue texts.",
         ),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import normalise
 from kvik.errors import ParamError
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.fields import DeadlineMs, Name, Priority, Prompt
 from kvik.server.openai.requests import all_prompt_ids, split_prompts
@@ -76,14 +76,8 @@ class EmbeddingList(Struct, kw_only=True):
 DEFAULT_POOLING = "mean"
 
 
-async def embeddings(server: Server, request: Request) -> Response:
+async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """A vector of length 1 for each input, pooled from the last layer's hidden states."""
-    body = await read_body(request, EmbeddingRequest, EMBEDDING)
-    return await answer_embeddings(server, request, body)
-
-
-async def answer_embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
-    """Embed the inputs of a body that was read."""
     server.check_model(body.model)
     hidden = server.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):
@@ -132,10 +126,11 @@ def _base64(vector: Sequence[float]) -> str:
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/v1/embeddings",
             partial(embeddings, server),
-            body=EmbeddingRequest,
+            EmbeddingRequest,
+            EMBEDDING,
             answer=EmbeddingList,
             note="A vector for each text, pooled from hidden states.",
         ),

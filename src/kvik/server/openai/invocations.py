@@ -1,4 +1,4 @@
-"""POST /invocations: every kind of work on one path, which is how SageMaker calls a container."""
+"""POST /invocations: all endpoints on one path, which is how SageMaker calls a container."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from kvik.server.body import read_chosen
 from kvik.server.errors import HttpError
-from kvik.server.openai.chat import CHAT, ChatRequest, answer_chat
-from kvik.server.openai.completions import COMPLETION, CompletionRequest, answer_completions
-from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, answer_embeddings
+from kvik.server.openai.chat import CHAT, ChatRequest, chat
+from kvik.server.openai.completions import COMPLETION, CompletionRequest, completions
+from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, embeddings
 from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
@@ -37,14 +37,14 @@ class Invocation(Struct):
 
 
 async def invocations(server: Server, request: Request) -> Response:
-    """Whatever the body asks for."""
+    """Do what the body asks for."""
     body = await read_chosen(request, _kind)
     if isinstance(body, ChatRequest):
-        return await answer_chat(server, request, body)
+        return await chat(server, request, body)
     if isinstance(body, CompletionRequest):
-        return await answer_completions(server, request, body)
+        return await completions(server, request, body)
     assert isinstance(body, EmbeddingRequest)
-    return await answer_embeddings(server, request, body)
+    return await embeddings(server, request, body)
 
 
 def _kind(value: dict[str, Any]) -> tuple[type[Body], Table]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.errors import ParamError
-from kvik.server.body import read_body
+from kvik.server.body import post
 from kvik.server.errors import HttpError
 from kvik.server.openai.answers import TokenNames
 from kvik.server.openai.chat import Messages, Variable, conversation_ids
@@ -67,9 +67,8 @@ class TokenizerInfo(Struct, kw_only=True):
     special_tokens: list[str]
 
 
-async def tokenize(server: Server, request: Request) -> Response:
+async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, which may be empty, or of a conversation."""
-    body = await read_body(request, TokenizeRequest, TOKENIZE)
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
@@ -98,9 +97,8 @@ async def tokenize(server: Server, request: Request) -> Response:
     return json_response(answer)
 
 
-async def detokenize(server: Server, request: Request) -> Response:
+async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
     """The text of tokens, with special ones."""
-    body = await read_body(request, DetokenizeRequest)
     server.check_model(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
@@ -134,17 +132,18 @@ def _context(server: Server) -> int:
 
 def routes(server: Server) -> list[Route]:
     return [
-        Route(
+        post(
             "/tokenize",
             partial(tokenize, server),
-            body=TokenizeRequest,
+            TokenizeRequest,
+            TOKENIZE,
             answer=Tokenized,
             note="Token ids of a text or a conversation.",
         ),
-        Route(
+        post(
             "/detokenize",
             partial(detokenize, server),
-            body=DetokenizeRequest,
+            DetokenizeRequest,
             answer=Detokenized,
             note="Text of token ids.",
         ),
