@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders
 
 from kvik.errors import ModelError
-from kvik.text.detokenizer import MAX_LEADING, REPLACEMENT, Pieces
+from kvik.text.detokenizer import MAX_LEADING, REPLACEMENT, TokenTexts
 from kvik.text.tokenizer import Tokenizer
 
 BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -155,13 +155,13 @@ def test_work_per_token_is_bounded(library: Library, monkeypatch: pytest.MonkeyP
     tokenizer = Tokenizer(library)
     ids = [i % tokenizer.vocab_size for i in range(5000)]
     lengths: list[int] = []
-    plain = Pieces.decode
+    plain = TokenTexts.decode
 
-    def counted(pieces: Pieces, tokens: Sequence[int]) -> str:
+    def counted(pieces: TokenTexts, tokens: Sequence[int]) -> str:
         lengths.append(len(tokens))
         return plain(pieces, tokens)
 
-    monkeypatch.setattr(Pieces, "decode", counted)
+    monkeypatch.setattr(TokenTexts, "decode", counted)
     stream = tokenizer.new_stream(ids)
     for token in ids:
         stream.push([token])

@@ -16,7 +16,7 @@ from kvik.frozen import frozen
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """Everything a worker must know of a request that enters (or re-enters) a slot."""
+    """A request that enters (or re-enters) a slot, as the worker needs it."""
 
     slot: int
     token_ids: list[int]  # prompt and, after a preemption, the output so far
@@ -26,7 +26,7 @@ class NewRequest:
     params: SamplingParams
     stop_ids: frozenset[int]  # masked until min_tokens
     seed: int
-    cache_salt: str = ""  # the tenant: what is learned of its texts is for its requests alone
+    cache_salt: str = ""  # text that drafters learn from serves only the same salt
     pooling: str | None = None  # see `EngineRequest`
 
 
@@ -54,13 +54,13 @@ class SchedulerOutput:
 
 @frozen
 class DraftTimes:
-    """What guessing ahead took in a step, in seconds.
+    """Seconds of speculation in a step.
 
     Attributes:
-        proposing: to make the drafts of the step, or to find none.
-        checking: that and the step itself, but for making drafts of the next one. 0.0 if nobody was
-            asked for drafts, or the step held chunks of prompts, or `plain` is not known.
-        plain: what steps without drafts take for as many tokens, by those that were measured.
+        proposing: to make the drafts of the step, also if there are none.
+        checking: `proposing` and the step itself, without making drafts of the next one. 0.0 if no
+            drafts were made, the step had chunks of prompts, or `plain` is not known.
+        plain: of steps without drafts for as many tokens, as measured.
     """
 
     proposing: float
@@ -70,10 +70,10 @@ class DraftTimes:
 
 @frozen
 class GraphCounts:
-    """Steps of a GPU that are captured by now, and what they take of it.
+    """CUDA graphs that are captured, and their memory.
 
     Attributes:
-        captured: CUDA graphs.
+        captured: number of graphs.
         taken, planned: bytes.
     """
 
@@ -87,13 +87,13 @@ class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order.
 
     Attributes:
-        seconds: that the step took, making drafts included.
-        turn_seconds: that it took without making drafts, and the engine before it, if some row
-            sampled and something guesses ahead; else 0.0.
-        draft_times: None: nothing guesses ahead, or nobody had drafts or was asked for any.
-        draft_places: of drafts that form a tree: [n], how deep the first n of them go; None: each
+        seconds: of the step, making drafts included.
+        turn_seconds: of the step without making drafts, and of the engine before it, if a row
+            sampled and there is speculation; else 0.0.
+        draft_times: None: no speculation, or the step had and made no drafts.
+        draft_places: of drafts that form a tree: [n], the depth of the first n of them; None: each
             follows the one before it.
-        graphs: None: as the last step that told, or nothing is captured on this device.
+        graphs: None: unchanged, or nothing is captured on this device.
     """
 
     step: int

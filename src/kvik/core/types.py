@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from kvik.core.sampling_params import SamplingParams
 
-# Seeds of requests that share one: siblings, and requests that bring none.
+# Seeds of requests without their own: siblings, and requests that give none.
 
 _MASK = 2**64 - 1
 
@@ -28,29 +28,29 @@ def derive_seed(seed: int, index: int) -> int:
     return z - 2**64 if z >= 2**63 else z
 
 
-# When an output ends by its tokens. (Stop strings need text and are looked for by the client.)
+# When an output ends by its tokens. (Stop strings need text; the client finds them.)
 
 
 def finish_reason(request: Request, token: int) -> FinishReason | None:
     """Why the request ends with `token`, its newest output token, or None."""
     if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
         if token in request.params.stop_token_ids:
-            request.stop_reason = token  # and not for EOS, which needs no telling
+            request.stop_reason = token  # not for EOS, which is the default
         return FinishReason.STOP
     if len(request.token_ids) >= request.max_length:
         return FinishReason.LENGTH
     return None
 
 
-# What the scheduler counts, as totals since the start.
-
 MAX_SIZES = 32
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Attributes:
-    step_sizes: [i] steps of more than 2^(i - 1) and up to 2^i tokens.
+    """Totals of the scheduler since the start.
+
+    Attributes:
+        step_sizes: [i] steps of more than 2^(i - 1) and up to 2^i tokens.
     """
 
     steps: int = 0
@@ -64,17 +64,17 @@ class SchedulerCounters:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """How many drafts were computed, and how many of them were right.
+    """How many drafts were computed, and how many of them were accepted.
 
-    A draft's place is how many drafts stand before it: in a tree, on the path to it, so that drafts
-    of one depth have one place.
+    The place of a draft is the number of drafts before it; in a tree, on the path to it, so that
+    drafts of one depth have one place.
 
     Attributes:
-        rows: one request's part of a step, with drafts.
-        drafts: computed in them.
-        accepted: of these, found right.
-        at: [i] rows with a draft at place i, or, in a tree, with several. accepted_at: [i] rows
-            with a right one there, which those before it are, too.
+        rows: parts of a step with drafts, one for each request.
+        drafts: computed in these rows.
+        accepted: of these drafts.
+        at: [i] rows with at least one draft at place i.
+        accepted_at: [i] rows with an accepted draft at place i, and so at all places before it.
     """
 
     rows: int = 0
@@ -87,7 +87,7 @@ class DraftCounts:
         """One row.
 
         Args:
-            places: of its drafts, if they form a tree; None: each has a place of its own.
+            places: number of places of its drafts in a tree; None: one for each draft.
         """
         if places is None:
             places = drafts
@@ -117,30 +117,29 @@ class DraftCounts:
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a row with drafts yields, the model's own included; 0.0 without rows."""
+        """Tokens per row with drafts, the model's own included; 0.0 without rows."""
         return (self.accepted + self.rows) / self.rows if self.rows else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafts that were right."""
+        """Share of the drafts that were accepted."""
         return self.accepted / self.drafts if self.drafts else 0.0
 
 
 @dataclass(slots=True)
 class RequestSpeculation:
-    """How guessing ahead fared for one completion, or a few together.
+    """Results of speculation for one completion, or several together.
 
-    The times are of its decoding steps, those without drafts included, as far as it is known what
-    they would have taken without drafts. Not so of steps that held chunks of prompts, nor of drafts
-    before a step without any was measured. A step counts in full for each completion that decodes
-    in it, since each of them waits for all of it.
+    The times are those of its decoding steps, also without drafts, for which the time without
+    drafts is known. It is not known for steps with chunks of prompts, nor before a step without
+    drafts was measured. A step counts in full for each completion that decodes in it, since each
+    waits for all of it.
 
     Attributes:
-        drafts: how many were computed, how many were right, and where.
-        seconds: that the steps took, making drafts included.
-        plain_seconds: that steps without drafts would have taken for the completion's tokens of
-            them, one token a step: what steps without drafts, of as many requests, were measured
-            to take lately. See `DraftTimes`.
+        drafts: how many were computed and accepted, by place.
+        seconds: of these steps, making drafts included.
+        plain_seconds: of steps without drafts for the same tokens, one token a step, as measured
+            lately for as many requests. See `DraftTimes`.
     """
 
     drafts: DraftCounts = field(default_factory=DraftCounts)
@@ -182,7 +181,7 @@ POOLINGS = ("mean", "last")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix of the prompt that stays in the prefix cache for a while, used or not."""
+    """A prefix of the prompt that stays in the prefix cache for a time, used or not."""
 
     num_tokens: int  # of the prompt; what is pinned are its full blocks
     seconds: float  # since it was last computed or used
@@ -190,7 +189,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as it enters the engine: what the caller wants, already checked and tokenised."""
+    """A request as it enters the engine, tokenised."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -198,9 +197,9 @@ class EngineRequest:
     priority: int = 0  # smaller is more urgent
     cache_salt: str = ""  # requests share prefix blocks only under the same salt
     deadline: float | None = None  # engine-clock time after which the result is worthless
-    tenant: str = ""  # those who share the engine; each gets a fair part of it
+    tenant: str = ""  # tenants that share the engine get fair parts of it
     pins: tuple[Pin, ...] = ()  # in order of length
-    pooling: str | None = None  # one of `POOLINGS`: hidden states are wanted, and no text
+    pooling: str | None = None  # one of `POOLINGS`: the result is a vector, not text
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +241,13 @@ class Request:
     num_written_tokens: int = 0  # K/V written by steps whose results are known here
     num_pending_tokens: int = 0  # sampled by steps in flight, ids not known here yet
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
-    speculation: RequestSpeculation | None = None  # so far; None: nobody guesses for it
+    speculation: RequestSpeculation | None = None  # so far; None: no speculation
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
-    num_metered_tokens: int = 0  # of those computed, whose work is counted
-    num_charged_tokens: int = 0  # of those known, that its tenant was charged for or found cached
+    num_metered_tokens: int = 0  # computed tokens whose work is counted
+    num_charged_tokens: int = 0  # known tokens that its tenant was charged for or found cached
     num_lost_tokens: int = 0  # computed before a preemption
-    num_committed_blocks: int = 0  # how many of its blocks the prefix cache has been told of
+    num_committed_blocks: int = 0  # blocks that are published in the prefix cache
     order: tuple[float, int] = (0.0, 0)  # the policy's key: smaller is served first, evicted last
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
@@ -268,7 +267,7 @@ class Request:
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Something is wanted of every position of the prompt, so that none may be found cached."""
+        """Whether every position of the prompt must be computed, so that none may be cached."""
         return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
@@ -283,7 +282,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PromptUse:
-    """Tokens of a prompt, by how their K/V came into the cache; the rest was simply computed."""
+    """Tokens of a prompt by how their K/V came into the cache; the rest was computed."""
 
     num_cached_tokens: int  # found there
     num_pinned_tokens: int  # written and pinned
@@ -291,7 +290,7 @@ class PromptUse:
 
 @dataclass(slots=True)  # not frozen: made for every row of every step, five times faster so
 class RequestDelta:
-    """What one step brought to one request, or why it ended."""
+    """What one step added to one request, or why the request ended."""
 
     request_id: str
     index: int
@@ -303,14 +302,14 @@ class RequestDelta:
     error: str | None = None
     report: RequestReport | None = None  # with the last delta
     embedding: list[float] | None = None  # of a pooling request, with its last delta
-    refused: str | None = None  # the limit of the queue that kept the request out; nothing was done
+    refused: str | None = None  # the limit of the queue for which the request was refused
     prompt: PromptUse | None = None  # with the first token
-    again: bool = False  # it was lost with its engine, and another one may be asked for all of it
+    again: bool = False  # it was lost with its engine, and may be sent again
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """How a request fared, in seconds of the engine's clock and in tokens."""
+    """Times of a request, in seconds of the engine's clock, and its numbers of tokens."""
 
     arrival: float
     first_scheduled: float | None
@@ -318,7 +317,7 @@ class RequestReport:
     finished: float
     num_cached_tokens: int
     num_preemptions: int
-    speculation: RequestSpeculation | None = None  # None: nobody guessed for it
+    speculation: RequestSpeculation | None = None  # None: no speculation
     num_pinned_tokens: int = 0  # of the prompt, written and pinned by this request
     serial: int = -1  # the request's number since the engine started
     num_prompt_tokens: int = 0

@@ -1,7 +1,7 @@
-"""How much work the planned steps are: tokens, query-key pairs, bytes read from the KV cache.
+"""The work of planned steps: tokens, query-key pairs, bytes read from the KV cache.
 
-A decoding row must cost next to nothing to count, since there may be hundreds in a step. So runs of
-single tokens are counted when they end, in closed form: the query at position p sees p + 1 keys, or
+Counting a decoding row must cost next to nothing, since a step may have hundreds. So runs of single
+tokens are counted when they end, in closed form: the query at position p sees p + 1 keys, or
 the window if that is less. Chunks of a prompt, and rows with drafts, are counted as planned.
 """
 
@@ -18,8 +18,8 @@ from kvik.spec.kv import KVGroup
 class Work:
     """Totals since the start, of steps as they were planned.
 
-    Tokens of the prompt, and those of a chunk that brings a preempted request back, are prefill;
-    what is computed alone in its row, with its drafts, is decode.
+    Tokens of the prompt, and those of a chunk that resumes a preempted request, are prefill; a
+    single token of a row, with its drafts, is decode.
 
     Attributes:
         mixed_steps: with a chunk of a prompt.
@@ -27,11 +27,11 @@ class Work:
         decode_step_tokens: tokens in steps without.
         prefill_tokens, decode_tokens: computed, so without those found in the prefix cache.
         recomputed_tokens: of the prefill tokens, those computed again after a preemption.
-        logit_rows: positions whose logits were wanted.
+        logit_rows: positions whose logits were computed.
         prefill_pairs, decode_pairs: (query, visible key) pairs, summed over the layers.
-        prefill_kv_bytes, decode_kv_bytes: read at least from the KV cache: once for each row of a
-            step, what any of its queries sees.
-        queued_steps: steps after whose planning requests were left waiting.
+        prefill_kv_bytes, decode_kv_bytes: least bytes read from the KV cache: for each row of a
+            step, once what any of its queries sees.
+        queued_steps: steps after whose planning requests still waited.
         block_short_steps: of those, steps that had no KV blocks for the next request.
         slot_short_steps: of those, steps with `max_num_seqs` requests running.
     """
@@ -52,12 +52,12 @@ class Work:
     slot_short_steps: int = 0
 
     def since(self, earlier: Work) -> Work:
-        """What was added after an earlier reading."""
+        """The difference to an earlier reading."""
         return Work(*(b - a for a, b in zip(astuple(earlier), astuple(self), strict=True)))
 
 
 class WorkMeter:
-    """Counts while the scheduler plans. A request's `num_metered_tokens` says how far it has."""
+    """Counts while the scheduler plans, for each request up to `num_metered_tokens`."""
 
     def __init__(self, groups: Iterable[KVGroup]) -> None:
         self.total = Work()
@@ -72,13 +72,13 @@ class WorkMeter:
         self._kinds = [(window, *sums) for window, sums in by_window.items()]
 
     def start(self, request: Request) -> None:
-        """A request begins, or comes back, with the prefix it holds."""
+        """A request starts or resumes with a cached prefix."""
         request.num_metered_tokens = request.num_computed_tokens
-        # Drafts that were rejected were not lost; what is known is behind one token to compute.
+        # Rejected drafts were not lost; the last known token is always computed.
         request.num_lost_tokens = min(request.num_lost_tokens, len(request.token_ids) - 1)
 
     def chunk(self, request: Request, tokens: int) -> None:
-        """A row of `tokens` prompt (or lost) tokens, of which `num_computed_tokens` knows."""
+        """A row of `tokens` prompt (or lost) tokens, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.prefill_tokens += tokens
         self.total.recomputed_tokens += max(0, min(first + tokens, request.num_lost_tokens) - first)
@@ -90,8 +90,7 @@ class WorkMeter:
             self.total.prefill_kv_bytes += size * _span(first, tokens, window)
 
     def drafts(self, request: Request, tokens: int) -> None:
-        """A row of one known token and the drafts behind it, of which `num_computed_tokens`
-        knows."""
+        """A row of one known token and its drafts, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.decode_tokens += tokens
         self.total.logit_rows += tokens - 1
@@ -110,26 +109,26 @@ class WorkMeter:
         total.logit_rows += samples.count(True)
 
     def left_waiting(self, *, blocks_short: bool, slots_short: bool) -> None:
-        """Requests wait while a step runs, and what for, if not for the tokens of a step."""
+        """Requests wait while a step runs, for blocks, slots, or the tokens of a step."""
         self.total.queued_steps += 1
         self.total.block_short_steps += blocks_short
         self.total.slot_short_steps += slots_short
 
     def take_back(self, request: Request, rejected: int) -> None:
-        """Drafts were rejected: computing them was work, but the request goes on before them."""
+        """Drafts were rejected: their work counts, but the request goes on before them."""
         request.num_metered_tokens -= rejected
 
     def settle(self, request: Request) -> None:
-        """Count what the request has decoded token by token until here."""
+        """Count the tokens that the request has decoded one by one."""
         self._add_singles(self.total, request, request.num_computed_tokens)
 
     def lose(self, request: Request) -> None:
-        """A request is preempted: what it has computed will be computed again."""
+        """A request is preempted: its tokens will be computed again."""
         self.settle(request)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
 
     def read(self, running: Iterable[Request]) -> Work:
-        """The totals, with what the running requests are still to be asked for."""
+        """The totals, with the uncounted tokens of running requests."""
         total = replace(self.total)
         for request in running:
             metered = request.num_metered_tokens

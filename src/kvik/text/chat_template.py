@@ -72,7 +72,7 @@ class ChatTemplate:
         except TemplateError as error:
             reason = f"the chat template refuses them: {_brief(error)}"
             raise ParamError("messages", reason) from None
-        except Exception as error:  # the template is somebody's program: it may fail in any way
+        except Exception as error:  # the template is an untrusted program: it may fail in any way
             reason = f"the chat template fails on them: {_brief(error)}"
             raise ParamError("messages", reason) from None
 
@@ -124,7 +124,7 @@ def _plain_mapping(field: str, value: Mapping[Any, object]) -> dict[str, Any]:
 
 
 def _plain(field: str, value: object) -> object:
-    """A copy of plain JSON data: a template must not get hold of objects with methods."""
+    """Copy plain JSON data: a template must not get objects with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: tokens in, finished text out, never half a character.
+"""Incremental detokenisation: text of tokens as they come, without unfinished characters.
 
 The decoder of a language model's tokenizer writes a token in the same way wherever it stands,
 except that a text loses its leading space. So the text of a sequence is a concatenation of pieces
@@ -22,9 +22,9 @@ from tokenizers import Tokenizer as Library
 from kvik.errors import ModelError
 
 REPLACEMENT = "\ufffd"
-MAX_LEADING = 8  # tokens without any text after which a text counts as begun all the same
+MAX_LEADING = 8  # tokens without text after which a text counts as begun
 MAX_CHAR_BYTES = 4
-MAX_REASON = 200  # characters of the library's own words in an error
+MAX_REASON = 200  # characters of the library's message in an error
 
 # Decoder steps that treat a token by itself, or by whether it is the first one.
 _LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
@@ -47,8 +47,8 @@ _ALPHABET = _byte_alphabet()
 
 @contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """Make `ModelError` of a panic of the library's Rust code. It is a BaseException, which nobody
-    who catches what a request can do wrong would catch, and it has no name to import."""
+    """Turn a panic of the library's Rust code into `ModelError`. It is a BaseException, which the
+    handlers of a request's errors do not catch, and its class cannot be imported."""
     try:
         yield
     except BaseException as error:
@@ -58,7 +58,7 @@ def panics_are_errors() -> Iterator[None]:
         raise ModelError("tokenizer.json", reason) from None
 
 
-class Pieces:
+class TokenTexts:
     """The text of each token id, shared by all streams of a tokenizer.
 
     Raises:
@@ -81,7 +81,7 @@ class Pieces:
         return piece
 
     def join(self, ids: Sequence[int]) -> str | None:
-        """Text of tokens inside a sequence; None if one of them is no whole characters, or new."""
+        """Text of tokens inside a sequence; None if one is new or has unfinished characters."""
         try:
             return "".join(map(self._cache.__getitem__, ids))  # type: ignore[arg-type]
         except (KeyError, TypeError):
@@ -114,30 +114,30 @@ class Detokenizer:
     """
 
     def __init__(
-        self, pieces: Pieces, prompt_ids: Sequence[int], skipped: AbstractSet[int]
+        self, texts: TokenTexts, prompt_ids: Sequence[int], skipped: AbstractSet[int]
     ) -> None:
-        self._pieces = pieces
+        self._texts = texts
         self._skipped = skipped
         self._partial = b""  # start of a character, at most three bytes
         last = list(self._last_shown(prompt_ids))
-        begun = len(last) == MAX_LEADING or pieces.decode(last) != ""
+        begun = len(last) == MAX_LEADING or texts.decode(last) != ""
         self._leading = None if begun else last  # tokens of a text that is empty so far
         for token in last[-MAX_CHAR_BYTES:]:
-            piece = pieces.of(token)
+            piece = texts.of(token)
             self._partial = self._partial + piece if isinstance(piece, bytes) else b""
         self._complete(b"")
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is final with these tokens."""
+        """Return the text that is final with these tokens."""
         if self._leading is None and not self._partial and self._skipped.isdisjoint(ids):
-            text = self._pieces.join(ids)
-            if text is not None:  # nearly always
+            text = self._texts.join(ids)
+            if text is not None:  # the usual case
                 return text
         out: list[str] = []
         for token in ids:
             if token in self._skipped:
                 continue
-            piece = self._pieces.of(token)
+            piece = self._texts.of(token)
             if isinstance(piece, bytes):
                 self._leading = None
                 out.append(self._complete(piece))
@@ -148,7 +148,7 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """The rest at the end: U+FFFD in place of an unfinished character."""
+        """Return the rest at the end: U+FFFD for an unfinished character."""
         rest = self._partial.decode(errors="replace")
         self._partial = b""
         return rest
@@ -163,7 +163,7 @@ class Detokenizer:
     def _lead(self, leading: list[int], token: int) -> str:
         """Text of a token before which there is none: here the decoder drops spaces."""
         leading.append(token)
-        text = self._pieces.decode(leading)
+        text = self._texts.decode(leading)
         if text or len(leading) == MAX_LEADING:
             self._leading = None
         return text

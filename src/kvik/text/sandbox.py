@@ -1,10 +1,10 @@
-"""A jinja2 sandbox for templates of strangers: no way out, and bounded work.
+"""A jinja2 sandbox for untrusted templates, with bounded work.
 
-The sandbox of jinja2 keeps a template away from the interpreter; here it also pays for what it
-does. Every loop turn, call, filter and produced character is charged to a budget, and operations
+The sandbox of jinja2 keeps a template away from the interpreter; this one also bounds its work.
+Every loop iteration, call, filter and produced character is charged to a budget, and operations
 that could make something huge at once (`'a' * 10**9`) are charged before they run. Within one
-process that stops all the usual bombs, not every conceivable one (comparisons are free); a hard
-limit on time needs a process that can be killed.
+process that stops the usual attacks, not every conceivable one (comparisons are free); a hard limit
+on time needs a process that can be killed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_WORK = 32 << 20  # characters, or turns and calls at their price: a second or two at worst
-TURN = 8  # price of a loop turn
+MAX_WORK = 32 << 20  # characters, or iterations and calls at their price: two seconds at worst
+ITERATION = 8  # price of an iteration of a loop
 CALL = 32  # price of a call, a filter, a list that is printed, an element of JSON
-READ = 16  # characters that are read for the price of one written
+READ = 16  # characters read for the price of one written
 MAX_INT_BITS = 4096
 MAX_PADDING = 4096  # widths and indents
 
@@ -41,7 +41,7 @@ _PERCENT_WIDTH = re.compile(r"%(\([^)]{0,99}\))?[-+ #0-9.]*(\d{4}|\*)")
 _FIELD_WIDTH = re.compile(r"\{[^{}:]*:[^{}]*?(\d{4}|\{)")
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}`: marks what the assistant wrote; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -59,7 +59,7 @@ class _CountingGenerator(CodeGenerator):
     """Compiles loops and `~` so that they pass through the environment's budget."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        node.iter = nodes.Call(nodes.EnvironmentAttribute("turns"), [node.iter], [], None, None)
+        node.iter = nodes.Call(nodes.EnvironmentAttribute("iterate"), [node.iter], [], None, None)
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -71,7 +71,7 @@ class _CountingGenerator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """What Hugging Face chat templates expect of jinja2, with a budget per thread and `start`."""
+    """The jinja2 environment of chat templates, with a budget for each thread and `start`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _CountingGenerator
@@ -82,7 +82,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", Generation],
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
             finalize=self.measured,
         )
         for name in _REMOVED:
@@ -94,7 +94,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def start(self) -> None:
-        """A fresh budget for what this thread compiles or renders next."""
+        """Start a new budget for what this thread compiles or renders next."""
         self._budget.left = MAX_WORK
 
     def spend(self, work: int) -> None:
@@ -102,14 +102,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if self._budget.left < 0:
             raise SecurityError("the template makes too much text or too many turns")
 
-    def turns(self, items: Iterable[object]) -> Iterator[object]:
-        """The items of a loop, each at its price."""
+    def iterate(self, items: Iterable[object]) -> Iterator[object]:
+        """Yield the items of a loop, and charge for each."""
         for item in items:
-            self.spend(TURN)
+            self.spend(ITERATION)
             yield item
 
     def measured(self, value: object) -> object:
-        """Charge for a value's text before it is made: lists of lists grow fast."""
+        """Charge for the text of a value before it is made: nested lists grow fast."""
         if isinstance(value, str):
             self.spend(len(value))
         elif isinstance(value, Mapping):
@@ -167,7 +167,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What jinja2 hands out in place of `str.format`; here it pays beforehand."""
+        """Replace `str.format`, and charge for its result beforehand."""
         run = super().wrap_str_format(value)
         if run is None:
             return None
@@ -196,7 +196,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._check_join(text, args[0])
 
     def _size(self, value: object) -> int:
-        """What a value costs to write once, already paid."""
+        """The cost of writing a value once, after charging it."""
         before = self._budget.left
         self.measured(value)
         return int(before - self._budget.left)
@@ -216,7 +216,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.spend(right * _length(left) if right > 0 else 0)
 
     def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that pays for what it reads, and beforehand for what it may write."""
+        """A filter that is charged for what it reads, and beforehand for what it may write."""
 
         @wraps(function)  # keeps the marks by which jinja2 knows which context to pass
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict)) else TURN
+    return len(value) if isinstance(value, (str, list, tuple, dict)) else ITERATION
 
 
 def _checked_width(width: Any) -> int:

@@ -1,9 +1,9 @@
 """Chat templates in a process that can be killed: `python -m kvik.text.template_process`.
 
-A template is somebody's program. Its sandbox bounds what it does, and this process bounds the rest:
-whoever started it kills it when an answer takes too long, and the system refuses it more memory.
-It reads frames from stdin, a length in 4 bytes and msgpack: the template first, then one rendering
-after the other, each of which is answered on stdout. It ends when stdin does.
+A template is an untrusted program. Its sandbox bounds its work, and this process bounds the rest:
+the parent kills it when an answer takes too long, and the system refuses it more memory. It reads
+frames from stdin, a length in 4 bytes and msgpack: the template first, then renderings, each of
+which is answered on stdout. It ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_MEMORY = 1 << 30
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
-    """What a `ChatTemplate` is made of."""
+    """The arguments of `ChatTemplate`."""
 
     source: str | None
     bos_token: str | None
@@ -50,13 +50,13 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def framed(message: object) -> bytes:
-    """A frame that holds a message."""
+    """Encode a message as a frame."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame's content; None at the end."""
+    """Read the body of the next frame; None at the end."""
     size = stream.read(LENGTH_BYTES)
     if len(size) < LENGTH_BYTES:
         return None
@@ -78,7 +78,7 @@ def answer(template: ChatTemplate, data: bytes) -> Rendered:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -90,7 +90,7 @@ def main() -> int:
     while (data := read_frame(frames)) is not None:
         try:
             reply = framed(answer(template, data))
-        except UnicodeEncodeError:  # half a surrogate pair, which no text may hold
+        except UnicodeEncodeError:  # half a surrogate pair, which is no valid text
             reply = framed(Rendered(field="messages", error="must be valid Unicode"))
         answers.write(reply)
         answers.flush()

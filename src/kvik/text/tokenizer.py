@@ -15,12 +15,18 @@ from tokenizers import Tokenizer as Library
 
 from kvik.errors import ModelError, ParamError
 from kvik.files import regular
-from kvik.text.detokenizer import MAX_REASON, REPLACEMENT, Detokenizer, Pieces, panics_are_errors
+from kvik.text.detokenizer import (
+    MAX_REASON,
+    REPLACEMENT,
+    Detokenizer,
+    TokenTexts,
+    panics_are_errors,
+)
 
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
-BRIEF_CHARS = 2048  # that are encoded in about a millisecond
+BRIEF_CHARS = 2048  # encoded in about a millisecond
 
 
 class Tokenizer:
@@ -33,10 +39,10 @@ class Tokenizer:
         eos_token: str | None = None,
         chat_template: str | None = None,
     ) -> None:
-        library.no_truncation()  # a file may carry the limits of some training run
+        library.no_truncation()  # a file may contain the limits of a training run
         library.no_padding()
         self._library = library
-        self._pieces = Pieces(library)
+        self._pieces = TokenTexts(library)
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.chat_template = chat_template
@@ -78,7 +84,7 @@ class Tokenizer:
 
     @property
     def library(self) -> Library:
-        """What it is made of."""
+        """The tokenizer of the library."""
         return self._library
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -101,7 +107,7 @@ class Tokenizer:
         with panics_are_errors():
             if len(text) <= BRIEF_CHARS:
                 return self._library.encode(text, add_special_tokens=add_special_tokens).ids
-            # Other threads run meanwhile, which `encode` does not let them.
+            # Unlike `encode`, this lets other threads run.
             (found,) = self._library.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -124,7 +130,7 @@ class Tokenizer:
         return (self._library.id_to_token(token_id) or "") if known else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that has begun, special ones too; b"" for an unknown id."""
+        """The bytes that a token, also a special one, adds inside a text; b"" for an unknown id."""
         if not 0 <= token_id < self.vocab_size:
             return b""
         piece = self._pieces.of(token_id)
@@ -218,7 +224,7 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:MAX_REASON]
 
 
-# Words that must not appear, as the token sequences that would spell them.
+# Words that must not appear, as the token sequences that spell them.
 
 
 def bad_word_ids(
