@@ -25,11 +25,11 @@ def measure(notes: Notes) -> None:
 
 def _measure(notes: Notes, dim: int) -> None:
     found = measure_prompts(DEVICE, (dim,), TOKENS, width=WIDTH)
-    for pace in found:
+    for times in found:
         # 4 dim for each head and each key that a query sees
-        done = 2.0 * (WIDTH // dim * dim) * pace.tokens * (pace.tokens + 1)
-        for whose, seconds in (("Triton's", pace.triton), ("torch's", pace.torch)):
+        done = 2.0 * (WIDTH // dim * dim) * times.tokens * (times.tokens + 1)
+        for whose, seconds in (("Triton's", times.triton), ("torch's", times.torch)):
             if seconds is not None:
-                name = f"heads of {dim}, {pace.tokens} tokens, {whose}"
+                name = f"heads of {dim}, {times.tokens} tokens, {whose}"
                 notes.rate(name, seconds, "bf16", operations=done, captured=False)
     notes.fact(f"torch's prompts, heads of {dim}", dict(thresholds(found)).get(dim))

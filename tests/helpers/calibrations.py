@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvik.planner.calibration import (
-    AttentionPace,
+    AttentionCosts,
     Calibration,
     HostCost,
-    LinearPace,
+    LinearCosts,
     Machine,
     ReadRate,
 )
@@ -16,10 +16,10 @@ MIB = 1 << 20
 MACHINE = Machine("Some CPU", 2, "avx2", "0.1.0", "2026-01-02T03:04:05+00:00")
 
 
-def linear_paces(peak: float, streams: float) -> tuple[LinearPace, ...]:
+def linear_costs(peak: float, streams: float) -> tuple[LinearCosts, ...]:
     """Half the peak at every number of rows, and a kernel that streams a weight in `streams`."""
     return tuple(
-        LinearPace(
+        LinearCosts(
             rows=rows,
             call=1e-6,
             input=0.0,
@@ -39,13 +39,13 @@ def calibration() -> Calibration:
         reads=(ReadRate(8 * MIB, 40e9), ReadRate(32 * MIB, 40e9), ReadRate(512 * MIB, 10e9)),
         peaks={"fp32": 50e9, "bf16": 100e9, "int8": 200e9},
         linears={
-            "bf16": linear_paces(100e9, 0.0),
-            "int8": linear_paces(200e9, 0.0),
-            "int4-g128": linear_paces(200e9, 80e-12),
+            "bf16": linear_costs(100e9, 0.0),
+            "int8": linear_costs(200e9, 0.0),
+            "int4-g128": linear_costs(200e9, 80e-12),
         },
         attention=(
-            AttentionPace(64, 1e-6, 50e-12, 400e-12, 10e-12, 40e9, 20e-12, 100e-12, 500e-12),
-            AttentionPace(128, 1e-6, 50e-12, 400e-12, 10e-12, 60e9, 20e-12, 100e-12, 500e-12),
+            AttentionCosts(64, 1e-6, 50e-12, 400e-12, 10e-12, 40e9, 20e-12, 100e-12, 500e-12),
+            AttentionCosts(128, 1e-6, 50e-12, 400e-12, 10e-12, 60e9, 20e-12, 100e-12, 500e-12),
         ),
         launch=2e-7,
         activation=50e9,

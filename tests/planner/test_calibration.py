@@ -72,10 +72,10 @@ def test_no_json_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_paces_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_costs_out_of_order_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    paces = calibration().linears["bf16"]
-    save(replace(calibration(), linears={"bf16": paces[::-1]}), path)
+    costs = calibration().linears["bf16"]
+    save(replace(calibration(), linears={"bf16": costs[::-1]}), path)
     with pytest.raises(ConfigError, match="out of order"):
         load(path)
 

@@ -15,14 +15,14 @@ from kvik.errors import ConfigError
 from kvik.planner.devices import DEVICES, Device, Setting, find_device
 from kvik.planner.families import shape_from_config
 from kvik.planner.roofline import (
-    LinearCost,
     PlannedStep,
+    ProductCost,
     StepTime,
     compute_bound_batch,
+    costs_at,
     decode,
     decode_rate,
     linear_kind,
-    pace_at,
     prefill,
     prefill_rate,
     step_time,
@@ -122,7 +122,7 @@ def test_each_guess_is_scored_against_all_keys() -> None:
     """Where scoring is what takes long: four rows four times as long as one."""
     small, device = shape_from_config(SMALL, "small"), measured_device()
     assert device.calibration is not None
-    slow = tuple(structs.replace(pace, score=1e-6) for pace in device.calibration.attention)
+    slow = tuple(structs.replace(cost, score=1e-6) for cost in device.calibration.attention)
     device = replace(device, calibration=structs.replace(device.calibration, attention=slow))
     one, four = (
         part(step_time(small, Setting(device, "bf16", "bf16"), step), "kv cache").expected
@@ -231,18 +231,18 @@ def test_what_becomes_of_a_matrix(weight_format: str, role: str, inputs: int, ki
 def test_a_kind_that_was_not_measured_has_a_stand_in_or_none() -> None:
     device, matrix = measured_device(), Matrix("down", 1, 320, 64)
     linears = calibration().linears
-    assert LinearCost.of(device, "int4", matrix).paces == linears["int4-g128"]
-    assert LinearCost.of(device, "bf16", matrix).paces == linears["bf16"]
-    assert LinearCost.of(device, "int8-weight-only", matrix).paces == ()
-    assert LinearCost.of(ROUND, "bf16", matrix).paces == ()
+    assert ProductCost.of(device, "int4", matrix).costs == linears["int4-g128"]
+    assert ProductCost.of(device, "bf16", matrix).costs == linears["bf16"]
+    assert ProductCost.of(device, "int8-weight-only", matrix).costs == ()
+    assert ProductCost.of(ROUND, "bf16", matrix).costs == ()
 
 
-def test_paces_between_rows_follow_the_rows() -> None:
-    paces = calibration().linears["bf16"]
-    assert pace_at(paces, 8).cached == pytest.approx(paces[1].cached)
-    assert pace_at(paces, 20).cached == pytest.approx(20 * paces[0].cached)
-    assert pace_at(paces, 4096).cached == pytest.approx(8 * paces[-1].cached)
-    assert pace_at(paces, 1) == paces[0]
+def test_costs_between_rows_follow_the_rows() -> None:
+    costs = calibration().linears["bf16"]
+    assert costs_at(costs, 8).cached == pytest.approx(costs[1].cached)
+    assert costs_at(costs, 20).cached == pytest.approx(20 * costs[0].cached)
+    assert costs_at(costs, 4096).cached == pytest.approx(8 * costs[-1].cached)
+    assert costs_at(costs, 1) == costs[0]
 
 
 rows = st.integers(1, 512)

@@ -62,7 +62,7 @@ class ReadRate(msgspec.Struct, frozen=True):
         return ReadRate(num_bytes, median(samples), min(samples), max(samples))
 
 
-class LinearPace(msgspec.Struct, frozen=True):
+class LinearCosts(msgspec.Struct, frozen=True):
     """Costs of multiplying a number of rows with a matrix.
 
     Attributes:
@@ -86,13 +86,13 @@ class LinearPace(msgspec.Struct, frozen=True):
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
 
-class AttentionPace(msgspec.Struct, frozen=True):
+class AttentionCosts(msgspec.Struct, frozen=True):
     """Costs of attention, and of preparing it, with heads of one size.
 
     Attributes:
         sequence: seconds for each decoding sequence and layer.
         cached, streamed: seconds for each element of a key and its value, read once for all query
-            heads: as of `LinearPace`.
+            heads: as of `LinearCosts`.
         score: seconds for each element of a key and query head, of a decoding query.
         prefill: operations a second over the visible pairs of a prompt.
         rotated: seconds for each element of queries and keys that is turned to its position.
@@ -147,8 +147,8 @@ class Calibration(msgspec.Struct, frozen=True):
     machine: Machine
     reads: tuple[ReadRate, ...]
     peaks: dict[str, float]
-    linears: dict[str, tuple[LinearPace, ...]]
-    attention: tuple[AttentionPace, ...]
+    linears: dict[str, tuple[LinearCosts, ...]]
+    attention: tuple[AttentionCosts, ...]
     launch: float
     activation: float
     logit: float
@@ -182,14 +182,14 @@ class Calibration(msgspec.Struct, frozen=True):
             reads=reads,
             peaks={name: rate * speed for name, rate in self.peaks.items()},
             linears={
-                kind: tuple(_slower(pace, LINEAR_TIMES, speed) for pace in paces)
-                for kind, paces in self.linears.items()
+                kind: tuple(_slower(cost, LINEAR_TIMES, speed) for cost in costs)
+                for kind, costs in self.linears.items()
             },
             attention=tuple(
                 msgspec.structs.replace(
-                    _slower(pace, ATTENTION_TIMES, speed), prefill=pace.prefill * speed
+                    _slower(cost, ATTENTION_TIMES, speed), prefill=cost.prefill * speed
                 )
-                for pace in self.attention
+                for cost in self.attention
             ),
             launch=self.launch / speed,
             activation=self.activation * speed,
@@ -292,21 +292,21 @@ def _wrong(found: Calibration) -> str | None:
         return f"schema {found.schema}, not {SCHEMA}"
     rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]
     rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
-    paces = [p for table in found.linears.values() for p in table]
-    rates += [p.share for p in paces]
-    times = [getattr(pace, name) for pace in paces for name in LINEAR_TIMES]
-    times += [getattr(pace, name) for pace in found.attention for name in ATTENTION_TIMES]
+    costs = [p for table in found.linears.values() for p in table]
+    rates += [p.share for p in costs]
+    times = [getattr(cost, name) for cost in costs for name in LINEAR_TIMES]
+    times += [getattr(cost, name) for cost in found.attention for name in ATTENTION_TIMES]
     times += [getattr(cost, name) for cost in found.host for name in _HOST]
     times += [found.launch, found.logit, found.host_request, found.host_token]
     if not all(isfinite(rate) and rate > 0 for rate in rates):
         return "a rate that is not above 0"
     if not all(isfinite(seconds) and seconds >= 0 for seconds in times):
         return "a time below 0"
-    if not all(pace.share <= 1 for pace in paces):
+    if not all(cost.share <= 1 for cost in costs):
         return "a share above 1"
     if not (found.reads and found.peaks and found.attention and all(found.linears.values())):
         return "nothing measured"
-    rows = [[p.rows for p in paces] for paces in found.linears.values()]
+    rows = [[p.rows for p in costs] for costs in found.linears.values()]
     ascending = [[r.bytes for r in found.reads], [a.head_dim for a in found.attention], *rows]
     ascending.append([h.bytes for h in found.host])
     if any(a >= b for run in ascending for a, b in pairwise(run)):

@@ -15,9 +15,9 @@ from kvik.errors import ConfigError
 from kvik.planner.calibration import (
     ATTENTION_TIMES,
     LINEAR_TIMES,
-    AttentionPace,
+    AttentionCosts,
     Calibration,
-    LinearPace,
+    LinearCosts,
     interpolate,
 )
 from kvik.planner.devices import Device, Setting
@@ -44,21 +44,21 @@ class MemoryReads:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCost:
-    """The cost of products with matrices of one kind; without paces it is that of reading."""
+class ProductCost:
+    """The cost of products with matrices of one kind; without costs it is that of reading."""
 
-    paces: tuple[LinearPace, ...]
+    costs: tuple[LinearCosts, ...]
 
     @staticmethod
-    def of(device: Device, weight_format: str, matrix: Matrix) -> LinearCost:
+    def of(device: Device, weight_format: str, matrix: Matrix) -> ProductCost:
         measured = device.calibration
         if measured is None:
-            return LinearCost(())
+            return ProductCost(())
         kind = linear_kind(weight_format, matrix)
         # a quick calibration leaves kinds out: groups of another size cost about the same
         alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
         found = kind if kind in measured.linears else next(iter(alike), "")
-        return LinearCost(measured.linears.get(found, ()))
+        return ProductCost(measured.linears.get(found, ()))
 
     def seconds(self, rows: float, matrix: Matrix, num_bytes: float, reading: MemoryReads) -> float:
         """Return the seconds of one product.
@@ -66,12 +66,12 @@ class LinearCost:
         Args:
             num_bytes: of the matrix, and of its outputs that go to memory.
         """
-        if not self.paces:
+        if not self.costs:
             return 0.0
-        pace = pace_at(self.paces, rows)
-        working = matrix.inputs * matrix.outputs * pace.weight(reading.working_set)
-        moving = num_bytes / (reading.rate * pace.share)
-        beside = pace.call + matrix.inputs * pace.input + matrix.outputs * pace.output
+        cost = costs_at(self.costs, rows)
+        working = matrix.inputs * matrix.outputs * cost.weight(reading.working_set)
+        moving = num_bytes / (reading.rate * cost.share)
+        beside = cost.call + matrix.inputs * cost.input + matrix.outputs * cost.output
         return beside + max(moving, working)
 
 
@@ -90,25 +90,25 @@ def linear_kind(weight_format: str, matrix: Matrix) -> str:
     return "int8" if scheme.quantize_activations else "int8-weight-only"
 
 
-def pace_at(paces: tuple[LinearPace, ...], rows: float) -> LinearPace:
+def costs_at(costs: tuple[LinearCosts, ...], rows: float) -> LinearCosts:
     """Return the costs at a number of rows.
 
     Between measured numbers of rows they are straight lines in log-log, which fits both what grows
     with the rows and what does not; beyond the last they grow with the rows.
     """
-    last = paces[-1]
+    last = costs[-1]
     if rows >= last.rows:
         more = rows / last.rows
         times = {name: getattr(last, name) * more for name in LINEAR_TIMES}
-        return LinearPace(rows=round(rows), share=last.share, **times)
-    at = bisect_left([pace.rows for pace in paces], rows)
+        return LinearCosts(rows=round(rows), share=last.share, **times)
+    at = bisect_left([cost.rows for cost in costs], rows)
     if at == 0:
-        return paces[0]
-    low, high = paces[at - 1], paces[at]
+        return costs[0]
+    low, high = costs[at - 1], costs[at]
     part = log(rows / low.rows) / log(high.rows / low.rows)
     times = {name: _between(getattr(low, name), getattr(high, name), part) for name in LINEAR_TIMES}
     share = low.share + (high.share - low.share) * part
-    return LinearPace(rows=round(rows), share=share, **times)
+    return LinearCosts(rows=round(rows), share=share, **times)
 
 
 def _between(low: float, high: float, part: float) -> float:
@@ -117,23 +117,23 @@ def _between(low: float, high: float, part: float) -> float:
     return exp(log(low) + (log(high) - log(low)) * part)
 
 
-def attention_pace(device: Device, head_dim: int) -> AttentionPace | None:
+def attention_costs(device: Device, head_dim: int) -> AttentionCosts | None:
     """Return the costs of attention, interpolated between the measured head sizes; None without a
     calibration."""
     if device.calibration is None:
         return None
-    paces = device.calibration.attention
+    costs = device.calibration.attention
 
     def at(name: str) -> float:
-        points = [(float(pace.head_dim), float(getattr(pace, name))) for pace in paces]
+        points = [(float(cost.head_dim), float(getattr(cost, name))) for cost in costs]
         return interpolate(points, head_dim)
 
-    costs = {name: at(name) for name in ("prefill", *ATTENTION_TIMES)}
-    return AttentionPace(head_dim=head_dim, **costs)
+    values = {name: at(name) for name in ("prefill", *ATTENTION_TIMES)}
+    return AttentionCosts(head_dim=head_dim, **values)
 
 
 def small_seconds(
-    shape: ModelShape, measured: Calibration, pace: AttentionPace, prompted: int, decoded: int
+    shape: ModelShape, measured: Calibration, cost: AttentionCosts, prompted: int, decoded: int
 ) -> float:
     """Return the seconds of the kernels of a step that are neither products nor attention.
 
@@ -143,10 +143,10 @@ def small_seconds(
     keys = sum(cache.layers * cache.elements for cache in shape.caches)  # K and V
     queries = shape.num_layers * shape.num_heads * shape.head_dim
     normed = (2 * shape.num_layers + 1) * 2 * shape.hidden_size * ACTIVATION_BYTES
-    row = normed / measured.activation + (queries + keys / 2) * pace.rotated
+    row = normed / measured.activation + (queries + keys / 2) * cost.rotated
     seconds = (shape.num_layers * LAYER_CALLS + STEP_CALLS) * measured.launch
     seconds += (prompted + decoded) * row
-    return seconds + keys * (prompted * pace.stored + decoded * pace.scattered)
+    return seconds + keys * (prompted * cost.stored + decoded * cost.scattered)
 
 
 MOST_ROWS = 1 << 20  # end of the search for a compute-bound batch
@@ -317,11 +317,11 @@ class _Work:
             self._prompts(),
         ]
         measured = self.device.calibration
-        pace = attention_pace(self.device, self.shape.head_dim)
-        if measured is not None and pace is not None:
+        cost = attention_costs(self.device, self.shape.head_dim)
+        if measured is not None and cost is not None:
             prompts = self._runs(decoding=False)
             prompted = sum(count * new for count, new, _ in prompts)
-            small = small_seconds(self.shape, measured, pace, prompted, rows - prompted)
+            small = small_seconds(self.shape, measured, cost, prompted, rows - prompted)
             parts.append(StepPart("small kernels", 0.0, 0.0, 0.0, small, "host"))
             reading = logits * LOGIT_BYTES / self.read_rate
             choosing = max(reading, logits * measured.logit)
@@ -351,7 +351,7 @@ class _Work:
             flops += 2.0 * matrix.active_parameters * rows
             copies = matrix.touched(rows)
             if copies:
-                cost = LinearCost.of(self.device, self.weight_format, matrix)
+                cost = ProductCost.of(self.device, self.weight_format, matrix)
                 # of routed experts each gets its share of the rows
                 part = rows * matrix.active / matrix.experts if matrix.experts else rows
                 expected += copies * cost.seconds(max(1.0, part), matrix, moved / copies, reading)
@@ -362,22 +362,22 @@ class _Work:
         """Return the attention of decoding sequences, drafts included."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
-        pace = attention_pace(self.device, shape.head_dim)
+        cost = attention_costs(self.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=True):
             context = new + cached
             read = float(count * shape.kv_bytes(context, self.kv_format))
             num_bytes += read
             flops += count * shape.attention_flops(new, context)
-            if pace is None:
+            if cost is None:
                 continue
             working = 0.0
             for cache in shape.caches:
                 seen = count * min(context, cache.window or context)
                 keys = cache.elements if shape.latent_dim else cache.elements / 2
                 width = cache.elements if shape.latent_dim else shape.head_dim
-                score = new * shape.num_heads * width * pace.score
-                working += cache.layers * seen * (keys * pace.key(self.working_set) + score)
-            expected += shape.num_layers * count * pace.sequence
+                score = new * shape.num_heads * width * cost.score
+                working += cache.layers * seen * (keys * cost.key(self.working_set) + score)
+            expected += shape.num_layers * count * cost.sequence
             expected += max(read / rate, working)
         return self._attention("kv cache", num_bytes, flops, expected)
 
@@ -385,14 +385,14 @@ class _Work:
         """Return the attention of prompts."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
-        pace = attention_pace(self.device, shape.head_dim)
+        cost = attention_costs(self.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=False):
             read = float(count * shape.kv_bytes(new + cached, self.kv_format))
             computed = count * shape.attention_flops(new, new + cached)
             num_bytes += read
             flops += computed
-            if pace is not None:
-                expected += max(read / rate, computed / pace.prefill)
+            if cost is not None:
+                expected += max(read / rate, computed / cost.prefill)
         return self._attention("attention", num_bytes, flops, expected)
 
     def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:

@@ -28,7 +28,7 @@ from kvik_bench.report.result import Figure
 from kvik_bench.report.table import show_figure
 
 if TYPE_CHECKING:
-    from kvik_bench.machine.prompt_attention import PromptPace
+    from kvik_bench.machine.prompt_attention import PromptTimes
 
 
 # `kvik calibrate` on a GPU: whose attention reads long prompts, Triton's or torch's.
@@ -59,14 +59,14 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
     say(f"\nsaved in {path}")
 
 
-def gpu_as_text(gpu: str, found: Sequence[PromptPace], torch_from: Thresholds) -> str:
+def gpu_as_text(gpu: str, found: Sequence[PromptTimes], torch_from: Thresholds) -> str:
     """What was measured, for people."""
     lines = [f"prompts on {gpu}: ms of a layer's attention, Triton's / torch's"]
-    for dim, paces in groupby(found, lambda pace: pace.head_dim):
+    for dim, measured in groupby(found, lambda times: times.head_dim):
         cells = (
-            f"{pace.tokens} tokens {pace.triton * 1e3:.3f} / "
-            + ("-" if pace.torch is None else f"{pace.torch * 1e3:.3f}")
-            for pace in paces
+            f"{times.tokens} tokens {times.triton * 1e3:.3f} / "
+            + ("-" if times.torch is None else f"{times.torch * 1e3:.3f}")
+            for times in measured
         )
         least = dict(torch_from).get(dim)
         chosen = "Triton's" if least is None else f"torch's from {least} tokens on"
@@ -167,16 +167,16 @@ def as_text(found: Calibration) -> str:
         "",
         "products from memory, G operations/s by rows",
     ]
-    shown = [pace.rows for pace in next(iter(found.linears.values())) if pace.rows in SHOWN_ROWS]
+    shown = [cost.rows for cost in next(iter(found.linears.values())) if cost.rows in SHOWN_ROWS]
     lines.append(f"  {'':18}" + "".join(f"{rows:>8}" for rows in shown))
-    for kind, paces in found.linears.items():
-        rates = {p.rows: 2 * p.rows / p.streamed / 1e9 for p in paces if p.streamed}
+    for kind, costs in found.linears.items():
+        rates = {p.rows: 2 * p.rows / p.streamed / 1e9 for p in costs if p.streamed}
         cells = "".join(f"{rates[rows]:8.0f}" if rows in rates else f"{'-':>8}" for rows in shown)
         lines.append(f"  {kind:18}{cells}")
     lines += ["", "attention by size of heads: keys and values in decoding, prompts"]
-    for pace in found.attention:
-        keys = f"{4 / pace.streamed / 1e9:.0f} GB/s" if pace.streamed else "as memory"
-        lines.append(f"  {pace.head_dim:<18}{keys}, {pace.prefill / 1e9:.0f} G operations/s")
+    for cost in found.attention:
+        keys = f"{4 / cost.streamed / 1e9:.0f} GB/s" if cost.streamed else "as memory"
+        lines.append(f"  {cost.head_dim:<18}{keys}, {cost.prefill / 1e9:.0f} G operations/s")
     host = found.host[-1]
     lines += [
         "",

@@ -1,5 +1,7 @@
-"""Measures what a `Calibration` says of this machine. No model's own shapes are used: what is
-measured here must explain models it has not seen."""
+"""Measures a `Calibration` of this machine, and the engine's own costs.
+
+No model's own shapes are used: the measurements must predict models they have not seen.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,9 @@ from kvik_bench.machine.kernels import (
 )
 from kvik_bench.machine.stage import Effort, Limits, Stage, TorchStage
 
-# What the engine itself costs in a step: scheduling, batch tables, sampling's bookkeeping, text.
-#
-# Measured on a network too small to matter, whose few kernels are known and taken off. Between
-# steps memory is read, because a model's weights drive the engine's own code and data out of the
-# caches.
+# The engine's own cost of a step: scheduling, batch tables, sampling, text. It is measured with a
+# tiny network, whose few kernels are known and subtracted. Between steps memory is read, because a
+# model's weights displace the engine's own code and data from the caches.
 
 PROMPT, PROMPTS = 16, (16, 512)  # tokens, when steps are timed and when prompts are
 NETWORK = {
@@ -59,7 +59,7 @@ NETWORK = {
 
 
 def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calibration:
-    """The calibration with the engine's own costs, of which it had none."""
+    """Return the calibration with the engine's own costs added."""
     with tempfile.TemporaryDirectory(prefix="kvik-") as name:
         folder = Path(name)
         vocab = _write(folder)
@@ -203,7 +203,7 @@ def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:
 def calibrate(
     hardware: Hardware, threads: int, effort: Effort, tell: Tell
 ) -> tuple[Calibration, tuple[str, ...]]:
-    """Measure everything. Also what a reader should know of the measurement, in words."""
+    """Measure everything. Return the calibration, and remarks on the measurement."""
     torch.manual_seed(0)
     watch = Watch()
     stage = make_stage(hardware, threads, effort)

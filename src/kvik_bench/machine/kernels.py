@@ -1,4 +1,4 @@
-"""Costs of the kernels: of a call, of a weight, of a key, of a byte between."""
+"""Measures the costs of kernels: of a call, of a weight, of a key, of a byte of activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.kernels.weights import (
     MatrixSpec,
     Weight,
 )
-from kvik.planner.calibration import CACHED, AttentionPace, LinearPace
+from kvik.planner.calibration import CACHED, AttentionCosts, LinearCosts
 from kvik.planner.formats import weight_facts
 from kvik_bench.inprocess.rounds import undisturbed
 from kvik_bench.machine.stage import (
@@ -35,13 +35,13 @@ from kvik_bench.machine.stage import (
 )
 
 CPU = torch.device("cpu")
-PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for samples that are long, and how many at least
-PACKED_ROWS = 64  # that are random; the others repeat them
+PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
+PACKED_ROWS = 64  # random rows; the others repeat them
 ROWS = 512  # of small kernels
-LIMITED = 1.1  # times the seconds of reading: up to there, reading is what takes them
-IN_CACHE = 4  # times a small matrix is multiplied with in a row, so that it is in the cache
+LIMITED = 1.1  # a kernel within this ratio to the time of reading is bound by reading
+IN_CACHE = 4  # consecutive products with a small matrix, so that it is in the cache
 
-# Inputs (about), outputs, and what follows: of small matrices.
+# Approximate inputs, outputs and activation of small matrices.
 Sizes = tuple[int, int, Activation | None]
 SMALL: tuple[Sizes, ...] = (
     (128, 128, None),
@@ -53,14 +53,14 @@ SMALL: tuple[Sizes, ...] = (
     (1152, 320, None),
     (2048, 256, None),
 )
-# A layer that a large cache holds, and one that none does.
+# A layer that fits a large cache, and one that fits none.
 MEDIUM: tuple[Sizes, ...] = ((640, 640, None), (640, 3456, "silu_and_mul"), (1664, 640, None))
 LARGE: tuple[Sizes, ...] = ((1280, 1280, None), (1280, 6912, "silu_and_mul"), (3456, 1280, None))
 
 
 @dataclass(slots=True)
 class Readings:
-    """The memory's rate beside each sample."""
+    """The rate of memory next to each sample."""
 
     limits: Limits
     rates: list[float] = field(default_factory=list)
@@ -81,9 +81,9 @@ class SmallCosts:
 
 def measure_linears(
     stage: Stage, kind: str, effort: Effort, readings: Readings
-) -> tuple[LinearPace, ...]:
-    """The pace at each number of rows: of calls, inputs and outputs by small matrices, of weights
-    by layers that a cache holds and by layers that none does."""
+) -> tuple[LinearCosts, ...]:
+    """Return the costs at each number of rows: of calls, inputs and outputs by small matrices, of
+    weights by layers that a cache holds and by layers that no cache holds."""
     most = max(effort.rows)
     small = [_matrix(stage, kind, size) for size in SMALL]
     calls = [call for call in _products(stage, small, most) for _ in range(IN_CACHE)]
@@ -96,7 +96,7 @@ def measure_linears(
     ]
     cached = _LayerStack(stage, kind, MEDIUM, CACHED, most)
     streamed = _LayerStack(stage, kind, LARGE, effort.streamed, most)
-    paces = []
+    costs = []
     for rows in effort.rows:
         times = _typical(lambda rows=rows: repeated(rows), effort.samples)  # type: ignore[misc]
         best = [min(times[i * IN_CACHE + 1 : (i + 1) * IN_CACHE]) for i in range(len(small))]
@@ -114,15 +114,15 @@ def measure_linears(
             samples.append((streamed.seconds(rows, beside), readings.take()))
         far = undisturbed(taken for taken, _ in samples) / streamed.weights
         share = median(streamed.bytes / (rate * taken) for taken, rate in samples)
-        if share * LIMITED > 1:  # memory was the limit: of the kernel's own pace it tells nothing
-            paces.append(LinearPace(rows, *beside, near, min(near, far), min(1.0, share)))
+        if share * LIMITED > 1:  # memory was the limit: the kernel's own time is unknown
+            costs.append(LinearCosts(rows, *beside, near, min(near, far), min(1.0, share)))
         else:
-            paces.append(LinearPace(rows, *beside, near, far, 1.0))
-    return tuple(paces)
+            costs.append(LinearCosts(rows, *beside, near, far, 1.0))
+    return tuple(costs)
 
 
 class _LayerStack:
-    """Layers of equal matrices, one after the other, that take about so many bytes."""
+    """Layers of equal matrices, one after the other, of about `num_bytes` bytes in all."""
 
     def __init__(
         self, stage: Stage, kind: str, sizes: Sequence[Sizes], num_bytes: int, most_rows: int
@@ -137,7 +137,7 @@ class _LayerStack:
         self._track = stage.track(_products(stage, matrices, most_rows), most_rows)
 
     def seconds(self, rows: int, beside: tuple[float, float, float]) -> float:
-        """Of all weights, without what calls, inputs and outputs cost beside them."""
+        """Return the seconds of all weights, less the costs of calls, inputs and outputs."""
         taken, (call, input, output) = sum(self._track(rows)), beside
         rest = taken - self.calls * call - self.inputs * input - self.outputs * output
         return max(taken / 10, rest)
@@ -145,8 +145,8 @@ class _LayerStack:
 
 def measure_attention(
     stage: Stage, head_dim: int, launch: float, effort: Effort, readings: Readings
-) -> AttentionPace:
-    """Of heads of one size: decoding in the cache and from memory, and a prompt."""
+) -> AttentionCosts:
+    """Return the costs with heads of one size: decoding from cache and memory, and a prompt."""
     works = [
         Attended(sequences, 1, context, (4 * group, 4), head_dim)
         for sequences, context, group in (
@@ -181,7 +181,7 @@ def measure_attention(
     attend = stage.attention(prompt)
     attend()
     seconds = undisturbed(attend() for _ in range(effort.samples))
-    return AttentionPace(
+    return AttentionCosts(
         head_dim,
         sequence,
         cached,
@@ -193,7 +193,8 @@ def measure_attention(
 
 
 class _Keys:
-    """Sequences that decode one after the other, whose keys and values take about so many bytes."""
+    """Sequences that decode one after the other, with about `num_bytes` bytes of keys and
+    values."""
 
     def __init__(self, stage: Stage, head_dim: int, num_bytes: int) -> None:
         works = [Attended(4, 1, 256, (16, 8), head_dim)]
@@ -204,14 +205,14 @@ class _Keys:
         self._attend = [stage.attention(work) for work in works]
 
     def seconds(self, beside: tuple[float, float, float]) -> float:
-        """Of all keys, without what calls, sequences and scores cost beside them."""
+        """Return the seconds of all keys, less the costs of calls, sequences and scores."""
         taken, (launch, sequence, score) = sum(attend() for attend in self._attend), beside
         rest = taken - self._calls * launch - self._sequences * sequence - self._scores * score
         return max(taken / 10, rest)
 
 
 def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float, float, float]:
-    """`rotated`, `stored` and `scattered` of `AttentionPace`."""
+    """Return `rotated`, `stored` and `scattered` of `AttentionCosts`."""
     heads = torch.randn(ROWS, 16, head_dim).bfloat16()
     rotation = torch.randn(ROWS, head_dim)
 
@@ -219,7 +220,7 @@ def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float,
         return stage.ops.rotary(heads[:count, 8:], heads[:count, :8], rotation[:count])
 
     near = [torch.arange(ROWS)] * REPEATED
-    # each row in a block of its own, which was last used long ago
+    # each row in a block of its own, which is no longer in a cache
     few = heads[: ROWS // 16]
     far = torch.randperm(4 * REPEATED * len(few)).view(4 * REPEATED, -1) * BLOCK_SIZE
     elements = 16 * head_dim
@@ -231,7 +232,7 @@ def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float,
 
 
 def measure_small(stage: Stage, samples: int) -> SmallCosts:
-    """Of one row and of many: norms, and the choice of the largest logit."""
+    """Return the costs of norms and of the choice of the largest logit."""
     dim, vocab = 1024, 65_536
     x, weight = torch.randn(ROWS, dim).bfloat16(), torch.ones(dim).bfloat16()
     logits = torch.randn(8, vocab)
@@ -256,15 +257,15 @@ def _one_row(track: Track, samples: int) -> float:
 
 
 def _each_row(track: Track, rows: int, samples: int) -> float:
-    """Seconds that each row adds to a call."""
+    """Return the seconds that each row adds to a call."""
     one = _one_row(track, samples)
     many = median(_typical(lambda: track(rows), samples)[1:])
     return max(many - one, one / 100) / (rows - 1)
 
 
 def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Costs of each column that add up to the seconds with the least relative squares; a cost that
-    would be negative is left out."""
+    """Return the costs of columns that fit the seconds with the least relative squares; a cost that
+    would be negative is 0."""
     matrix = np.array(columns, dtype=np.float64).T / np.array(seconds)[:, None]
     costs = np.zeros(len(columns))
     used = list(range(len(columns)))
@@ -278,7 +279,7 @@ def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]
 
 
 def _typical(run: Callable[[], list[float]], samples: int) -> list[float]:
-    """Of each call, after one run for nothing."""
+    """Return the typical seconds of each call, after a warm-up run."""
     run()
     return [undisturbed(times) for times in zip(*(run() for _ in range(samples)), strict=True)]
 
@@ -288,7 +289,7 @@ def _group(kind: str) -> int:
 
 
 def _inputs(kind: str, about: int) -> int:
-    """Inputs that the kind's group divides and no larger group does."""
+    """Return a number of inputs that the kind's group divides and no larger group does."""
     group = _group(kind)
     return about if group in (0, 128) else (about // group | 1) * group
 
@@ -298,7 +299,7 @@ def _stored_bytes(kind: str, inputs: int, outputs: int) -> int:
 
 
 def _matrix(stage: Stage, kind: str, size: Sizes) -> Matrix:
-    """Filled with random numbers, some rows again and again: for speed that is all the same."""
+    """Return a matrix of random rows, repeated: the values do not affect speed."""
     about, outputs, activation = size
     rows = _random_rows(kind, _inputs(kind, about))
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
@@ -324,8 +325,8 @@ def _random_rows(kind: str, inputs: int) -> Weight:
 
 
 def _products(stage: Stage, matrices: Sequence[Matrix], most_rows: int) -> list[Call]:
-    """One after the other; those of equal inputs share them, as the engine's activations stay in
-    the cache."""
+    """Return products, one after the other. Those of equal width share their inputs, as the
+    engine's activations stay in the cache."""
     inputs: dict[int, Tensor] = {}
     for matrix in matrices:
         spec = matrix.spec

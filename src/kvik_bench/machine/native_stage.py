@@ -1,4 +1,4 @@
-"""Timing the native kernels on tapes, as the engine runs them. Needs the extension."""
+"""Times the native kernels on tapes, as the engine runs them. Needs the extension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_READ = 32 << 20  # bytes in one sample: long enough for the clock
 
 
 class NativeLimits:
-    """By loops of the native kernels that do nothing else."""
+    """Limits by native kernels that only read or only compute."""
 
     def __init__(self, native: Native, most_bytes: int) -> None:
         self._native = native
@@ -29,7 +29,7 @@ class NativeLimits:
         self._result = torch.zeros(1, dtype=torch.float64)
 
     def read_rate(self, num_bytes: int) -> float:
-        """The median of three."""
+        """Return the median of three reads."""
         assert num_bytes <= len(self._data)
         data, repeats = self._data.data_ptr(), max(1, LEAST_READ // num_bytes)
 
@@ -46,7 +46,7 @@ class NativeLimits:
         return size / self._run("read_memory", {"data": self._data.data_ptr(), "bytes": size})
 
     def peak(self, arithmetic: str) -> float:
-        """The best of three: the first one may find a sleeping core."""
+        """Return the best of three: the first one may find a sleeping core."""
         kernel = PEAKS[arithmetic]
         seconds = min(self._run(kernel, {"steps": PEAK_STEPS}) for _ in range(3))
         return self._result.item() / seconds
@@ -58,7 +58,7 @@ class NativeLimits:
 
 
 class NativeStage:
-    """The native kernels."""
+    """Times the native kernels."""
 
     def __init__(self, threads: int, most_bytes: int) -> None:
         self.native = Native(threads)
@@ -70,7 +70,7 @@ class NativeStage:
             for call in calls:
                 call(most_rows)
 
-        alive = tuple(calls)  # with what the recording points to
+        alive = tuple(calls)  # the recording points to their tensors
 
         def seconds(rows: int) -> list[float]:
             assert len(alive) == len(calls)
@@ -111,7 +111,7 @@ class NativeStage:
                 kv_dtype=DTYPES[keys.dtype],
             )
 
-        alive = (work, starts, lengths, keys, values, out)  # what the recording points to
+        alive = (work, starts, lengths, keys, values, out)  # the recording points to these
 
         def seconds() -> float:
             assert alive

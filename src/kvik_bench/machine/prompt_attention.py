@@ -37,7 +37,7 @@ Clock = Callable[[Callable[[], object], torch.device], float]  # seconds of a ca
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPace:
+class PromptTimes:
     """Seconds of a layer. torch: None where its kernels failed, or came to other results."""
 
     head_dim: int
@@ -68,7 +68,7 @@ def measure_prompts(
     tell: Tell = lambda what, share: None,
     clock: Clock = seconds,
     width: int = WIDTH,
-) -> tuple[PromptPace, ...]:
+) -> tuple[PromptTimes, ...]:
     """By head_dim, then length."""
     torch.manual_seed(0)
     cells = [(dim, length) for dim in head_dims for length in lengths]
@@ -83,22 +83,22 @@ def measure_prompts(
     return tuple(found)
 
 
-def thresholds(found: Sequence[PromptPace]) -> Thresholds:
+def thresholds(found: Sequence[PromptTimes]) -> Thresholds:
     """From which of the lengths on torch's kernels gain, without an exception behind it."""
     every = []
-    for dim, paces in groupby(found, lambda pace: pace.head_dim):
-        falling = sorted(paces, key=lambda pace: -pace.tokens)
+    for dim, measured in groupby(found, lambda times: times.head_dim):
+        falling = sorted(measured, key=lambda times: -times.tokens)
         gaining = list(takewhile(_gains, falling))
         if gaining:
             every.append((dim, gaining[-1].tokens))
     return tuple(every)
 
 
-def _gains(pace: PromptPace) -> bool:
-    return pace.torch is not None and pace.triton > GAIN * pace.torch
+def _gains(times: PromptTimes) -> bool:
+    return times.torch is not None and times.triton > GAIN * times.torch
 
 
-def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int) -> PromptPace:
+def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int) -> PromptTimes:
     ops = triton_ops(device)
     layout, kv = _step(device, dim, length, heads // GROUP)
     sizes = (heads, heads // GROUP, heads // GROUP)
@@ -121,7 +121,7 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
         by_triton.append(clock(alone, device))
         if agree:
             by_torch.append(clock(beside, device))
-    return PromptPace(dim, length, median(by_triton), median(by_torch) if agree else None)
+    return PromptTimes(dim, length, median(by_triton), median(by_torch) if agree else None)
 
 
 def _step(device: torch.device, dim: int, length: int, kv_heads: int) -> tuple[StepLayout, LayerKV]:

@@ -1,6 +1,7 @@
-"""Where kernels are timed one by one, and what the machine does at that moment.
+"""Stages that time single kernels and the machine's limits at that moment, and the effort of a
+calibration.
 
-What is timed is what the engine runs: the rows of `Ops`.
+The kernels that are timed are those of the engine: the rows of `Ops`.
 """
 
 from __future__ import annotations
@@ -19,24 +20,22 @@ from kvik.config.units import MIB
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 
-# How much a calibration measures.
-
 KINDS = ("fp32", "bf16", "int8", "int8-weight-only", "int4-g128", "int4-g64", "int4-g32")
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The amount of measurements of a calibration.
 
     Attributes:
         reads: bytes of the working sets whose reading is timed; the last is "from memory".
-        streamed: bytes of weights, and of keys, that are read from memory in one sample: several
-            times what a cache holds.
+        streamed: bytes of weights, and of keys, read from memory in one sample: several times the
+            size of a cache.
         rows: of the products.
         kinds: of weights.
         head_dims: of attention.
         samples: of each figure.
-        batches: of the engine's own cost, and `tokens` that each of their sequences gets.
+        batches: at which the engine's own cost is measured, with `tokens` for each sequence.
         flushed: bytes that are read between two of those steps.
     """
 
@@ -86,15 +85,15 @@ MATRIX = 1024  # rows and columns of what torch multiplies for its peak
 
 class Limits(Protocol):
     def read_rate(self, num_bytes: int) -> float:
-        """Bytes a second while so many are read, again and again."""
+        """Return the bytes a second while `num_bytes` bytes are read repeatedly."""
         ...
 
     def memory_rate(self) -> float:
-        """The same of memory, by one reading of much more than a cache holds."""
+        """Return the bytes a second of memory, by one read of much more than a cache holds."""
         ...
 
     def peak(self, arithmetic: str) -> float:
-        """Operations a second in "fp32", "bf16" or "int8"."""
+        """Return the operations a second in "fp32", "bf16" or "int8"."""
         ...
 
 
@@ -106,15 +105,15 @@ class Stage(Protocol):
     def limits(self) -> Limits: ...
 
     def track(self, calls: Sequence[Call], most_rows: int) -> Track:
-        """Calls in their order, to be timed over any number of rows up to `most_rows`."""
+        """Prepare calls, in order, to be timed over any number of rows up to `most_rows`."""
         ...
 
     def attention(self, work: Attended) -> Callable[[], float]:
-        """To be timed: seconds of one layer's attention, over a copy of the keys and values."""
+        """Prepare one layer's attention, over a copy of the keys and values, to be timed."""
         ...
 
     def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
-        """Storing keys [rows, kv_heads, head_dim], and the same as values, in a cache.
+        """Prepare storing keys [rows, kv_heads, head_dim], and the same as values, in a cache.
 
         Args:
             slots: [rows] of each call.
@@ -128,9 +127,8 @@ class Attended:
     Attributes:
         queries: of each sequence; the last of them sees `context` keys.
         q: [sequences * queries, heads, head_dim].
-        keys, values: [sequences * blocks, block_size * kv_heads * head_dim], laid out as the stage
-            likes it.
-        table: [sequences, blocks] of those blocks, in disorder.
+        keys, values: [sequences * blocks, block_size * kv_heads * head_dim], in any layout.
+        table: [sequences, blocks] of those blocks, in random order.
     """
 
     def __init__(
@@ -148,18 +146,18 @@ class Attended:
 
     @property
     def key_elements(self) -> int:
-        """Of the keys that are read."""
+        """Elements of the keys that are read."""
         return self.sequences * self.context * self.kv_heads * self.head_dim
 
     @property
     def score_elements(self) -> int:
-        """Of the keys, once for each query head that sees them."""
+        """Elements of the keys, once for each query head that sees them."""
         pairs = self.queries * self.context - self.queries * (self.queries - 1) // 2
         return self.sequences * pairs * self.heads * self.head_dim
 
 
 class TorchStage:
-    """torch's kernels, called one by one."""
+    """Times torch's kernels, called one by one."""
 
     ops = TORCH
 
@@ -174,7 +172,7 @@ class TorchStage:
         return seconds
 
     def attention(self, work: Attended) -> Callable[[], float]:
-        """Keys gathered from their blocks, then torch's own attention; prompts one by one."""
+        """Time gathering keys from their blocks, then torch's own attention."""
         length, size = work.blocks * work.block_size, (work.kv_heads, work.head_dim)
         own_keys, own_values = work.keys.clone(), work.values.clone()
         mask = torch.ones(work.queries, length, dtype=torch.bool)
@@ -208,7 +206,7 @@ class TorchStage:
 
 
 class TorchLimits:
-    """By torch's sum and matrix product: what can be measured without the native kernels."""
+    """Limits by torch's sum and matrix product, without the native kernels."""
 
     def __init__(self, most_bytes: int) -> None:
         self._data = torch.ones(most_bytes // 4)

@@ -166,7 +166,9 @@ class TestGpu:
 
         def measured(device: object, dims: tuple[int, ...], lengths: tuple[int, ...], tell: object):
             timed.append((str(device), dims, lengths))
-            return tuple(prompt_attention.PromptPace(d, n, 1.0, 0.5) for d in dims for n in lengths)
+            return tuple(
+                prompt_attention.PromptTimes(d, n, 1.0, 0.5) for d in dims for n in lengths
+            )
 
         old = replace_gpu(self.GPU, name="NVIDIA B", capability=(7, 5))
         gpus = (self.GPU, replace_gpu(self.GPU, index=1), old)

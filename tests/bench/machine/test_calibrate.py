@@ -58,8 +58,8 @@ def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Pa
     assert stale(found, this_machine(hardware, 1, "")) is None
     assert [read.bytes for read in found.reads] == list(TINY.reads)
     assert found.linears.keys() == set(TINY.kinds)
-    assert [pace.rows for pace in found.linears["int8"]] == [1, 8]
-    assert [pace.head_dim for pace in found.attention] == [32, 64]
+    assert [cost.rows for cost in found.linears["int8"]] == [1, 8]
+    assert [cost.head_dim for cost in found.attention] == [32, 64]
     assert [host.bytes for host in found.host] == [1, MIB]
 
     device = cpu_device(found, found.machine, 1 << 30)

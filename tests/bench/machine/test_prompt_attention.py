@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik_bench.machine.prompt_attention import PromptPace, measure_prompts, thresholds
+from kvik_bench.machine.prompt_attention import PromptTimes, measure_prompts, thresholds
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_both_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreshPrompts, "attend", noted)
     monkeypatch.setattr("kvik_bench.machine.prompt_attention.ROUNDS", 1)
     found = measure_prompts(CPU, (16, 32), (20,), clock=clock, width=64)
-    assert found == (PromptPace(16, 20, 3.0, 2.0), PromptPace(32, 20, 3.0, 2.0))
+    assert found == (PromptTimes(16, 20, 3.0, 2.0), PromptTimes(32, 20, 3.0, 2.0))
 
 
 @INTERPRETED_ONLY
@@ -51,20 +51,20 @@ def test_what_is_wrong_is_not_fast(monkeypatch: pytest.MonkeyPatch, broken: str)
 
     monkeypatch.setattr(FreshPrompts, "attend", worse)
     monkeypatch.setattr("kvik_bench.machine.prompt_attention.ROUNDS", 1)
-    (pace,) = measure_prompts(CPU, (16,), (20,), clock=lambda call, device: 1.0, width=64)
-    assert pace == PromptPace(16, 20, 1.0, None)
+    (times,) = measure_prompts(CPU, (16,), (20,), clock=lambda call, device: 1.0, width=64)
+    assert times == PromptTimes(16, 20, 1.0, None)
 
 
 def test_torch_is_taken_from_where_it_always_gains() -> None:
-    def paces(dim: int, **times: float | None):
+    def measured(dim: int, **times: float | None):
         """torch's, where Triton's takes one second."""
-        return [PromptPace(dim, int(tokens[1:]), 1.0, time) for tokens, time in times.items()]
+        return [PromptTimes(dim, int(tokens[1:]), 1.0, time) for tokens, time in times.items()]
 
     found = [
-        *paces(64, _1024=0.5, _2048=0.97, _4096=0.9, _8192=0.8),
-        *paces(80, _1024=0.5, _2048=0.5, _4096=0.5, _8192=1.0),
-        *paces(96, _1024=0.9, _2048=0.9, _4096=0.9, _8192=0.9),
-        *paces(128, _1024=None, _2048=None, _4096=0.9, _8192=0.9),
-        *paces(256, _1024=None, _2048=None, _4096=None, _8192=None),
+        *measured(64, _1024=0.5, _2048=0.97, _4096=0.9, _8192=0.8),
+        *measured(80, _1024=0.5, _2048=0.5, _4096=0.5, _8192=1.0),
+        *measured(96, _1024=0.9, _2048=0.9, _4096=0.9, _8192=0.9),
+        *measured(128, _1024=None, _2048=None, _4096=0.9, _8192=0.9),
+        *measured(256, _1024=None, _2048=None, _4096=None, _8192=None),
     ]
     assert thresholds(found) == ((64, 4096), (96, 1024), (128, 4096))
