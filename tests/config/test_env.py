@@ -151,13 +151,10 @@ def test_a_wrong_variable_of_the_server_is_named() -> None:
         assert "KVIK_PORT" in error.value.message
 
 
-KINDS = (EngineConfig, ServerConfig)
-
-
 def read(folder: Path, text: str) -> dict[type, dict[str, object]]:
     file = folder / "kvik.toml"
     file.write_text(text)
-    return read_option_file(str(file), KINDS)
+    return read_option_file(str(file))
 
 
 def test_each_type_of_a_file_is_read(tmp_path: Path) -> None:
@@ -235,10 +232,10 @@ def test_a_key_of_a_file_is_not_shown(tmp_path: Path) -> None:
 
 def test_no_file() -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        read_option_file("/no/such/file.toml", KINDS)
+        read_option_file("/no/such/file.toml")
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not TOML"):
-        read_option_file(str(tmp_path / "x"), KINDS)
+        read_option_file(str(tmp_path / "x"))

@@ -136,7 +136,7 @@ def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
     """
     file: dict[type, dict[str, Any]] = {EngineConfig: {}, ServerConfig: {}}
     if arguments.config is not None:
-        file = read_option_file(arguments.config, (EngineConfig, ServerConfig))
+        file = read_option_file(arguments.config)
     config = EngineConfig(**{**file[EngineConfig], **engine_options(arguments, arguments.model)})
     server = ServerConfig(**{**file[ServerConfig], **server_options(arguments)})
     check_server_config(server)

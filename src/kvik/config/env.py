@@ -14,7 +14,7 @@ import secrets
 import stat
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from kvik.config.server_config import ServerConfig
 from kvik.errors import MAX_SHOWN, ConfigError
 from kvik.options import Flag, Kind, Option, options_of, unknown
 
+KINDS = (EngineConfig, ServerConfig)  # whose options all have different names
+OWNERS = {one.name: (kind, one) for kind in KINDS for one in options_of(kind)}
 PREFIX = "KVIK_"
+VARIABLES = {PREFIX + name.upper(): owner for name, owner in OWNERS.items()}
 # Variables that Kubernetes sets in pods for a service named kvik, such as
 # KVIK_PORT=tcp://10.0.0.1:80.
 SERVICE_LINK = re.compile(r"KVIK_(SERVICE|PORT_\d+)_\w+=.*|KVIK_PORT=\w+://.*", re.DOTALL)
@@ -55,27 +58,20 @@ def client_key(environ: Mapping[str, str] | None = None) -> str:
 
 
 def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
-    kinds: tuple[type, ...] = (EngineConfig, ServerConfig)
-    tables = {cls: _variables(cls) for cls in kinds}
     options: dict[str, Any] = {}
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue
-        if not any(variable in table for table in tables.values()):
-            known = [name for table in tables.values() for name in table]
-            raise ConfigError(variable, unknown(variable, "variable of kvik", known))
-        option = tables[kind].get(variable)
-        if option is None:
+        if variable not in VARIABLES:
+            raise ConfigError(variable, unknown(variable, "variable of kvik", VARIABLES))
+        owner, option = VARIABLES[variable]
+        if owner is not kind:
             continue
         try:
             options[option.name] = _parse(option, text)
         except ValueError:
             raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
     return options
-
-
-def _variables(kind: type) -> dict[str, Option]:
-    return {PREFIX + option.name.upper(): option for option in options_of(kind)}
 
 
 def _parse(option: Option, text: str) -> object:
@@ -87,12 +83,12 @@ def _parse(option: Option, text: str) -> object:
     return entries
 
 
-def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, object]]:
+def read_option_file(path: str) -> dict[type, dict[str, Any]]:
     """Read the options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as
     the flag is.
 
-    Args:
-        kinds: dataclasses of options, whose names are all different.
+    Returns:
+        The fields of EngineConfig and of ServerConfig.
 
     Raises:
         ConfigError: the file cannot be read, is no TOML, or has an unknown key or a wrong value.
@@ -103,14 +99,13 @@ def read_option_file(path: str, kinds: Sequence[type]) -> dict[type, dict[str, o
         raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("config", f"{path!r} is not TOML: {error}") from None
-    owners = {one.name: (kind, one) for kind in kinds for one in options_of(kind)}
-    found: dict[type, dict[str, object]] = {kind: {} for kind in kinds}
+    found: dict[type, dict[str, Any]] = {kind: {} for kind in KINDS}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name not in owners:
-            text = unknown(name, "option", owners)
+        if name not in OWNERS:
+            text = unknown(name, "option", OWNERS)
             raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
-        kind, owner = owners[name]
+        kind, owner = OWNERS[name]
         if name in found[kind]:
             raise ConfigError("config", f"{path!r} sets {name} twice")
         try:
