@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
@@ -177,14 +177,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
-    ids = await conversation_ids(
-        server.texts.of(tenant),
-        body.messages,
-        body.chat_template_kwargs,
-        body.add_generation_prompt,
-        body.continue_final_message,
-        body.add_special_tokens,
-    )
+    ids = await conversation_ids(server.texts.of(tenant), body.messages, body)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
@@ -227,40 +220,44 @@ _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates k
 _TOOL_ROLES = ("tool", "function")
 
 
-async def conversation_ids(
-    texts: Texts,
-    messages: Sequence[ChatMessage],
-    variables: Mapping[str, Variable] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    add_special_tokens: bool | None = None,
-) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's answer.
+class RenderOptions(Protocol):
+    """Fields of a body that say how its conversation becomes a prompt.
 
-    Args:
+    Attributes:
+        chat_template_kwargs: variables for the template.
         add_generation_prompt: None is true, unless the final message is continued.
         continue_final_message: end where the last message does, to continue it.
         add_special_tokens: in addition to those of the template.
+    """
+
+    chat_template_kwargs: dict[str, Variable] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+
+
+async def conversation_ids(
+    texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant's answer.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.
     """
-    if continue_final_message and add_generation_prompt:
+    variables, continues = options.chat_template_kwargs, options.continue_final_message
+    if continues and options.add_generation_prompt:
         raise ParamError("continue_final_message", "excludes add_generation_prompt")
     for name in variables or ():
         if name in _OWN_NAMES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
-    if add_generation_prompt is None:
-        add_generation_prompt = not continue_final_message
-    if continue_final_message:
+    if continues:
         text = await texts.render_to_continue(plain, variables)
     else:
-        text = await texts.render(
-            plain, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        answers = options.add_generation_prompt is not False
+        text = await texts.render(plain, add_generation_prompt=answers, variables=variables)
     with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(add_special_tokens))
+        return await texts.encode(text, bool(options.add_special_tokens))
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:

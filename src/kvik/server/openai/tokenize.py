@@ -74,14 +74,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
         raise ParamError("prompt", "or messages must be given, not both")
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
-        ids = await conversation_ids(
-            texts,
-            body.messages,
-            body.chat_template_kwargs,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            body.add_special_tokens,
-        )
+        ids = await conversation_ids(texts, body.messages, body)
     else:
         ids = await prompt_ids(texts, body.prompt or "", body.add_special_tokens)
     token_strs: list[str] | UnsetType = UNSET
