@@ -65,15 +65,23 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option_flags(
-    parser: argparse.ArgumentParser, title: str, options: type, *, defaults: bool = False
+    parser: argparse.ArgumentParser,
+    title: str,
+    options: type,
+    *,
+    left_out: Collection[str] = (),
+    defaults: bool = False,
 ) -> None:
     """Add a group with a flag for each option of a dataclass.
 
     Args:
-        defaults: the help texts say them.
+        left_out: options without a flag.
+        defaults: whether the help texts say the defaults.
     """
     group = parser.add_argument_group(title)
     for option in options_of(options):
+        if option.name in left_out:
+            continue
         shown = defaults and option.default is not None
         _add(group, option, note=f"; default: {option.default}" if shown else "")
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from textwrap import fill
 
-from kvik.cli.flags import Parser, add_model, add_question_flag, integer, number
+from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
 from kvik.planner.plan import Plan, PlannedSpeed, Question, plan
 from kvik.planner.speculation import SpeculationCurve
-from kvik.spec.model import SHORT_DTYPES
 
 WIDTH = 100
 SHOWN_DRAFTS = (1, 2, 3, 4, 6, 8)  # columns of the table of speculation
@@ -299,15 +297,6 @@ def _table(
     return "\n".join([title, *columns(lines, [align[i] for i in kept])])
 
 
-# Flags whose field of `Question` has another name.
-FIELDS: Mapping[str, str] = {
-    "dtype": "weight_format",
-    "kv_dtype": "kv_format",
-    "output_tokens": "output",
-    "memory_utilization": "utilization",
-}
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
@@ -316,20 +305,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, hub id or config.json")
 
-    add = partial(add_question_flag, parser)
-    add("--hardware", str, "NAME", "h200, a100-80g, rtx4090, ..., this (default), or a file")
-    add("--context", integer, "N", "tokens of a request, prompt and output")
-    add("--batch", integer, "N", "requests that run together (default: 1)")
-    add("--dtype", _format, "FORMAT", "of weights: bf16, fp16, fp32, fp8, int8, ..., int4")
-    add("--kv-dtype", _format, "FORMAT", "of the KV cache: bf16, fp16, fp32, fp8, int8, int4")
-    add("--tp", integer, "N", "devices that share each layer (default: 1)")
-    add("--pp", integer, "N", "stages of whole layers, of --tp devices each (default: 1)")
-    add("--price", number, "USD", "of one device for an hour")
-    add("--load", str, "LOAD", "tokens a day (50M), or requests a second (5/s)")
-    add("--output-tokens", integer, "N", "generated of the context (default: a quarter)")
-    add("--draft", str, "MODEL", "that drafts for speculative decoding")
-    add("--draft-cost", number, "C", "time of a draft's step over one of the model (default: 0)")
-    add("--memory-utilization", number, "SHARE", "of a device's memory to use (default: 0.9)")
+    add_option_flags(parser, "the question", Question, left_out=("model",), defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     return parser
 
@@ -344,9 +320,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def question_of(arguments: argparse.Namespace) -> Question:
-    """What the flags ask."""
-    given = {FIELDS.get(name, name): value for name, value in vars(arguments).items()}
-    return Question(**{name: value for name, value in given.items() if name != "json"})
+    """Return the question that the arguments ask."""
+    return Question(**given_options(Question, arguments))
 
 
 def as_object(answer: Plan) -> dict[str, object]:
@@ -354,8 +329,3 @@ def as_object(answer: Plan) -> dict[str, object]:
     memory = answer.memory
     sums = {"total": memory.total, "missing": memory.missing, "fits": memory.fits}
     return {**asdict(answer), "memory": {**asdict(memory), **sums}}
-
-
-def _format(text: str) -> str:
-    """Return the short name of a format; the engine's names of its dtypes are accepted too."""
-    return SHORT_DTYPES.get(text, text)

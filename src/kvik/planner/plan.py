@@ -10,6 +10,7 @@ from kvik.config.config import EngineConfig, Notes
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import Limit
 from kvik.errors import ConfigError
+from kvik.options import Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
@@ -36,69 +37,83 @@ from kvik.planner.variants import (
     weight_formats,
 )
 from kvik.spec.kv import KV_FORMATS
+from kvik.spec.model import SHORT_DTYPES
 
 # What `kvik plan` is asked, and which questions make no sense.
 
 USUAL_CONTEXT = 8192  # of a question that names none
 OUTPUT_SHARE = 4  # of a request's context, one part in so many is generated
-MOST_DOLLARS, MOST_DRAFT_COST = 1e6, 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Attributes:
-    model: a folder, a hub id, the path of a config.json, or "": the bundled model.
-    hardware: a known device, "this", or the path of a file that describes one.
-    context: tokens of a request, prompt and output; None: the model's, up to `USUAL_CONTEXT`.
-    batch: requests that run together.
-    weight_format: None: the checkpoint's; on this machine what the engine would decide.
-    kv_format: None: the dtype that is computed in.
-    tp, pp: devices that share each layer; stages of whole layers.
-    price: US dollars per hour and device; None: the device's own, if it has one.
-    load: "50M" tokens a day, or "5/s" requests; None: no daily cost.
-    output: tokens that are generated of a request's context; None: a quarter.
-    draft: a model that drafts for speculative decoding.
-    draft_cost: time of its step over one of the target; None: of `draft`, else 0.
-    utilization: share of the device's memory the engine may plan with.
+    """What `kvik plan` is asked."""
+
+    model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
+    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
+    context: int | None = option(
+        None,
+        Integer(1, 1 << 24),
+        f"tokens of a request, prompt and output; None: the model's, up to {USUAL_CONTEXT}",
+    )
+    batch: int = option(1, Integer(1, MOST_REQUESTS), "requests that run together")
+    dtype: str | None = option(
+        None,
+        OneOf(tuple(WEIGHT_FORMATS), SHORT_DTYPES),
+        "format of the weights; None: the checkpoint's, on this machine the engine's choice",
+    )
+    kv_dtype: str | None = option(
+        None,
+        OneOf(tuple(KV_FORMATS), SHORT_DTYPES),
+        "format of the KV cache; None: the dtype that is computed in",
+    )
+    tp: int = option(1, Integer(1, MAX_DEVICES), "devices that share each layer")
+    pp: int = option(1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp devices each")
+    price: float | None = option(
+        None, Number(0, 1e6), "US dollars per hour and device; None: the device's own"
+    )
+    load: str | None = option(
+        None, Text(), "tokens a day (50M), or requests a second (5/s); None: no daily cost"
+    )
+    output_tokens: int | None = option(
+        None, Integer(1, 1 << 24), "tokens of a request's context that are output; None: a quarter"
+    )
+    draft: str | None = option(None, Text(), "model that drafts for speculative decoding")
+    draft_cost: float | None = option(
+        None,
+        Number(0, 1e3),
+        "time of a step of the draft model over one of the target; None: that of --draft, else 0",
+    )
+    memory_utilization: float = option(
+        UTILIZATION, Number(0.01, 1), "share of the device's memory that the engine may use"
+    )
+
+
+def check_question(question: Question, shape: ModelShape) -> Question:
+    """Check a question about a model.
+
+    Returns:
+        The same question, with one name for each format.
+
+    Raises:
+        ConfigError: a field is out of range, or makes no sense for this model.
     """
-
-    model: str = ""
-    hardware: str = "this"
-    context: int | None = None
-    batch: int = 1
-    weight_format: str | None = None
-    kv_format: str | None = None
-    tp: int = 1
-    pp: int = 1
-    price: float | None = None
-    load: str | None = None
-    output: int | None = None
-    draft: str | None = None
-    draft_cost: float | None = None
-    utilization: float = UTILIZATION
-
-
-def check_question(question: Question, shape: ModelShape) -> None:
-    """Raise ConfigError for the first field that makes no sense for this model."""
-    _integer("context", question.context, 1)
+    question = replace(question, **normalised(question, ConfigError))
     most = shape.max_context
     if question.context is not None and question.context > most:
         raise ConfigError(
             "context", f"must be at most the model's {most} tokens, not {question.context}"
         )
-    _integer("batch", question.batch, 1, MOST_REQUESTS)
     check_parallel(shape, question.tp, question.pp)
-    _number("memory_utilization", question.utilization, 0.01, 1.0)
-    _number("price", question.price, 0.0, MOST_DOLLARS)
-    _number("draft_cost", question.draft_cost, 0.0, MOST_DRAFT_COST)
     context = context_of(question, shape)
-    if question.output is not None and not 1 <= question.output < context:
+    if question.output_tokens is not None and question.output_tokens >= context:
         raise ConfigError(
             "output_tokens",
             f"must be in [1, {context - 1}], as prompt and output share the "
-            f"context of {context}, not {question.output}",
+            f"context of {context}, not {question.output_tokens}",
         )
     load_of(question, context)
+    return question
 
 
 def context_of(question: Question, shape: ModelShape) -> int:
@@ -108,7 +123,7 @@ def context_of(question: Question, shape: ModelShape) -> int:
 
 def request_of(question: Question, context: int) -> tuple[int, int]:
     """Tokens of a request's prompt and of its output; of a context of 1 the one is the prompt."""
-    output = question.output or context // OUTPUT_SHARE
+    output = question.output_tokens or context // OUTPUT_SHARE
     return context - output, output
 
 
@@ -117,18 +132,6 @@ def load_of(question: Question, context: int) -> DailyLoad | None:
     if question.load is None:
         return None
     return parse_load(question.load, *request_of(question, context))
-
-
-def _integer(name: str, value: int | None, low: int, high: int | None = None) -> None:
-    if value is None or (low <= value and (high is None or value <= high)):
-        return
-    allowed = f"in [{low}, {high}]" if high else f"of at least {low}"
-    raise ConfigError(name, f"must be an integer {allowed}, not {value}")
-
-
-def _number(name: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not low <= value <= high:  # NaN is not either
-        raise ConfigError(name, f"must be a number in [{low:g}, {high:g}], not {value:g}")
 
 
 # How fast a setting is at most, and what its tokens cost: everything that needs rooflines.
@@ -448,7 +451,7 @@ def plan_shape(
     Args:
         hardware: of this machine; None: the device is another one.
     """
-    check_question(question, shape)
+    question = check_question(question, shape)
     at = setting_of(shape, device, question, hardware)
     memory = memory_of(shape, at)
     return Plan(
@@ -488,17 +491,17 @@ def setting_of(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
 ) -> Setting:
     """Return the setting of a question, defaults filled in."""
-    weights = question.weight_format or _usual_format(shape, device, question, hardware)
+    weights = question.dtype or _usual_format(shape, device, question, hardware)
     computed = working_dtype(shape, weight_facts(weights).name)
     return Setting(
         device=device,
         weight_format=weights,
-        kv_format=kv_facts(question.kv_format or weight_format(computed)).name,
+        kv_format=kv_facts(question.kv_dtype or weight_format(computed)).name,
         context=context_of(question, shape),
         batch=question.batch,
         tp=question.tp,
         pp=question.pp,
-        utilization=question.utilization,
+        utilization=question.memory_utilization,
         hardware=hardware,
     )
 
@@ -510,7 +513,7 @@ def _usual_format(
     if hardware is None or shape.spec is None or not weight_facts(shape.stored).dtype:
         return shape.stored
     gpu = hardware.gpus[0] if hardware.gpus else None
-    limit = Limit(int(device.memory * question.utilization), "")
+    limit = Limit(int(device.memory * question.memory_utilization), "")
     return weight_format(choose_dtype(EngineConfig(), shape.spec, hardware, gpu, limit, Notes()))
 
 
