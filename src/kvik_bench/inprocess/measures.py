@@ -146,7 +146,6 @@ TTFT = milliseconds("TTFT", ttfts, f"{DEFINITIONS['ttft']}; mean over the reques
 TPOT = milliseconds("TPOT", tpots, f"{DEFINITIONS['tpot']}; mean over the requests")
 E2E = milliseconds("E2E", e2es, f"{DEFINITIONS['e2e']}; mean over the requests")
 TTFTS = percentiles("TTFT", ttfts, DEFINITIONS["ttft"])
-TPOTS = percentiles("TPOT", tpots, DEFINITIONS["tpot"])
 ITLS = percentiles("ITL", token_times, DEFINITIONS["itl_token"])
 E2ES = percentiles("E2E", e2es, DEFINITIONS["e2e"])
 
