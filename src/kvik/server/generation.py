@@ -261,11 +261,6 @@ class Generations:
                 await asyncio.sleep(0)  # prompts may be long, and many
             try:
                 for request, engine_request in zip(requests, checked, strict=True):
-                    self._check_ready()
-                    if request.deadline_ms is not None and request.priority >= 0:
-                        # The queue is shorter for what is urgent.
-                        deadline = arrived + request.deadline_ms / 1000
-                        self._admission.check_deadline(tenant, deadline)
                     record = GenerationRecord(
                         engine_request.request_id,
                         tenant,
@@ -275,16 +270,7 @@ class Generations:
                         arrived,
                         trace_parent=trace_parent,
                     )
-                    max_tokens = engine_request.params.max_tokens
-                    degraded = max_tokens != request.params.max_tokens
-                    generations.append(
-                        self._add(
-                            engine_request,
-                            record,
-                            changed,
-                            f"max_tokens={max_tokens}" if degraded else "",
-                        )
-                    )
+                    generations.append(self._add(request, engine_request, record, changed))
                     await asyncio.sleep(0)
             except BaseException:
                 for generation in generations:
@@ -371,22 +357,30 @@ class Generations:
 
     def _add(
         self,
-        request: EngineRequest,
+        request: GenerationRequest,
+        engine_request: EngineRequest,
         record: GenerationRecord,
         changed: asyncio.Event,
-        degraded: str,
     ) -> Generation:
-        n, num_tokens = request.params.n, len(request.prompt_token_ids)
-        reservation = self._admission.admit(request.tenant, n, num_tokens)
-        generation = Generation(self, request, record, reservation, changed, degraded)
+        """Admit a request and send it to the engine."""
+        self._check_ready()
+        if request.deadline_ms is not None and request.priority >= 0:
+            # For urgent requests the queue is shorter than the estimate assumes.
+            deadline = record.arrived + request.deadline_ms / 1000
+            self._admission.check_deadline(record.tenant, deadline)
+        params = engine_request.params
+        reservation = self._admission.admit(record.tenant, params.n, record.num_prompt_tokens)
+        is_degraded = params.max_tokens != request.params.max_tokens
+        degraded = f"max_tokens={params.max_tokens}" if is_degraded else ""
+        generation = Generation(self, engine_request, record, reservation, changed, degraded)
         try:
-            self._processor.add(request, None, streaming=record.streaming)
-            self._engine.add(request)
+            self._processor.add(engine_request, None, streaming=record.streaming)
+            self._engine.add(engine_request)
         except BaseException:
-            self._processor.discard(request.request_id)
+            self._processor.discard(engine_request.request_id)
             reservation.release()
             raise
-        self._live[request.request_id] = generation
+        self._live[engine_request.request_id] = generation
         self._observer.arrived(record)
         return generation
 
