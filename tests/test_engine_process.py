@@ -23,8 +23,7 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
-from kvik.engine.client import EngineState, SourceClient
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import EngineStart, FrameReader, Unusable
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
@@ -188,7 +187,7 @@ class Connected:
     def __init__(self, sock: socket.socket, start: EngineStart) -> None:
         self._sock, self._start = sock, start
 
-    def start(self, client: SourceClient) -> None:
+    def start(self, client: RemoteClient) -> None:
         client.connect(self._sock, self._start)
 
     def lost(self, why: str, *, for_good: bool) -> None: ...

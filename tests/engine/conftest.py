@@ -14,9 +14,9 @@ from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.engine.client import EngineState
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
+from kvik.engine.remote import EngineState
 from kvik.engine.wire import Ready
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers

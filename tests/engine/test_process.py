@@ -21,9 +21,8 @@ from helpers.virtual_time import run_virtually
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
-from kvik.engine.client import EngineState
 from kvik.engine.process import RestartPolicy, Supervisor, restart_policy
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import EngineStart
 from kvik.errors import UnavailableError
 
@@ -430,7 +429,7 @@ ORPHAN = """
 import asyncio, os, signal, sys
 sys.path.insert(0, {tests!r})
 from engine.test_process import Rig, request, QUICK, HANG
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 
 async def main():
     rig = Rig({mode!r}, QUICK)

@@ -16,8 +16,8 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import remote as module
 from kvik.engine import wire
-from kvik.engine.client import EngineState
 from kvik.engine.live import LiveView
+from kvik.engine.remote import EngineState
 from kvik.engine.wire import Add, End, EngineStart, Query, Ready, Reply, Unusable
 from kvik.errors import ParamError, UnavailableError
 

@@ -10,7 +10,6 @@ from helpers.served_engine import tiny_config
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine import wire
-from kvik.engine.client import SourceClient
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import EngineStart, FrameReader, stepped
 
@@ -33,13 +32,13 @@ class Scripted:
     """A source whose engine is the test."""
 
     def __init__(self) -> None:
-        self.client: SourceClient | None = None
+        self.client: RemoteClient | None = None
         self.sock: socket.socket | None = None
         self.lost_why: list[tuple[str, bool]] = []
         self.closed = False
         self._frames = FrameReader()
 
-    def start(self, client: SourceClient) -> None:
+    def start(self, client: RemoteClient) -> None:
         self.client = client
         self.connect()
 

@@ -22,12 +22,11 @@ from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-from kvik.engine.client import EngineState, SourceClient
 from kvik.engine.core import EngineCore
 from kvik.engine.executor import Executor
 from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop
-from kvik.engine.remote import RemoteClient
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import HostSocket
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
@@ -129,9 +128,9 @@ class ThreadSource:
         self.ours, self.theirs = socket.socketpair()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._client: SourceClient | None = None
+        self._client: RemoteClient | None = None
 
-    def start(self, client: SourceClient) -> None:
+    def start(self, client: RemoteClient) -> None:
         self._client = client
         client.connect(self.ours, None)
         self._thread.start()

@@ -11,7 +11,7 @@ import pytest
 from helpers.http_server import HttpServer, ask, http_server
 
 from kvik.config.server_config import ServerConfig
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.server.admin import make_admin_app
 from kvik.server.app import App
 from kvik.server.keys import read_keys

@@ -17,7 +17,7 @@ from helpers.http_server import ask
 from helpers.served_engine import engine_in_thread
 from helpers.story_site import Site, story_site
 
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.server import native
 from kvik.server.app import all_routes
 from kvik.server.engine_view import EngineFeed, EngineView

@@ -22,9 +22,9 @@ from kvik.core.plan import GraphCounts
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import DraftCounts
 from kvik.core.work import Work
-from kvik.engine.client import EngineState
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
+from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvik.config.server_config import ServerConfig
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.server import health
 from kvik.server.app import make_app
 from kvik.server.errors import aborted

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvik.config.config import ResolvedConfig
-from kvik.engine.client import EngineState, SourceClient
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import EngineStart
 
 TAIL = 2000  # characters of the last output of the process that are kept
@@ -212,7 +212,7 @@ class Supervisor:
         """The process id of the engine, while there is one."""
         return self._child.pid if self._child is not None else None
 
-    def start(self, client: SourceClient) -> None:
+    def start(self, client: RemoteClient) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(client))
 
     def lost(self, why: str, *, for_good: bool) -> None:
@@ -229,14 +229,14 @@ class Supervisor:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    async def _keep(self, client: SourceClient) -> None:
+    async def _keep(self, client: RemoteClient) -> None:
         try:
             await self._serve(client)
         except Exception as error:
             log.exception("the engine is no longer watched")
             client.disconnect(EngineState.FAILED, f"{type(error).__name__}: {error}")
 
-    async def _serve(self, client: SourceClient) -> None:
+    async def _serve(self, client: RemoteClient) -> None:
         """Start one engine after the other, until another one would not help."""
         policy = self._policy
         crashes: deque[float] = deque(maxlen=policy.crashes)
@@ -255,7 +255,7 @@ class Supervisor:
             client.disconnect(EngineState.RESTARTING, why)
             await asyncio.sleep(min(policy.pause * 2 ** (recent - 1), policy.longest_pause))
 
-    async def _serve_one(self, client: SourceClient) -> str:
+    async def _serve_one(self, client: RemoteClient) -> str:
         """Start an engine and watch it until it has ended. Returns why it ended."""
         self._lost.clear()
         self._lost_for_good = False
@@ -271,7 +271,7 @@ class Supervisor:
         self._child = None
         return stalled or ended
 
-    async def _watch(self, client: SourceClient) -> str:
+    async def _watch(self, client: RemoteClient) -> str:
         """Wait until the engine is lost, or has made no progress for too long. Returns the message
         for the latter case, or "".
 

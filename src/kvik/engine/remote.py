@@ -12,13 +12,13 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from enum import StrEnum
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
-from kvik.engine.client import EngineSource, EngineState, Sink
 from kvik.engine.core import check_request
 from kvik.engine.live import LiveView
 from kvik.engine.stats import EngineStats
@@ -45,6 +45,40 @@ ANSWER_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
+
+
+class EngineState(StrEnum):
+    """Whether the engine can take requests, and if not, why."""
+
+    STARTING = "starting"  # the model is being loaded
+    READY = "ready"
+    STALLED = "stalled"  # it has work and nothing advances
+    RESTARTING = "restarting"  # it crashed, and is being loaded again
+    FAILED = "failed"  # it cannot be started, or crashes again and again
+    CLOSED = "closed"
+
+
+class EngineSource(Protocol):
+    """Connects an engine to a client, and the next one when that is lost."""
+
+    def start(self, client: RemoteClient) -> None:
+        """Connect an engine soon, by `client.connect`."""
+        ...
+
+    def lost(self, why: str, *, for_good: bool) -> None:
+        """The engine is gone, as the client already knows.
+
+        Args:
+            for_good: the engine reported that it cannot be loaded.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the engine; returns when its process is gone."""
+        ...
 
 
 class SentRequest:
@@ -145,10 +179,13 @@ class ResendQueue:
 
 
 class RemoteClient:
-    """An `AsyncEngineClient` over a socket.
+    """Takes requests and hands their deltas to the sink given to `start`. No method blocks.
 
-    It outlives its engines: when one is lost, the source connects the next. Requests of which
-    nothing was delivered are sent to that one; all others end with an error.
+    Every request added ends with exactly one last delta for each sibling, whatever happens to the
+    engine. The client outlives its engines: when one is lost, the source connects the next.
+    Requests of which nothing was delivered are sent to that one, once; all others end with
+    `FinishReason.ERROR`. A full queue refuses a request with such a delta, too; its
+    `RequestDelta.refused` names the limit.
 
     Args:
         config: of every engine.
@@ -190,10 +227,12 @@ class RemoteClient:
 
     @property
     def reason(self) -> str:
+        """Why the engine is not ready, as a message for users; "" if it is."""
         return self._reason
 
     @property
     def num_starts(self) -> int:
+        """How often an engine became ready; more than once: it was restarted."""
         return self._num_starts
 
     def start(self, sink: Sink) -> None:
@@ -203,10 +242,17 @@ class RemoteClient:
         self._source.start(self)
 
     def check(self, request: EngineRequest) -> None:
+        """Raise `ParamError` or `CapacityError` if the request can never be served."""
         self._check_id(request)
         check_request(self._config, request)
 
     def add(self, request: EngineRequest) -> None:
+        """Send a request that passed `check`.
+
+        Raises:
+            ParamError: its id is in use, or it cannot be encoded.
+            UnavailableError: the engine is not ready.
+        """
         sock = self._socket
         if sock is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
@@ -228,6 +274,8 @@ class RemoteClient:
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
+        """End a request, or one of its siblings; its last delta comes soon. Unknown ids are already
+        gone."""
         if error is not None:
             error = error.encode("utf-8", "replace").decode()
         if request_id in self._waiting:
@@ -238,17 +286,26 @@ class RemoteClient:
         self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
+        """Current statistics; the last known ones if the engine does not answer in a second."""
         with suppress(UnavailableError):
             self._stats = await self._ask("stats", EngineStats)
         return self._stats
 
     async def live(self) -> LiveView:
+        """The current state of requests, blocks and steps.
+
+        Raises:
+            UnavailableError: the engine does not answer within a second.
+        """
         return await self._ask("live", LiveView)
 
     async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, also pinned ones; requests go on. Returns the number of
+        blocks that held one. Raises as `live`."""
         return await self._ask("reset_prefix_cache", int)
 
     async def close(self) -> None:
+        """End the engine, and its requests with an error."""
         self.disconnect(EngineState.CLOSED, "the engine was closed")
         await self._source.close()
 
@@ -256,17 +313,26 @@ class RemoteClient:
 
     @property
     def num_unfinished(self) -> int:
+        """Requests that the engine works on."""
         return len(self._unfinished)
 
     @property
     def signs_of_life(self) -> int:
+        """Counter that is 0 until an engine was ready, and grows while it makes progress or has a
+        reason to wait."""
         return self._signs
 
     @property
     def step_limit(self) -> float | None:
+        """Seconds that the steps in flight may take; None: not known."""
         return self._step_limit
 
     def connect(self, sock: socket.socket, start: EngineStart | None) -> None:
+        """Use the engine at the other end of the socket, which the client owns from now on.
+
+        Args:
+            start: first message, for an engine that does not know what to load.
+        """
         self._steps = 0
         self._step_limit = None
         self._socket = ClientSocket(sock, self._take, self._lost)
@@ -274,6 +340,7 @@ class RemoteClient:
             self._socket.send(frame(start))
 
     def disconnect(self, state: EngineState, reason: str) -> None:
+        """The engine is gone: end the requests that may not be sent to another one."""
         self.set_state(state, reason)
         if self._socket is not None:
             self._socket.close()

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.config import Decision
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import SchedulerConfig
-from kvik.engine.client import AsyncEngineClient, EngineState
 from kvik.engine.live import LiveView
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route, limit_unread
@@ -65,7 +65,7 @@ class EngineFacts:
 class EngineFeed:
     """Reads the engine at most once in `interval` seconds, whatever the number of watchers."""
 
-    def __init__(self, engine: AsyncEngineClient, interval: float = INTERVAL) -> None:
+    def __init__(self, engine: RemoteClient, interval: float = INTERVAL) -> None:
         self._engine = engine
         self._interval = interval
         self._lock = asyncio.Lock()
@@ -103,7 +103,7 @@ class EngineView:
 
     def __init__(
         self,
-        engine: AsyncEngineClient,
+        engine: RemoteClient,
         drain: Drain,
         model_name: str,
         *,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from starlette.responses import Response
 
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
 
 MAX_LINE = 500  # characters of a line of a traceback

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
-from kvik.engine.client import AsyncEngineClient, EngineState
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta, merged
+from kvik.engine.remote import EngineState, RemoteClient
 from kvik.errors import KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
 from kvik.server.errors import (
@@ -180,7 +180,7 @@ class Generations:
 
     def __init__(
         self,
-        engine: AsyncEngineClient,
+        engine: RemoteClient,
         texts: Texts,
         admission: Admission,
         observer: Observer,

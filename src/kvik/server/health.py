@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik import __version__
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.server.errors import state_in_words
 from kvik.server.route import Route
 from kvik.server.server import Server

@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.config import ResolvedConfig
-from kvik.engine.client import EngineState
 from kvik.engine.output import RequestOutput
+from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats
 from kvik.errors import KvikError
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvik.engine.client import EngineState
+from kvik.engine.remote import EngineState
 from kvik.errors import ConfigError
 from kvik.server.app import App
 from kvik.server.http_protocol import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.client import AsyncEngineClient
+from kvik.engine.remote import RemoteClient
 from kvik.server.admission import Admission, Degradation
 from kvik.server.errors import model_not_found
 from kvik.server.generation import Generations, RequestLimits
@@ -73,7 +73,7 @@ class Server:
 
     config: ServerConfig
     model_names: tuple[str, ...]
-    engine: AsyncEngineClient
+    engine: RemoteClient
     texts: Texts
     generations: Generations
     admission: Admission
@@ -99,7 +99,7 @@ class Server:
 
 def assemble(
     config: ServerConfig,
-    engine: AsyncEngineClient,
+    engine: RemoteClient,
     texts: Texts,
     default_params: SamplingParams,
     keys: Keys,
