@@ -26,7 +26,7 @@ from kvik.server.openai.answers import (
     Usage,
     usage_of,
 )
-from kvik.server.openai.fields import Count, Generating, Logprobs, limit_of
+from kvik.server.openai.fields import Count, GenerationFields, Logprobs, limit_of
 from kvik.server.openai.requests import (
     asked_tokens,
     check_logprobs,
@@ -78,7 +78,7 @@ class ChatMessage(Struct, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(Generating, kw_only=True):
+class ChatRequest(GenerationFields, kw_only=True):
     """A conversation to answer."""
 
     messages: Messages
@@ -215,7 +215,7 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
 
 
 # Names that a template gets anyway, or that would replace it.
-_OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
 _TOOL_ROLES = ("tool", "function")
 
@@ -248,7 +248,7 @@ async def conversation_ids(
     if continues and options.add_generation_prompt:
         raise ParamError("continue_final_message", "excludes add_generation_prompt")
     for name in variables or ():
-        if name in _OWN_NAMES:
+        if name in _RESERVED_VARIABLES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
     if continues:

@@ -26,7 +26,7 @@ from kvik.server.openai.answers import (
     finite,
     usage_of,
 )
-from kvik.server.openai.fields import Generating, Logprobs, Prompt, limit_of
+from kvik.server.openai.fields import GenerationFields, Logprobs, Prompt, limit_of
 from kvik.server.openai.requests import (
     SinglePrompt,
     all_prompt_ids,
@@ -56,7 +56,7 @@ from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer
 
 
-class CompletionRequest(Generating, kw_only=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     """Texts to continue."""
 
     prompt: Prompt

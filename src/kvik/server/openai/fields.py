@@ -122,7 +122,7 @@ class StreamOptions(Struct, kw_only=True):
 _PARAMETERS: Any = parameters_struct(left_out=("logprobs",))
 
 
-class Generating(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
+class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     """What chats and completions have in common. null is as good as absent."""
 
     model: Name | None = None

@@ -10,7 +10,7 @@ from kvik.core.types import Pin
 from kvik.errors import Overflow, ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
-from kvik.server.openai.fields import Generating, aliased, parameters_of
+from kvik.server.openai.fields import GenerationFields, aliased, parameters_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 
@@ -70,7 +70,7 @@ async def prompt_ids(
     return await texts.encode(prompt, add_special_tokens is not False)
 
 
-def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int | None]:
+def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
     """The field that limits the tokens of an answer, and its value.
 
     Args:
@@ -82,7 +82,7 @@ def asked_tokens(body: Generating, newest: int | None = None) -> tuple[str, int 
     return "max_tokens" if body.n_predict is None else "n_predict", asked
 
 
-def sampling_changes(body: Generating) -> dict[str, Any]:
+def sampling_changes(body: GenerationFields) -> dict[str, Any]:
     """What the body says of sampling, but for limits and log probabilities of the output."""
     changes = parameters_of(body)
     changes.pop("max_tokens", None)
@@ -90,7 +90,7 @@ def sampling_changes(body: Generating) -> dict[str, Any]:
     return changes
 
 
-def check_stream(body: Generating) -> None:
+def check_stream(body: GenerationFields) -> None:
     if body.stream_options is not None and not body.stream:
         raise ParamError("stream_options", "needs stream to be true")
 
@@ -102,7 +102,7 @@ MAX_LOGPROB_VALUES = 1 << 19
 
 
 def generation_request(
-    body: Generating, prompt_ids: Sequence[int], params: SamplingParams, field: str
+    body: GenerationFields, prompt_ids: Sequence[int], params: SamplingParams, field: str
 ) -> GenerationRequest:
     """The request to generate from one prompt, which errors call `field`."""
     return GenerationRequest(
@@ -116,7 +116,7 @@ def generation_request(
     )
 
 
-def _pins(body: Generating, num_tokens: int) -> tuple[Pin, ...]:
+def _pins(body: GenerationFields, num_tokens: int) -> tuple[Pin, ...]:
     """The whole prompt is pinned if the body names a cache key or a long retention."""
     retention = body.prompt_cache_retention
     if retention is not None and retention not in RETENTION:
