@@ -4,7 +4,6 @@ variable, the TOML key and the help text come from that field."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -313,6 +312,8 @@ def bad_value(allowed: str, value: object) -> ValueError:
 def unknown(name: str, what: str, known: Collection[str]) -> str:
     """Return the end of an error message about an unknown name: what it is not, the nearest known
     name, and all known ones."""
+    import difflib  # only errors need it, and it would make start-up slower
+
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"is no {what} ({hint}known: {', '.join(known)})"
