@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(report: AdviceReport) -> dict[str, object]:
-    """The report without what the question already said."""
+    """Return the report without the fields of the question."""
     device = report.usual.at.device
     return {
         "model": report.usual.shape.name,
@@ -184,6 +184,6 @@ def _change(before: Figures, after: Figures) -> str:
 
 
 def _item(name: str, text: str) -> list[str]:
-    """A name in the margin, its text wrapped beside it."""
+    """Return lines with a name in the margin and its text wrapped to the right."""
     first, *rest = wrap(text, WIDTH - MARGIN, break_on_hyphens=False)
     return [f"{name:{MARGIN}}{first}", *(" " * MARGIN + line for line in rest)]

@@ -85,7 +85,7 @@ def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; `progress(bytes, of bytes)` moves it."""
+    """Show a bar on a terminal; yields progress(bytes done, bytes in all)."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

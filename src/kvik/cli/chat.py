@@ -97,7 +97,7 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 
 
 def _converse(chat: Chat) -> None:
-    """Until the user leaves."""
+    """Read and answer lines until the user leaves."""
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # line editing and history for input()
@@ -117,7 +117,7 @@ def _converse(chat: Chat) -> None:
 
 
 class Chat:
-    """A conversation: every line of the user goes to `take`."""
+    """A conversation; `take` handles a line of the user."""
 
     def __init__(self, backend: Backend, system: str = "") -> None:
         self.backend = backend
@@ -135,7 +135,7 @@ class Chat:
         }
 
     def take(self, line: str) -> None:
-        """A command or something to say. Errors are printed; the conversation goes on."""
+        """Run a command or answer a message. Errors are printed, and the conversation goes on."""
         line = line.strip()
         if not line:
             return

@@ -155,7 +155,7 @@ def _send(
     route: str,
     body: bytes | None = None,
 ) -> HTTPResponse:
-    """The head of the server's answer.
+    """Send a request and return the head of the server's answer.
 
     Raises:
         ConfigError: the server cannot be reached.
@@ -172,7 +172,7 @@ def _send(
 
 
 def first_model(server: RemoteServer) -> str:
-    """The first model that the server lists.
+    """Return the first model that the server lists.
 
     Raises:
         ConfigError: it cannot be reached, refuses, or lists none.
@@ -214,8 +214,8 @@ class RemoteBackend:
 
 
 class RemoteAnswer:
-    """One request on a connection of its own. It is sent when the first piece is asked for, so
-    that Ctrl-C also ends the wait for that."""
+    """One request on its own connection. It is sent when the first piece is read, so that Ctrl-C
+    also ends the wait for it."""
 
     def __init__(self, server: RemoteServer, fields: Mapping[str, object]) -> None:
         self._server = server
@@ -258,7 +258,7 @@ class RemoteAnswer:
         self.facts = Facts(self._figures(time.monotonic() - started), note)
 
     def _events(self) -> Iterator[Event]:
-        """Until [DONE], which some servers leave out."""
+        """Yield events until [DONE], which some servers leave out."""
         response = self._response = self._ask()
         kind = response.headers.get_content_type()
         if kind != "text/event-stream":
@@ -284,7 +284,7 @@ class RemoteAnswer:
         raise KvikError("server", f"HTTP {response.status}: {message}")
 
     def _take(self, event: Event) -> str:
-        """The text of an event."""
+        """Return the text of an event."""
         if event.name == b"error":
             raise KvikError("server", _message(event.data))
         try:
@@ -327,7 +327,7 @@ class RemoteAnswer:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, in one line: `error.message` as OpenAI has it, else all of it."""
+    """Return the message of an error's body in one line: `error.message`, else all of it."""
     said: Any = body.decode(errors="replace")
     try:
         error = json.loads(body)["error"]

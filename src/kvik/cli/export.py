@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; `advance(bytes)` moves it."""
+    """Show a bar on a terminal; yields advance(bytes)."""
     if not sys.stderr.isatty():
         yield lambda size: None
         return

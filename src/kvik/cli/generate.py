@@ -92,7 +92,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 
 def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
-    """Siblings finish together: they are printed one after another."""
+    """Generate several completions, and print them one after another."""
     (output,) = llm.generate([prompt], params)
     for completion in output.outputs:
         say(f"[{completion.index}]{completion.text}", flush=True)
@@ -100,7 +100,7 @@ def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 
 def _cut_note(output: RequestOutput, params: SamplingParams) -> str | None:
-    """What ended a text that might have gone on, if the user named no limit."""
+    """Return what cut a text off, if the user gave no limit."""
     cut = [len(c.token_ids) for c in output.outputs if c.finish_reason == "length"]
     if not cut:
         return None
@@ -141,4 +141,4 @@ def _read_standard_input() -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise ParamError("prompt", "must be UTF-8 text") from None
-    return text.removesuffix("\n")  # of `echo`, which nobody means
+    return text.removesuffix("\n")  # the line end that `echo` adds

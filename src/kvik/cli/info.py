@@ -116,7 +116,7 @@ def _stored_as(spec: ModelSpec) -> str:
 
 
 def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> int:
-    """Bytes of the weights as they are stored, but for what has to be `dtype`."""
+    """Return the bytes of the weights as stored, except those that must be `dtype`."""
     if spec.built is not None:
         return spec.built.weight_bytes
     kernels = "torch" if resolved is None else resolved.runner.kernels
@@ -124,7 +124,7 @@ def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> in
 
 
 def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:
-    """Of one token in all layers: as decided, or in the checkpoint's dtype."""
+    """Return the KV bytes of a token in all layers, as decided or in the checkpoint's dtype."""
     if resolved is None:
         return spec.kv_bytes_per_token(DTYPE_BYTES[spec.dtype])
     return sum(group.bytes_per_token for group in resolved.cache.groups)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trouble(error: BaseException) -> str | None:
-    """What the user can do something about, in one line; None: the error is a bug."""
+    """Return an error that the user can fix, in one line; None: the error is a bug."""
     if isinstance(error, KvikError):
         return str(error)
     if _is_lack_of_memory(error):
@@ -109,7 +109,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, list[str]]:
-    """The verb that the first word, or the first two, name; and what follows it."""
+    """Return the verb named by the first one or two words, and the words after it."""
     for length in (2, 1):
         verb = " ".join(argv[:length])
         if verb in verbs:

@@ -11,18 +11,18 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Event(NamedTuple):
-    """An event with data. It stays bytes: a cut inside a character must not matter."""
+    """An event with data, as bytes: a chunk may end inside a character."""
 
     name: bytes  # "" unless the server gave one
     data: bytes
 
 
 class EventTooLarge(ValueError):
-    """An event that never ends must not fill the memory."""
+    """An event is longer than `MAX_EVENT_BYTES`, which bounds memory."""
 
 
 class SseParser:
-    """Feed bytes as they come; events are returned with the bytes that complete them."""
+    """Parses a stream of server-sent events, fed in chunks of any size."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []  # of a line that has no end yet
@@ -33,7 +33,11 @@ class SseParser:
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Raises `EventTooLarge`."""
+        """Return the events that these bytes complete.
+
+        Raises:
+            EventTooLarge: an event is too long.
+        """
         if self._after_cr and chunk:
             chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
@@ -89,7 +93,7 @@ class StreamedUsage(msgspec.Struct):
 
 
 class StreamedDelta(msgspec.Struct):
-    """What a chat chunk adds. Reasoning and tool calls are output too."""
+    """The output of a chat chunk. Reasoning and tool calls are output too."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -105,7 +109,7 @@ class StreamedChoice(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """The fields that are read; a server may send others."""
+    """A chunk of a stream: the fields that are read; a server may send others."""
 
     choices: list[StreamedChoice] | None = []
     usage: StreamedUsage | None = None

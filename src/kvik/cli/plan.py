@@ -287,7 +287,7 @@ def _or_dash(value: float | None) -> str:
 def _table(
     plan: Plan, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: str
 ) -> str:
-    """Columns of speeds are left out where the speed is unknown."""
+    """Return a table, without columns of speeds where the speed is unknown."""
     kept = [
         i
         for i, name in enumerate(header)
@@ -325,7 +325,7 @@ def question_of(arguments: argparse.Namespace) -> Question:
 
 
 def as_object(answer: Plan) -> dict[str, object]:
-    """Everything in plain types and exact figures."""
+    """Return a plan in plain types with exact figures."""
     memory = answer.memory
     sums = {"total": memory.total, "missing": memory.missing, "fits": memory.fits}
     return {**asdict(answer), "memory": {**asdict(memory), **sums}}

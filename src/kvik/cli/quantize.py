@@ -84,7 +84,7 @@ class BeforeAfter:
             ) from None
 
     def measure(self, report: QuantizeReport, folder: Path) -> QuantizeReport:
-        """The report with what was found.
+        """Return the report with the measurements added.
 
         Args:
             folder: of the quantised model.
@@ -308,7 +308,7 @@ def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
 
 
 def _windows(arguments: argparse.Namespace, source: Source) -> Tensor:
-    """The calibration text, [windows, tokens] ids."""
+    """Return the token ids of the calibration text. [windows, tokens]"""
     from kvik.quantize.calibrate import calibration_windows
     from kvik.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ SHOWN = 5  # layers with the largest errors
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of the model before and after.
+    """Perplexity of the model before and after quantisation.
 
     Attributes:
         text: what was read, in words.
@@ -60,7 +60,7 @@ class QuantizeReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the quantised layers, scales and all that goes with them included."""
+        """Bits per weight of the quantised layers, with scales."""
         layers = [layer for layer in self.saved.layers if layer.bits is not None]
         return 8 * sum(layer.bytes for layer in layers) / sum(layer.weights for layer in layers)
 
@@ -118,7 +118,7 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _errors(layers: Sequence[SavedLayer]) -> list[str]:
-    """Relative errors by kind of layer, and the layers that are furthest off."""
+    """Return the relative errors by kind of layer, and the layers with the largest errors."""
     quantised = [layer for layer in layers if layer.bits is not None]
     what = "outputs" if quantised[0].on_inputs else "weights"
     kinds: dict[str, list[SavedLayer]] = {}

@@ -25,9 +25,11 @@ def add_key_flag(add: argparse._ActionsContainer, help: str = KEY_HELP) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteServer:
-    """Attributes:
-    url: with http:// or https://, and without the /v1 that OpenAI's clients want at its end.
-    key: "" is none.
+    """A server given by `--url` and `--api-key`.
+
+    Attributes:
+        url: with http:// or https://, and without the /v1 that OpenAI's clients want at its end.
+        key: "" is none.
     """
 
     url: str
@@ -35,7 +37,7 @@ class RemoteServer:
 
     @classmethod
     def at(cls, url: str, key: str | None = None) -> RemoteServer:
-        """From what a user types: http:// may be left out, and a /v1 at the end is as good as none.
+        """Return the server that a user names: http:// may be left out, and a final /v1 is ignored.
 
         Args:
             key: as typed; None: the environment's.
@@ -52,14 +54,14 @@ class RemoteServer:
         )
 
     def connection(self, timeout: float) -> HTTPConnection:
-        """Not connected yet. `timeout`: seconds that the server may be silent."""
+        """Return a connection, not yet connected; `timeout` is in seconds of silence."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         return kind(parts.hostname, parts.port or kind.default_port, timeout=timeout)
 
     def target(self, path: str) -> str:
-        """What to ask a connection for: `path`, behind what a proxy has before it."""
+        """Return the target of a request: `path` after the path of the URL."""
         return urlsplit(self.url).path + path
 
     @property

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:
-    """The model in another place.
+    """Return the configuration with the model at another path.
 
     Raises:
         ModelError: it is another model, or not there.

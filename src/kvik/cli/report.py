@@ -9,7 +9,7 @@ from kvik.engine.output import RequestOutput
 
 
 def stats_line(output: RequestOutput) -> str:
-    """Tokens, times, the prefix-cache hit and the drafts of one request."""
+    """Return tokens, times, prefix-cache hit and drafts of one request, in one line."""
     figures = _figures(output)
     prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens
     parts = [f"{prompt} prompt + {output.num_output_tokens} output tokens"]
@@ -25,7 +25,7 @@ def stats_line(output: RequestOutput) -> str:
 
 
 def as_json(output: RequestOutput, model: str) -> dict[str, object]:
-    """Everything of a finished request in plain types."""
+    """Return a finished request in plain types."""
     return {
         "model": model,
         "prompt": output.prompt,
@@ -55,7 +55,7 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
 
 
 def _guessed(found: RequestSpeculation | None) -> list[str]:
-    """What guessing ahead did, if any drafts were made."""
+    """Return the figures of speculation, if any drafts were made."""
     if found is None or not found.drafts.rows:
         return []
     drafts = found.drafts
@@ -82,7 +82,7 @@ def _speculation(found: RequestSpeculation | None) -> dict[str, object] | None:
 
 
 def _figures(output: RequestOutput) -> dict[str, float | None]:
-    """Seconds, and output tokens over the wall time of the request."""
+    """Return the latencies in seconds, and the output rate."""
     metrics, count = output.metrics, output.num_output_tokens
     longest = max(len(c.token_ids) for c in output.outputs)
     return {

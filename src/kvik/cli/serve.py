@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))
         level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=line, stream=err)
-        # What is taken already is told of before a model is loaded.
+        # A port that is taken is reported before a model is loaded.
         sockets = [stack.enter_context(bind(server.host, server.port))]
         if server.admin_port is not None:
             sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
@@ -129,7 +129,7 @@ def _printer(fd: int) -> Iterator[Printer]:
 
 
 def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """What was asked for: as flags, else in the environment, else in the file.
+    """Return the options given by flags, else by the environment, else by the file.
 
     Raises:
         ConfigError: something that does not exist, or has a wrong value.
@@ -149,7 +149,7 @@ def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
 
 
 def _is_model(name: str) -> bool:
-    """Whether a name looks like that of a folder, a file or a model of the hub."""
+    """Return whether a name looks like a folder, a file or a hub id."""
     return "/" in name or Path(name).exists()
 
 

@@ -85,7 +85,7 @@ def kv_use(live: Frame) -> Text:
 
 
 def steps(columns: Frame, width: int) -> tuple[Text, Text]:
-    """A line each for prompts and for outputs: tokens of the last steps, the newest right."""
+    """Return a line for prompts and one for outputs: tokens of the last steps, the newest right."""
     room = max(1, width - 30)
     decode, prefill = columns["decode_tokens"][-room:], columns["prefill_tokens"][-room:]
     return (
@@ -95,7 +95,7 @@ def steps(columns: Frame, width: int) -> tuple[Text, Text]:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """One letter each, blank only for 0."""
+    """Return a letter for each value, blank only for 0."""
     most = max(values, default=0) or 1
     return "".join(LEVELS[-(-value * (len(LEVELS) - 1) // most)] for value in values)
 
@@ -105,7 +105,7 @@ def top_of(values: Sequence[int]) -> str:
 
 
 def requests(live: Frame, rows: int) -> Table:
-    """Those that run, the first `rows` of them, on one axis of time that ends now."""
+    """Return the first `rows` running requests, on one time axis that ends now."""
     shown, now = live["running"][:rows], live["now"]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for title in ("request", "phase", "tokens", *(name for name, _, _ in SPANS)):
@@ -132,7 +132,7 @@ def spans(request: Frame, now: float) -> tuple[tuple[float, float], ...]:
 
 
 def waterfall(request: Frame, since: float, now: float) -> Text:
-    """Shows at least a letter of every span that takes time, as far as there is room."""
+    """Return a bar with at least one letter for each span of positive length, if they fit."""
     scale = BAR_WIDTH / max(now - since, 1e-9)
     bar = Text()
     for (begin, end), (_, letter, style) in zip(spans(request, now), SPANS, strict=True):
@@ -162,7 +162,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(text: object) -> str:
-    """In one line of a bounded length, without what a terminal would obey."""
+    """Return text in one line of bounded length, without control characters."""
     return visible(" ".join(str(text)[:200].split()))
 
 
@@ -229,7 +229,7 @@ def ask(server: RemoteServer) -> Frame:
 
 
 def read(status: int, body: bytes) -> Frame:
-    """A frame from an answer.
+    """Return the frame of an answer.
 
     Raises:
         KvikError: it is none.
@@ -253,7 +253,7 @@ def read(status: int, body: bytes) -> Frame:
 def frames(
     ask: Callable[[], Frame], first: Frame, rest: Callable[[], None]
 ) -> Iterator[tuple[Frame, str]]:
-    """The last frame there was, and why there is no newer one, or "": for ever."""
+    """Yield the last frame and why there is no newer one, or "", without end."""
     frame, trouble = first, ""
     while True:
         yield frame, trouble

@@ -42,7 +42,7 @@ from kvik.spec.model import SHORT_DTYPES
 # What `kvik plan` is asked, and which questions make no sense.
 
 USUAL_CONTEXT = 8192  # of a question that names none
-OUTPUT_SHARE = 4  # of a request's context, one part in so many is generated
+OUTPUT_SHARE = 4  # context of a request over its generated tokens
 
 
 @dataclass(frozen=True, slots=True)

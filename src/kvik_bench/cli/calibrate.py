@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 def usable_gpus() -> tuple[Gpu, ...]:
-    """Those that Triton's kernels can run on."""
+    """Return the GPUs that Triton's kernels can run on."""
     if not detect().triton:
         return ()
     return tuple(gpu for gpu in find_gpus() if gpu.capability >= TRITON_CAPABILITY)
 
 
 def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
-    """Measure, print and save_thresholds."""
+    """Measure a GPU, print the figures and save its thresholds."""
     import torch
 
     from kvik_bench.machine import prompt_attention as prompts
@@ -60,7 +60,7 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
 
 
 def gpu_as_text(gpu: str, found: Sequence[PromptTimes], torch_from: Thresholds) -> str:
-    """What was measured, for people."""
+    """Return the measurements for people."""
     lines = [f"prompts on {gpu}: ms of a layer's attention, Triton's / torch's"]
     for dim, measured in groupby(found, lambda times: times.head_dim):
         cells = (
@@ -153,7 +153,7 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
 
 
 def as_text(found: Calibration) -> str:
-    """What matters most of it, for people."""
+    """Return the main figures for people."""
     machine = found.machine
     lines = [
         f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",
@@ -189,7 +189,7 @@ def as_text(found: Calibration) -> str:
 
 
 def _gigabytes(found: ReadRate) -> str:
-    """With the range of the samples."""
+    """Return a rate with the range of its samples."""
     samples = (found.low, found.rate, found.high) if found.high else (found.rate,)
     return show_figure(Figure("read", "GB/s", tuple(rate / 1e9 for rate in samples)))
 

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:
-    """The first model, its other formats, the other models."""
+    """Yield the first model, its other formats, and the other models."""
     from kvik_bench.inprocess.models import Contender
 
     options: dict[str, Any] = engine_options(arguments, "")
@@ -109,7 +109,7 @@ def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:
 
 
 def _labels(models: list[str]) -> list[str]:
-    """The last part of each name, or the whole where that would not tell them apart."""
+    """Return the last part of each name, or the whole name where it is not unique."""
     short = [Path(model).name or BUNDLED for model in models]
     return [
         name if short.count(name) == 1 else model or BUNDLED

@@ -60,7 +60,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output(arguments: argparse.Namespace) -> None:
-    """Refuse, before anything is measured, what could not be written afterwards."""
+    """Check, before anything is measured, that the output can be written."""
     if arguments.plot or arguments.html:
         from kvik_bench.report.plots import require_matplotlib
 
@@ -76,8 +76,8 @@ def check_output(arguments: argparse.Namespace) -> None:
 
 
 def write_out(result: Result, arguments: argparse.Namespace) -> None:
-    """Write the files that were asked for, and print the tables whatever becomes of the files:
-    and files first, so that they are there when nobody reads the tables to their end."""
+    """Write the requested files, then print the tables, also if a file cannot be written. Files
+    come first, so that they exist when the reader of the tables closes its pipe."""
     try:
         _write_files(result, arguments)
     finally:

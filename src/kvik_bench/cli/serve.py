@@ -165,7 +165,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_together(arguments: argparse.Namespace) -> None:
-    """Refuse what would be ignored."""
+    """Refuse flags that would be ignored."""
     given = {name for name, value in vars(arguments).items() if value is not None}
     for name, needed in NEEDS:
         if name in given and given.isdisjoint(needed):
@@ -242,7 +242,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Progress:
-    """One line on standard error, written over and over."""
+    """Shows progress in one line on standard error."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -348,7 +348,7 @@ def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Lev
 def _workload(
     arguments: argparse.Namespace, rows: Sequence[TraceRow]
 ) -> Callable[[str], LoadWorkload]:
-    """Lengths are those of the trace, if there is one."""
+    """Return the workload by seed; lengths are those of the trace, if there is one."""
 
     prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
     output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
@@ -366,7 +366,7 @@ def _workload(
 
 
 def _filler(arguments: argparse.Namespace) -> Filler:
-    """Token ids where the vocabulary is known, else words."""
+    """Return token ids where the vocabulary is known, else words."""
 
     if not arguments.tokenizer and not arguments.vocab_size:
         return WordFiller()
@@ -382,7 +382,7 @@ def _filler(arguments: argparse.Namespace) -> Filler:
 
 
 def _facts(arguments: argparse.Namespace) -> Mapping[str, str]:
-    """How the load was made; and the command without the key."""
+    """Return how the load was made, and the command without the key."""
     words = ["kvik", *sys.argv[1:]]
     for i, word in enumerate(words):
         if word.startswith("--api-key=") and not word.startswith("--api-key=@"):

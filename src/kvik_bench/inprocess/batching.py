@@ -52,7 +52,7 @@ MAX_RATE = 1e6  # requests a second
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A way to put requests together: a policy of the engine."""
+    """A kind of batching, as a policy of the engine."""
 
     name: str
     policy: str
@@ -92,7 +92,7 @@ def measure_batching(
     facts: Mapping[str, str],
     ceilings: Ceilings,
 ) -> Result:
-    """Each round has one load for all, with the times of its requests.
+    """Measure all kinds of batching under the same load in each round.
 
     Args:
         rate: requests a second, in the mean; None: as many as continuous batching can just serve,
@@ -132,7 +132,7 @@ def measure_batching(
 
 
 def _capacity(engine: Engine, load: Requests) -> tuple[Engine, float]:
-    """Requests a second, the better of two tries: the first one warms up."""
+    """Return the requests a second, the better of two runs: the first one warms up."""
     load = replace(load, seed=f"{load.seed}/capacity")
     rates = []
     for number in range(2):
@@ -148,7 +148,7 @@ def _with_policy(engine: Engine, batching: Batching) -> Engine:
 
 
 def _timed(jobs: Sequence[BenchRequest], rate: float, seed: str) -> list[BenchRequest]:
-    """The first is due at once."""
+    """Return the requests with arrival times; the first is due at once."""
     times = [0.0, *islice(poisson(rate, seed), len(jobs) - 1)]
     return [replace(job, due=due) for job, due in zip(jobs, times, strict=True)]
 

@@ -89,7 +89,7 @@ def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
 
 
 def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
-    """Raises ParamError unless a request has room in the context."""
+    """Raise ParamError unless a request fits the context."""
     limit = resolved.scheduler.max_model_len
     if prompt + output > limit:
         raise ParamError(
@@ -100,7 +100,7 @@ def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig
 
 
 def refuse_varied(options: Mapping[str, object], *names: str) -> None:
-    """Raises ConfigError when engine options are set that a benchmark sets itself."""
+    """Raise ConfigError for engine options that a benchmark sets itself."""
     for name in names:
         if name in options:
             raise ConfigError(name, "is what this benchmark varies: it cannot be given")
@@ -144,7 +144,7 @@ class TextPieces:
         return cls(prefix, [ids for ids in tokens if ids], prompt_tokens, output_tokens, seed)
 
     def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        """Requests of one round: a piece of each text in turn, from anywhere in it."""
+        """Return the requests of one round: a random piece of each text in turn."""
         draw = random.Random(f"{self.seed}/{number}")
         first = draw.randrange(len(self.texts))
         room = self.prompt_tokens - len(self.prefix)
@@ -160,7 +160,7 @@ class TextPieces:
 
 @dataclass(frozen=True, slots=True)
 class RandomPieces:
-    """For a model without a tokenizer."""
+    """Random prompts, for a model without a tokenizer."""
 
     vocab_size: int
     prompt_tokens: int

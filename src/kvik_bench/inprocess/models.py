@@ -37,7 +37,7 @@ OVER = "decode / decode of the reference, round by round"
 
 class Bar(Protocol):
     def __call__(self, what: str) -> AbstractContextManager[Progress]:
-        """Shows how far a model has read."""
+        """Show the progress of reading."""
         ...
 
 
@@ -65,7 +65,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """What is to be measured, found possible as far as that can be seen without loading.
+    """A comparison of models, checked as far as possible without loading them.
 
     Attributes:
         read_by: each contender for reading, and `served_by` for decoding, in the same order.
@@ -171,8 +171,7 @@ class ModelComparison:
 def decode_in_turn(
     labels: Sequence[str], models: Sequence[ResolvedConfig], decoding: Decoding
 ) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
-    """The runs of each model, one for each round, in which each is loaded afresh. Also what may
-    make them wrong, in words."""
+    """Return the runs of each model, loaded anew in each round, and reasons to doubt them."""
     requests, rounds = _requests(decoding), Rounds(decoding.repeats, 0)
     runs: list[list[LoadRun]] = [[] for _ in models]
     with rounds:
@@ -251,7 +250,7 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
 
 
 def speeds(runs: Sequence[LoadRun], reference: Sequence[LoadRun] | None) -> tuple[Figure, ...]:
-    """Of decoding, and beside the reference."""
+    """Return the decoding speed, and its ratio to the reference."""
     found = figures((DECODE,), runs) if runs else ()
     if reference and found:
         return (*found, ratios("over the reference", DECODE, runs, reference, OVER))
@@ -259,7 +258,7 @@ def speeds(runs: Sequence[LoadRun], reference: Sequence[LoadRun] | None) -> tupl
 
 
 def _method(resolved: ResolvedConfig) -> str:
-    """How weights are stored, and what is made of them as they are loaded."""
+    """Return how weights are stored, and how they are rounded at loading."""
     stored = str(resolved.model.quantization or resolved.runner.dtype)
     rounded = resolved.runner.quantization
     return stored if rounded == "none" else f"{stored}, rounded to {rounded}"

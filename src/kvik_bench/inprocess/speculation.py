@@ -64,19 +64,19 @@ class Pair:
 
     @property
     def decoded(self) -> int:
-        """A request's part of a step, counted for all: one for each token that was no draft."""
+        """Steps of all requests, one for each token that was no draft."""
         requests = len(self.guessing.answers)
         tokens = sum(map(len, self.guessing.answers)) - requests
         return tokens - self.drafts.accepted
 
     @property
     def share(self) -> float:
-        """Of these, with drafts."""
+        """Share of these steps with drafts."""
         return min(1.0, self.drafts.rows / self.decoded)
 
     @property
     def depth(self) -> float:
-        """Drafts of a check that could all be right: K."""
+        """K, the drafts of a check that could all be accepted."""
         if self.trees:
             return float(self.num_places)
         return self.drafts.drafts / max(1, self.drafts.rows)
@@ -95,7 +95,7 @@ class Pair:
 
     @property
     def num_places(self) -> int:
-        """Drafts one after another that were checked, or, of a tree, right."""
+        """Positions at which drafts were checked, or, of trees, accepted."""
         places = self.drafts.accepted_at if self.trees else self.drafts.at
         return sum(1 for count in places if count)
 
@@ -112,12 +112,12 @@ class Pair:
 
     @property
     def predicted(self) -> float:
-        """With all costs as they were measured."""
+        """Predicted speed-up with all measured costs."""
         return self._expected(self.step_cost)
 
     @property
     def if_free(self) -> float:
-        """As in theorem 3.8, which takes a check to cost no more than a step without drafts."""
+        """Speed-up of theorem 3.8, where a check costs as much as a step without drafts."""
         return self._expected(1.0)
 
     def _expected(self, step_cost: float) -> float:
@@ -126,7 +126,7 @@ class Pair:
 
     @property
     def _tokens_of_check(self) -> float:
-        """By the formula, in the mean of the checks, each with its own number of drafts."""
+        """Mean tokens of a check by the formula, each check with its own number of drafts."""
         if self.trees:
             return expected_tokens(self.acceptance, self.num_places)
         at = [*self.drafts.at, 0]
@@ -137,7 +137,7 @@ class Pair:
 
     @property
     def own_estimate(self) -> float | None:
-        """By the engine, which knows what its steps without drafts take."""
+        """The engine's own estimate, from its steps without drafts."""
         before, after = self._stats
         seconds = after.seconds - before.seconds
         return (after.plain_seconds - before.plain_seconds) / seconds if seconds else None
@@ -156,7 +156,7 @@ class Pair:
 
     @property
     def _plain_steps(self) -> int:
-        """That did not read prompts."""
+        """Steps that read no prompts."""
         return max(map(len, self.plain.answers)) - 1
 
     @property
@@ -278,7 +278,7 @@ MEASURES: tuple[Measure[Pair], ...] = (
 
 class Prompts(Protocol):
     def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        """So many requests for one round."""
+        """Return `count` requests for one round."""
         ...
 
 
@@ -398,7 +398,7 @@ def _row(batch: int, pairs: Sequence[Pair]) -> Row:
 
 
 def _places(pairs: Sequence[Pair]) -> Iterator[Figure]:
-    """Acceptance of the first, second, ... draft, in the rounds that came so far."""
+    """Yield the acceptance of the first, second, ... draft, in the rounds that have one."""
     for i in range(max(pair.num_places for pair in pairs)):
         counts = [pair.drafts for pair in pairs if pair.num_places > i]
         values = tuple(100 * one.accepted_at[i] / one.at[i] for one in counts)
@@ -467,7 +467,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[Prompts, str]:
-    """And where they come from."""
+    """Return the prompts, and their source in words."""
 
     seed, sizes = str(arguments.seed), (arguments.prompt_tokens, arguments.output_tokens)
     texts, tokenizer = texts_of(arguments), load_tokenizer(resolved)

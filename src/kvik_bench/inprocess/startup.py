@@ -136,7 +136,7 @@ def _help_seconds() -> float:
 
 
 def _loading(resolved: ResolvedConfig, starts: list[TimedStart]) -> tuple[list[str], Figure]:
-    """How fast weights were loaded, beside what memory can do."""
+    """Return how fast weights were loaded, relative to the rate of memory."""
     index = list(PARTS).index("load")
     rates = tuple(resolved.memory.weights / start.parts[index] / 1e9 for start in starts)
     figure = Figure("weights loaded", "GB/s", rates, "more", LOAD_RATE)

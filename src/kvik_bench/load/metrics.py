@@ -66,7 +66,7 @@ class LoadMetrics:
     output_rate: float
     total_rate: float
     goodput: float | None  # None without an SLO
-    assumed: int  # answers whose tokens nobody counted: one was assumed for each chunk
+    assumed: int  # answers without token counts: one was assumed for each chunk
     uneven: int  # answers left out of itl_token: their chunks do not add up to the tokens
 
 

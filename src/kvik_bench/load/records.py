@@ -23,8 +23,8 @@ class RequestRecord:
     tokens: array[int] = field(default_factory=lambda: array("I"))  # how many each chunk brought
     finished: float | None = None  # the end of the answer: its finish reason, or its last chunk
     output_tokens: int | None = None  # as the engine counts them; None: the sum over the chunks
-    cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None: not told
-    assumed: bool = False  # nobody counted the tokens: one was assumed for each chunk
+    cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None: not reported
+    assumed: bool = False  # no token counts: one was assumed for each chunk
     asked_tokens: int | None = None  # of output; None: no number of tokens was asked for
     held: float = 0.0  # seconds it waited since due because too many requests were in flight
     error: str | None = None  # its kind, in a few words: errors are counted by it

@@ -39,7 +39,7 @@ class Outcome:
 
 
 def run_adapter(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
-    """Run one adapter; `timeout` seconds later it and all its children are killed."""
+    """Run one adapter; it and all its children are killed after `timeout` seconds."""
     with tempfile.TemporaryDirectory(prefix="kvik-compare-") as name:
         folder = Path(name)
         job_file, answer_file = folder / "job.json", folder / "answer.json"
@@ -63,7 +63,7 @@ def run_adapter(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
 
 
 def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bool]:
-    """Exit code (negative: a signal), peak bytes, and whether it was killed for its time."""
+    """Return exit code (negative: a signal), peak bytes, and whether it was timed out."""
     process: subprocess.Popen[bytes] | None = None
     late = threading.Event()
 
@@ -74,7 +74,7 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
 
     limit = threading.Timer(timeout, kill)
     try:
-        with deferred_interrupt():  # or there would be a process that nobody knows of
+        with deferred_interrupt():  # or a process could be left behind unknown
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -95,7 +95,7 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
 
 
 def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(group, signal.SIGKILL)
 
 
@@ -117,7 +117,7 @@ def _read(file: Path, job: Job) -> Answer:
 
 
 def _why(code: int, log: Path) -> str:
-    """What can be said of a process that ended without an answer."""
+    """Return the reason of a process that ended without an answer."""
     if code < 0:
         cause = ": out of memory?" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{cause}"

@@ -50,7 +50,7 @@ Run = Callable[[EngineEntry, Job, float], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class EngineComparison:
-    """What is compared: `name` and `folder` of the model, the engines, the work."""
+    """The model, engines and workloads of a comparison."""
 
     name: str
     folder: Path
@@ -63,7 +63,7 @@ class EngineComparison:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the runs of a comparison found.
+    """The outcomes of a comparison's runs.
 
     Attributes:
         answers: (engine, round) -> the answer of each process.
@@ -79,7 +79,7 @@ class Found:
 def make_workloads(
     names: Sequence[str], prompt: int | None, output: int, vocab_size: int, seed: int
 ) -> list[Workload]:
-    """Workloads by name: "prefill", or "b8" for the decoding of eight requests.
+    """Return workloads by name: "prefill", or "b8" for the decoding of eight requests.
 
     Args:
         prompt: tokens of a prompt; None: 512 to prefill, 128 to decode.
@@ -115,7 +115,7 @@ def make_workloads(
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: each round starts one later."""
+    """Return the order of a round: each round starts with the next engine."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
 
@@ -123,7 +123,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 def turns(
     entries: Mapping[str, EngineEntry], workloads: Sequence[Workload], number: int
 ) -> Iterator[tuple[str, list[Workload]]]:
-    """(engine, what one process of it runs), in the order of round `number`."""
+    """Yield (engine, workloads of one process), in the order of round `number`."""
     for work in workloads:
         for name in rotated([*entries], number):
             if not entries[name].together:
@@ -139,9 +139,9 @@ def measure(
     say: Callable[[str], None],
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Run everything into `found`, each run told to `say` in a line.
+    """Run everything and record it in `found`; `say` gets a line for each run.
 
-    An engine that failed at a workload is not asked for it again.
+    An engine that failed at a workload does not run it again.
     """
     for name, reason in comparison.engines.absent.items():
         for work in comparison.workloads:
@@ -179,8 +179,6 @@ def _line(name: str, works: Sequence[Workload], outcome: Outcome) -> str:
     return f"  {name:24} {rates}; start {answer.start:.1f} s, {outcome.peak_bytes >> 20:,} MiB"
 
 
-# What the runs of a comparison say: rates, ratios within rounds, and whether answers are equal.
-
 Tokens = Sequence[Sequence[int]]  # [rows, output]
 
 START = "from the start of the process to the first token of a prompt of one token"
@@ -192,7 +190,7 @@ EXACT = "fp32"  # the format in which engines should agree
 
 
 def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, str]) -> Result:
-    """A row for each engine, by format, kvik first; and one for each that could not be run."""
+    """Return a row for each engine, by format, kvik first, and one for each that could not run."""
     entries, absent = comparison.engines.entries, comparison.engines.absent
     readings = _Readings(comparison, found)
     rows: list[Row] = []
@@ -219,13 +217,13 @@ def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, st
 
 
 def equal_places(ours: Tokens, theirs: Tokens) -> tuple[int, int]:
-    """(tokens that are equal at the same place, all tokens)."""
+    """Return (tokens equal at the same position, all tokens)."""
     pairs = [p for a, b in zip(ours, theirs, strict=True) for p in zip(a, b, strict=True)]
     return sum(a == b for a, b in pairs), len(pairs)
 
 
 def first_differences(ours: Tokens, theirs: Tokens) -> list[int]:
-    """For each row, how many tokens are equal before the first that is not."""
+    """Return for each row the number of equal tokens before the first difference."""
     rows = zip(ours, theirs, strict=True)
     return [
         sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(a, b, strict=True))) for a, b in rows
@@ -233,7 +231,7 @@ def first_differences(ours: Tokens, theirs: Tokens) -> list[int]:
 
 
 class _Readings:
-    """Takes figures out of what was found."""
+    """Derives figures from the outcomes."""
 
     def __init__(self, comparison: EngineComparison, found: Found) -> None:
         self._comparison = comparison
@@ -282,7 +280,7 @@ class _Readings:
         ]
 
     def long_reasons(self) -> list[tuple[str, str]]:
-        """(engine, reason) of failures that the table cuts short."""
+        """Return (engine, reason) of failures that the table cuts short."""
         found = [(name, reason) for (name, _), reason in self._found.failures.items()]
         found += self._comparison.engines.absent.items()
         return [pair for pair in dict.fromkeys(found) if len(pair[1]) > REASON]
@@ -300,7 +298,7 @@ class _Readings:
         return None
 
     def _best(self, peers: Sequence[str], work: Workload) -> str | None:
-        """The peer with the best median."""
+        """Return the peer with the best median."""
         medians = {}
         for name in peers:
             rates = [r for n in self._rounds if (r := self._rate(name, work, n)) is not None]
@@ -329,7 +327,7 @@ class _Readings:
         return [Figure(f"kvik / this, {work.name}", "x", ratios, "more", RATIO)] if ratios else []
 
     def _both(self, name: str, own: str, number: int) -> list[tuple[Workload, Tokens, Tokens]]:
-        """Of a round, what both told the tokens of: (workload, ours, theirs)."""
+        """Return (workload, ours, theirs) for the workloads whose tokens both report in a round."""
         found = []
         for work in self._comparison.workloads:
             ours, theirs = self._tokens(own, work, number), self._tokens(name, work, number)
@@ -347,7 +345,7 @@ class _Readings:
         return [Figure("equal tokens", "%", tuple(shares), "more", EQUAL)] if shares else []
 
     def _differences(self, name: str, own: str) -> dict[str, list[int]]:
-        """Workload -> the first difference of each row, in the first round that tells."""
+        """Return by workload the first difference of each row, in the first round with tokens."""
         found: dict[str, list[int]] = {}
         for number in self._rounds:
             for work, ours, theirs in self._both(name, own, number):

@@ -42,7 +42,7 @@ WIDTH, DPI = 7.2, 150  # inches, dots per inch
 BAR_HEIGHT, CURVE_HEIGHT = 0.42, 3.6  # inches
 LABEL = 36  # characters of a row's name
 WIDE_RANGE = 50.0  # of a distribution that is shown on a logarithmic axis
-MAX_POINTS = 4000  # more can be told apart by nobody, and make large files
+MAX_POINTS = 4000  # more cannot be distinguished, and make large files
 
 STYLE: Mapping[Any, Any] = {
     "font.family": "sans-serif",
@@ -72,13 +72,13 @@ STYLE: Mapping[Any, Any] = {
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError, which says how to install it."""
+    """Raise ConfigError, with how to install it, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ConfigError("plot", "charts need matplotlib: pip install 'kvik[bench]'")
 
 
 def write_plots(result: Result, folder: Path) -> list[Path]:
-    """One PNG for each chart; returns their paths."""
+    """Write a PNG for each chart; return their paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -92,7 +92,7 @@ def write_plots(result: Result, folder: Path) -> list[Path]:
 
 
 def svg(result: Result, chart: Chart, prefix: str) -> str:
-    """An <svg> element in the colours of the text around it.
+    """Return an <svg> element in the colours of the text around it.
 
     Args:
         prefix: of every id in it, so that several can stand in one page.
@@ -105,12 +105,12 @@ def svg(result: Result, chart: Chart, prefix: str) -> str:
 
 
 def drawable(result: Result) -> list[Chart]:
-    """The charts that some row has the data for; a curve needs two points."""
+    """Return the charts that have data; a curve needs two points."""
     return [chart for chart in result.charts if len(_rows(result, chart)) > (chart.kind == "curve")]
 
 
 def chart_table(result: Result, chart: Chart) -> CellGrid:
-    """What a chart shows, in numbers."""
+    """Return the numbers of a chart."""
     rows = _rows(result, chart)
     if chart.kind in ("ecdf", "points"):
         header = ("", *(f"p{share}" for share in SHARES), "highest", "count")
@@ -126,7 +126,7 @@ def chart_table(result: Result, chart: Chart) -> CellGrid:
 
 
 def describe(result: Result, chart: Chart) -> str:
-    """The chart in a sentence, for those who cannot see it."""
+    """Describe a chart in a sentence."""
     rows = _rows(result, chart)
     return f"{SENTENCES[chart.kind].format(x=chart.x, y=chart.y)} {len(rows)} rows: " + "; ".join(
         row.label for row in rows
@@ -288,7 +288,7 @@ def _save(canvas: Canvas, kind: str) -> bytes:
 
 
 def _rows(result: Result, chart: Chart) -> list[Row]:
-    """Those that have the data."""
+    """Return the rows that have the data."""
     if chart.kind in ("ecdf", "points"):
         names = [name for name in (chart.x, chart.y) if name]
         return [row for row in result.rows if all(row.series.get(name) for name in names)]
@@ -314,7 +314,7 @@ def _percentiles(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _without_least(values: Sequence[float]) -> Sequence[float]:
-    """The positive ones but for the smallest percent, which would stretch an axis over decades."""
+    """Return the positive values but the smallest percent, which would stretch an axis."""
     positive = sorted(value for value in values if value > 0)
     return positive[len(positive) // 100 :]
 
@@ -337,7 +337,7 @@ def _legend(ax: Axes, rows: Sequence[Row]) -> None:
 
 
 def _label(row: Row) -> str:
-    """The tables have all of it; a chart must keep room for the chart."""
+    """Return the label of a row, cut: the tables have all of it."""
     return (
         row.label if len(row.label) <= LABEL else row.label[: LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
     )
@@ -347,14 +347,14 @@ def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-# A result as one HTML file that needs nothing else: figures, charts, what was measured and how.
+# A result as one self-contained HTML file: figures, charts, facts and definitions.
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A chart beside the same in words and in numbers."""
+    """A chart, with the same in words and numbers."""
 
     title: str
     svg: Markup
@@ -363,7 +363,7 @@ class Picture:
 
 
 def as_html(result: Result) -> str:
-    """The page. Whatever a name or remark holds is shown as text."""
+    """Return the page. Names and remarks are escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

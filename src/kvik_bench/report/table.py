@@ -18,14 +18,14 @@ MAX_WIDTH = 400  # characters of a table that goes to no terminal
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """Cells as text. The first column names what the others are about."""
+    """Cells as text. The first column names the rows."""
 
     header: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
 
 
 def grid(result: Result) -> CellGrid:
-    """What there is more of goes down: the figures, or the rows."""
+    """Return the table of a result; the longer of figures and rows goes down."""
     names, rows = list(result.names()), result.rows
     facts = list(dict.fromkeys(name for row in rows for name in row.facts))
     if len(names) + len(facts) > len(rows):
@@ -92,7 +92,7 @@ def as_markdown(result: Result) -> str:
 
 
 def print_tables(result: Result, console: Console | None = None) -> None:
-    """To standard output, as wide as the terminal, or as wide as needed where there is none."""
+    """Print to standard output, as wide as the terminal, or as needed without one."""
     console = console or Console()
     table = grid(result)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -119,7 +119,7 @@ def print_tables(result: Result, console: Console | None = None) -> None:
 
 
 def spread_note(result: Result) -> str:
-    """How to read the cells; nothing where all was measured once."""
+    """Return how to read the cells; "" where all was measured once."""
     repeats = max((len(f.values) for row in result.rows for f in row.figures), default=0)
     if repeats < 2:
         return ""
@@ -137,7 +137,7 @@ def _title(result: Result, name: str) -> str:
 
 
 def _places(figure: Figure) -> int:
-    """Decimals that show the significant digits; none for what is counted."""
+    """Return the decimals that show the significant digits; none for counts."""
     if figure.unit != "x" and all(value == int(value) for value in figure.values):
         return 0
     size = abs(figure.median)
@@ -149,7 +149,7 @@ def _markdown_line(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """What Markdown would take for markup or for the end of a cell."""
+    """Escape what Markdown would take for markup or for the end of a cell."""
     text = " ".join(text.split())
     for mark in "\\|`*_<>":
         text = text.replace(mark, f"\\{mark}")
