@@ -95,6 +95,14 @@ def test_zero_stays_zero_whatever_the_range(low: float, high: float) -> None:
     assert float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3)])
+def test_a_range_on_one_side_of_zero_reaches_to_it(low: float, high: float) -> None:
+    values = torch.linspace(low, high, 32)[None].clone()
+    weight = round_int4(values, 32, symmetric=False)
+    torch.testing.assert_close(weight.scales, torch.tensor([[0.9 / 15]]), rtol=2**-11, atol=0)
+    assert float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
+
+
 def test_groups_lie_along_the_inputs() -> None:
     """A large weight spoils its own group, not its neighbours nor other outputs."""
     values = normal(3, 96)
