@@ -12,78 +12,55 @@ requests are served in batches, fair shares decide which are in the next batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvik.core.config import POLICIES, SchedulerConfig
 from kvik.core.types import Request, RequestStatus
 from kvik.errors import ConfigError
 
 
-class Policy(Protocol):
-    """How a service orders its requests; the scheduler does the rest."""
+class Policy:
+    """How a service orders its requests; the scheduler does the rest.
 
-    batches: bool  # no request joins a running batch
+    This is first come, first served with continuous batching; the others change parts of it.
 
-    def order(self, request: Request, now: float) -> tuple[float, int]:
-        """The request's key; called once, when it arrives."""
-        ...
-
-    def candidates(self, waiting: list[Request], now: float) -> list[Request]:
-        """Waiting requests (sorted by `order`) in the order in which to try them now."""
-        ...
-
-    def chunk(self, request: Request, wanted: int, budget: int) -> int:
-        """How many of the `wanted` tokens of a prefilling request go into this step."""
-        ...
-
-    def victim(self, running: Sequence[Request]) -> Request:
-        """Which of the running requests (sorted by `order`) is preempted first."""
-        ...
-
-    def cheapest(self, running: Sequence[Request]) -> Request:
-        """Which of a tenant's running requests (sorted by `order`) is preempted for another
-        tenant."""
-        ...
-
-    def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
-        """Which of the waiting requests may start now. They are given in the order of `order`, or
-        of fair shares between tenants; those that belong to the running batch come first."""
-        ...
-
-    def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        """When to plan again if nothing is running and nothing was `admissible`."""
-        ...
-
-
-class Fcfs:
-    """First come, first served, with continuous batching: requests join at every step."""
+    Attributes:
+        batches: no request joins a running batch.
+    """
 
     batches = False
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
+        """The request's key; called once, when it arrives."""
         return (request.arrival, request.serial)
 
     def candidates(self, waiting: list[Request], now: float) -> list[Request]:
+        """Waiting requests (sorted by `order`) in the order in which to try them now."""
         return waiting
 
     def chunk(self, request: Request, wanted: int, budget: int) -> int:
+        """How many of the `wanted` tokens of a prefilling request go into this step."""
         return min(wanted, budget)
 
     def victim(self, running: Sequence[Request]) -> Request:
+        """Which of the running requests (sorted by `order`) is preempted first."""
         return running[-1]
 
     def cheapest(self, running: Sequence[Request]) -> Request:
-        """The request that loses least; the youngest of equals."""
+        """Which of a tenant's running requests (sorted by `order`) is preempted for another tenant:
+        the one that loses least; the youngest of equals."""
         return min(reversed(running), key=lambda r: r.num_computed_tokens)
 
     def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
+        """Which of the waiting requests may start now. They are given in the order of `order`, or
+        of fair shares between tenants; those that belong to the running batch come first."""
         return waiting
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
+        """When to plan again if nothing is running and nothing was `admissible`."""
         return None
 
 
-class Priority(Fcfs):
+class Priority(Policy):
     """Smaller `priority` first; `ageing` seconds of waiting weigh as one level, so that no request
     starves."""
 
@@ -98,7 +75,7 @@ class Priority(Fcfs):
         return super().cheapest([r for r in running if r.priority == least_urgent])
 
 
-class ShortestPrefillFirst(Fcfs):
+class ShortestPrefillFirst(Policy):
     """Short prompts first, for a lower mean TTFT. A thousand tokens weigh as `ageing` seconds of
     waiting, so that a long prompt is overtaken for a bounded time."""
 
@@ -110,7 +87,7 @@ class ShortestPrefillFirst(Fcfs):
         return (request.arrival + weight, request.serial)
 
 
-class LongestPrefixMatch(Fcfs):
+class LongestPrefixMatch(Policy):
     """Requests with most of their prompt in the prefix cache first, while it is still there
     (SGLang, Zheng et al. 2024, section 3). Only the oldest `lookahead` requests compete, and one
     that has waited `ageing` seconds goes before all others."""
@@ -130,7 +107,7 @@ class LongestPrefixMatch(Fcfs):
         return sorted(waiting[: self.lookahead], key=key) + waiting[self.lookahead :]
 
 
-class Static(Fcfs):
+class Static(Policy):
     """A batch starts when the one before it has ended; no request joins it."""
 
     batches = True
@@ -145,7 +122,7 @@ class Static(Fcfs):
         return _first_batch(waiting, self.batch_size, self.max_tokens)
 
 
-class Dynamic(Fcfs):
+class Dynamic(Policy):
     """A static batch that waits for more requests: it starts when it is full or its oldest request
     has waited `max_wait` seconds. It waits less if the queue is more than half full, and not at all
     if the queue is full, when more requests would be refused anyway."""
@@ -220,7 +197,7 @@ def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> P
     batch_size = min(config.batch_size, config.max_num_seqs)
     match config.policy:
         case "fcfs":
-            return Fcfs()
+            return Policy()
         case "priority":
             return Priority(config.ageing)
         case "shortest-prefill-first":
