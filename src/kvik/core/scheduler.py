@@ -235,7 +235,7 @@ class Scheduler:
             if computed == len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.in_flight:
-                        break  # what slides out of its windows comes free with their results
+                        break  # their results free what slides out of its windows
                     step.preempted = True
                     last = running[-1].tenant  # the one that uses most, if shares matter
                     victim = self.policy.victim([r for r in running[i - 1 :] if r.tenant == last])
@@ -272,9 +272,9 @@ class Scheduler:
         for request in self._prompt_order(step, prefilling, now):
             if request.status is RequestStatus.RUNNING:
                 budget -= self._schedule_prefill(request, step, budget)
-            elif self._admits(step) and not self._is_held_up(request):
+            elif self._admits(step) and not self._must_wait(request):
                 if step.made_room and request.status is RequestStatus.PREEMPTED:
-                    continue  # perhaps just now, for another
+                    continue  # perhaps in this step, for another tenant
                 budget -= self._admit(request, step, budget, now)
             if self.shares.contended:
                 self.shares.charge(request)
@@ -363,7 +363,7 @@ class Scheduler:
         for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
             if tokens <= 0 and (wanted >= fair or request not in newcomers):
                 break
-            if self._is_held_up(request):
+            if self._must_wait(request):
                 continue
             if not free.may_have(request):
                 break
@@ -439,9 +439,9 @@ class Scheduler:
         self._add_chunk(step, request, chunk)
         return chunk
 
-    def _is_held_up(self, request: Request) -> bool:
-        """What a waiting request needs is on its way: a step in flight has a row of it, or its
-        leader computes the prompt that both will share."""
+    def _must_wait(self, request: Request) -> bool:
+        """Whether a waiting request must wait for a result: a step in flight has a row of it, or
+        its leader computes the prompt that both will share."""
         return request.last_step >= self._oldest_step or self._leader_is_busy(request)
 
     @property
