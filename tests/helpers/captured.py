@@ -22,7 +22,7 @@ from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
 from kvik.worker.captures import Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import Network
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.row_graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import DeviceInputs, StepSizes
@@ -129,7 +129,7 @@ def captured_steps(
 
     def graph(
         self: NativePlatform,
-        network: Network,
+        network: EngineNetwork,
         most: StepSizes,
         *,
         trees: bool = False,

@@ -17,7 +17,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.kv_formats import allocate_apart
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
-from kvik.worker.graphs import Eager, Network, StepOutput
+from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
@@ -51,10 +51,10 @@ def plain_model() -> PagedModel:
 
 
 @cache
-def loaded() -> Network:
+def loaded() -> EngineNetwork:
     model = plain_model()
     kv = allocate_apart(model.groups, BLOCKS, BLOCK, torch.float32, CPU)
-    return Network(model.model, REFERENCE, model.backend, model.groups, kv)
+    return EngineNetwork(model.model, REFERENCE, model.backend, model.groups, kv)
 
 
 def continuation(tokens: Sequence[int], count: int) -> list[int]:
@@ -70,7 +70,7 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
 class Watched:
     """Runs the model, and notes which token of which slot was computed at which position."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EngineNetwork) -> None:
         self.eager = Eager(network)
         self.computed: list[tuple[int, int, int]] = []
         self.sizes: list[int] = []

@@ -22,7 +22,7 @@ from kvik.kernels.weights import (
 from kvik.nn import parts
 from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError, WeightFormat
 from kvik.nn.formats.dense import Dense
-from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
+from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.spec.weights import LayerScheme, layer_scheme
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Target:
         tensors = format.tensors("column", torch.bfloat16)
         ops = replace(REFERENCE, pack_rows=self._pack_rows)
         rows = Rows(ops, self.matrix, quantizer)
-        self.part = Part("layer", format, tensors, shape, rows, 1)
+        self.part = LayerFiller("layer", format, tensors, shape, rows, 1)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
         self.runs.append((first, weight.outputs))

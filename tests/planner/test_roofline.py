@@ -28,7 +28,7 @@ from kvik.planner.roofline import (
     step_time,
     verify,
 )
-from kvik.planner.shape import Matrix, ModelShape
+from kvik.planner.shape import MatrixGroup, ModelShape
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -225,11 +225,11 @@ def test_a_prompt_costs_the_host_more(small: ModelShape) -> None:
     ],
 )
 def test_what_becomes_of_a_matrix(weight_format: str, role: str, inputs: int, kind: str) -> None:
-    assert linear_kind(weight_format, Matrix(role, 1, inputs, 64)) == kind
+    assert linear_kind(weight_format, MatrixGroup(role, 1, inputs, 64)) == kind
 
 
 def test_a_kind_that_was_not_measured_has_a_stand_in_or_none() -> None:
-    device, matrix = measured_device(), Matrix("down", 1, 320, 64)
+    device, matrix = measured_device(), MatrixGroup("down", 1, 320, 64)
     linears = calibration().linears
     assert ProductCost.of(device, "int4", matrix).costs == linears["int4-g128"]
     assert ProductCost.of(device, "bf16", matrix).costs == linears["bf16"]

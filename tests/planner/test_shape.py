@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvik.planner.families import shape_from_config
-from kvik.planner.shape import Matrix, ModelShape, visible_pairs
+from kvik.planner.shape import MatrixGroup, ModelShape, visible_pairs
 
 
 def shape(name: str) -> ModelShape:
@@ -109,7 +109,7 @@ def test_the_rest_of_a_quantised_model_can_be_in_another_dtype() -> None:
 
 def test_experts_touched_are_the_mean_over_all_choices() -> None:
     """Two tokens that each choose 2 of 5 experts, in every way they can."""
-    matrix = Matrix("expert_down", 5, 8, 4, experts=5, active=2)
+    matrix = MatrixGroup("expert_down", 5, 8, 4, experts=5, active=2)
     choices = [set(c) for c in combinations(range(5), 2)]
     mean = sum(len(a | b) for a in choices for b in choices) / len(choices) ** 2
     assert matrix.touched(1) == pytest.approx(2)

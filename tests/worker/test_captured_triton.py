@@ -36,7 +36,7 @@ from kvik.core.plan import GraphCounts
 from kvik.launch import resolve_config
 from kvik.worker import platforms, warm_up
 from kvik.worker.captures import Captured
-from kvik.worker.graphs import Eager, Graph, Network
+from kvik.worker.graphs import Eager, EngineNetwork, Graph
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.warm_up import WarmUp
 
@@ -183,7 +183,9 @@ def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
     kept: list[weakref.ref[Any]] = []
     graph, emptied = platforms.TritonPlatform.graph, platforms.torch.cuda.empty_cache
 
-    def watch(self: platforms.TritonPlatform, network: Network, *sizes: Any, **how: Any) -> Any:
+    def watch(
+        self: platforms.TritonPlatform, network: EngineNetwork, *sizes: Any, **how: Any
+    ) -> Any:
         made: tuple[Graph, Any] = graph(self, network, *sizes, **how)
         weights = network.model.layers[0].mlp.down.matrix.data.values
         kept.extend(map(weakref.ref, (network.kv[0].k, weights, *made)))

@@ -27,7 +27,7 @@ from kvik.nn.kv_formats import allocate_kv
 from kvik.nn.loader import load_model
 from kvik.spec.declare import ForwardContext
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.graphs import Eager, Network
+from kvik.worker.graphs import Eager, EngineNetwork
 from kvik.worker.input_batch import build_input_batch
 from kvik.worker.platforms import NativePlatform
 from kvik.worker.request_table import RequestTable
@@ -108,7 +108,7 @@ class Twins:
         with torch.inference_mode():
             model = load_model(config.model, builder, seed=1)
             self.taped, self.eager = (
-                Network(
+                EngineNetwork(
                     model,
                     parts.ops,
                     parts.backend,

@@ -24,7 +24,7 @@ from kvik.evaluate.windows import Window
 from kvik.launch import load_worker, resolve_config
 
 
-class Model(Protocol):
+class EvaluatedModel(Protocol):
     """What a reader needs of a worker."""
 
     def read(self, plan: SchedulerOutput) -> Tensor:
@@ -56,7 +56,7 @@ class Piece:
 class Reader:
     """One model, which reads one window at a time."""
 
-    def __init__(self, resolved: ResolvedConfig, model: Model) -> None:
+    def __init__(self, resolved: ResolvedConfig, model: EvaluatedModel) -> None:
         self.resolved = resolved
         self.model = model
         self.tokens_at_once = resolved.scheduler.max_num_batched_tokens

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.spec.declare import Builder
+from kvik.spec.declare import LayerBuilder
 
 EPS = 1e-6
 
 
 class EagleLayer:
-    def __init__(self, builder: Builder, *, hidden: int, inner: int) -> None:
+    def __init__(self, builder: LayerBuilder, *, hidden: int, inner: int) -> None:
         self.join = builder.linear("fc", 2 * hidden, hidden, bias=True)
         self.norm = builder.rms_norm("norm", hidden, EPS)
         self.mlp = builder.at("mlp").gated_mlp(hidden, inner, bias=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvik.spec.declare import Architecture, Builder, ForwardContext
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class GPT2Attention:
     """Multi-head attention; positions are already in the hidden state."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden = spec.hidden_size
         self.heads = (3, spec.num_heads, spec.head_dim)
         self.qkv = builder.linear(
@@ -38,7 +38,7 @@ class GPT2Attention:
 class GPT2Layer:
     """Attention and MLP; each reads the residual stream normalised and adds to it."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.layer_norm("ln_1", hidden, eps, before="qkv")
         self.attention = GPT2Attention(spec, builder.at("attn"), layer)
@@ -56,7 +56,7 @@ class GPT2Layer:
 class GPT2:
     """The language model."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         trunk = builder.at("transformer", optional=True)
         self.embed = trunk.token_embedding(
             "wte", spec.vocab_size, spec.hidden_size, tied=spec.tie_word_embeddings

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from kvik.spec.declare import Architecture, Builder, ForwardContext, WindowRule
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, WindowRule
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LlamaAttention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -53,8 +53,8 @@ class Layer(Protocol):
         ...
 
 
-MakeAttention = Callable[[ModelFacts, Builder, int], AttentionBlock]
-MakeLayer = Callable[[ModelFacts, Builder, int], Layer]
+MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
+MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
 
 
 class LlamaLayer:
@@ -63,7 +63,7 @@ class LlamaLayer:
     def __init__(
         self,
         spec: ModelFacts,
-        builder: Builder,
+        builder: LayerBuilder,
         layer: int,
         attention: MakeAttention = LlamaAttention,
     ) -> None:
@@ -83,7 +83,7 @@ class Llama:
     """The language model; `make_layer` makes a layer in the scope of its names."""
 
     def __init__(
-        self, spec: ModelFacts, builder: Builder, make_layer: MakeLayer = LlamaLayer
+        self, spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer = LlamaLayer
     ) -> None:
         assert spec.rope is not None
         trunk = builder.at("model", optional=True)

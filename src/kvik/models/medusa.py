@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kvik.spec.declare import Builder
+from kvik.spec.declare import LayerBuilder
 
 Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
 
@@ -22,7 +22,7 @@ Logits = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, vocab] fp32
 class MedusaHeads:
     def __init__(
         self,
-        builder: Builder,
+        builder: LayerBuilder,
         *,
         heads: int,
         layers: int,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama
-from kvik.spec.declare import Architecture, Builder, ForwardContext
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Olmo2Attention:
     """Grouped-query attention with RMSNorm over all queries and over all keys of a token."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -45,7 +45,7 @@ class Olmo2Attention:
 class Olmo2Layer:
     """Attention and MLP; what each gives is normalised and added to the residual stream."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention = Olmo2Attention(spec, builder.at("self_attn"), layer)
         self.attention_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.llama import Llama, LlamaLayer
-from kvik.spec.declare import Architecture, Builder, ForwardContext, WindowRule
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, WindowRule
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Qwen3Attention:
     """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions."""
 
-    def __init__(self, spec: ModelFacts, builder: Builder, layer: int) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = builder.heads(
             ("q_proj", "k_proj", "v_proj"),
@@ -39,7 +39,7 @@ class Qwen3Attention:
         return self.o(attended, residual)
 
 
-def qwen3(spec: ModelFacts, builder: Builder) -> Llama:
+def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:
     return Llama(spec, builder, partial(LlamaLayer, attention=Qwen3Attention))
 
 

@@ -22,7 +22,7 @@ from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.linear import MLP, GatedMLP, Heads, Linear
 from kvik.nn.norm import Embedding, LayerNorm, MatrixEmbedding, RMSNorm
-from kvik.nn.parts import Part, Quantizer, Rows, weight_kind
+from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import Role
@@ -297,7 +297,7 @@ class Builder:
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
             format = self._format(layer, shape, own)
             tensors = format.tensors(shard, self.dtype)
-            part = Part(layer, format, tensors, shape, target, first)
+            part = LayerFiller(layer, format, tensors, shape, target, first)
             for suffix, tensor in tensors.items():
                 self.declared.tensors.append(
                     DeclaredTensor(

@@ -99,7 +99,7 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """A tensor, or neighbouring rows of it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Checkpoint(Protocol):
         """All tensors, by name."""
         ...
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
         """The named tensors in an order that is good to read, in pieces.
 
         Args:
@@ -141,7 +141,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A `Run` to be read: where it lies in its file."""
+    """A `TensorRun` to be read: where it lies in its file."""
 
     name: str
     first: int
@@ -162,7 +162,7 @@ class FolderCheckpoint:
     def entries(self) -> Mapping[str, TensorEntry]:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
         """See `Checkpoint`: file by file and layer by layer."""
         for path, entries in self.files:
             pieces = [
@@ -173,7 +173,7 @@ class FolderCheckpoint:
             ]
             spans = [(piece.start, piece.size) for piece in pieces]
             for piece, data in zip(pieces, read_ahead(path, spans), strict=True):
-                yield Run(piece.name, piece.first, data.view(piece.dtype).view(piece.shape))
+                yield TensorRun(piece.name, piece.first, data.view(piece.dtype).view(piece.shape))
 
 
 def open_checkpoint(folder: str | Path) -> FolderCheckpoint:

@@ -17,7 +17,7 @@ from kvik.gguf.types import BLOCK_TYPES
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BlockParts:
     """Blocks taken apart: w = code * scale, or w = code * scale - minimum.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parts:
         return groups.view(self.codes.shape)
 
 
-def take_apart(type: str, rows: Tensor) -> Parts:
+def take_apart(type: str, rows: Tensor) -> BlockParts:
     """rows [rows, bytes] uint8 of a type of integers."""
     return _PARTS[type](_blocks(type, rows))
 
@@ -106,13 +106,13 @@ def _nibbles(data: Tensor, width: int) -> Tensor:
     return _bits(data, width, 4)
 
 
-def _around(middle: int, codes: Tensor, scales: Tensor) -> Parts:
+def _around(middle: int, codes: Tensor, scales: Tensor) -> BlockParts:
     """codes [rows, blocks, weights] uint8 whose zero is `middle`."""
-    return Parts((codes.view(torch.int8) - middle).flatten(1), scales.flatten(1))
+    return BlockParts((codes.view(torch.int8) - middle).flatten(1), scales.flatten(1))
 
 
-def _above(codes: Tensor, scales: Tensor, minima: Tensor) -> Parts:
-    return Parts(codes.flatten(1), scales.flatten(1), minima.flatten(1))
+def _above(codes: Tensor, scales: Tensor, minima: Tensor) -> BlockParts:
+    return BlockParts(codes.flatten(1), scales.flatten(1), minima.flatten(1))
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,57 +133,57 @@ def _fifth_bits(data: Tensor) -> Tensor:
     return _bits(data, 1, 1)
 
 
-def _q8_0(blocks: Tensor) -> Parts:
+def _q8_0(blocks: Tensor) -> BlockParts:
     return _around(0, blocks[..., 2:].contiguous(), _numbers(blocks, 0))
 
 
-def _q4_0(blocks: Tensor) -> Parts:
+def _q4_0(blocks: Tensor) -> BlockParts:
     return _around(8, _nibbles(blocks[..., 2:], 16), _numbers(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
+def _q4_1(blocks: Tensor) -> BlockParts:
     return _above(_nibbles(blocks[..., 4:], 16), _numbers(blocks, 0), -_numbers(blocks, 2))
 
 
-def _q5_0(blocks: Tensor) -> Parts:
+def _q5_0(blocks: Tensor) -> BlockParts:
     codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6]) << 4
     return _around(16, codes, _numbers(blocks, 0))
 
 
-def _q5_1(blocks: Tensor) -> Parts:
+def _q5_1(blocks: Tensor) -> BlockParts:
     codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8]) << 4
     return _above(codes, _numbers(blocks, 0), -_numbers(blocks, 2))
 
 
-def _q2_k(blocks: Tensor) -> Parts:
+def _q2_k(blocks: Tensor) -> BlockParts:
     packed = blocks[..., :16]
     scales = _numbers(blocks, 80) * (packed & 15).float()
     minima = _numbers(blocks, 82) * (packed >> 4).float()
     return _above(_bits(blocks[..., 16:80], 32, 2), scales, minima)
 
 
-def _q3_k(blocks: Tensor) -> Parts:
+def _q3_k(blocks: Tensor) -> BlockParts:
     codes = _bits(blocks[..., 32:96], 32, 2) | _bits(blocks[..., :32], 32, 1) << 2
     packed = _nibbles(blocks[..., 96:104], 8) | _bits(blocks[..., 104:108], 4, 2) << 4
     return _around(4, codes, _numbers(blocks, 108) * (packed.view(torch.int8) - 32).float())
 
 
-def _q4_k(blocks: Tensor) -> Parts:
+def _q4_k(blocks: Tensor) -> BlockParts:
     return _above(_nibbles(blocks[..., 16:], 32), *_k_scales(blocks))
 
 
-def _q5_k(blocks: Tensor) -> Parts:
+def _q5_k(blocks: Tensor) -> BlockParts:
     codes = _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48], 32, 1) << 4
     return _above(codes, *_k_scales(blocks))
 
 
-def _q6_k(blocks: Tensor) -> Parts:
+def _q6_k(blocks: Tensor) -> BlockParts:
     codes = _nibbles(blocks[..., :128], 64) | _bits(blocks[..., 128:192], 32, 2) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
     return _around(32, codes, _numbers(blocks, 208) * scales)
 
 
-_PARTS: Mapping[str, Callable[[Tensor], Parts]] = {
+_PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

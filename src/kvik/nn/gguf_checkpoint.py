@@ -19,7 +19,14 @@ from kvik.gguf.facts import (
     tensor_names,
 )
 from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
-from kvik.nn.checkpoint import ROW_MULTIPLE, RUN_BYTES, TORCH_DTYPES, Run, read_ahead, run_length
+from kvik.nn.checkpoint import (
+    ROW_MULTIPLE,
+    RUN_BYTES,
+    TORCH_DTYPES,
+    TensorRun,
+    read_ahead,
+    run_length,
+)
 from kvik.nn.gguf_blocks import unpermute_rotary
 from kvik.nn.safetensors import TensorEntry
 
@@ -28,7 +35,7 @@ BYTES = "U8"
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A `Run` to be read: `rows` rows of a tensor from `first` on."""
+    """A `TensorRun` to be read: `rows` rows of a tensor from `first` on."""
 
     tensor: GgufTensor
     first: int
@@ -65,7 +72,7 @@ class GgufCheckpoint:
             for name, tensor in self.tensors.items()
         }
 
-    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[Run]:
+    def runs(self, in_runs: Mapping[str, bool]) -> Iterator[TensorRun]:
         """See `Checkpoint`: in the order of the file."""
         pieces = [
             (name, piece)
@@ -75,7 +82,7 @@ class GgufCheckpoint:
         ]
         data = read_ahead(self.file.path, [piece.span for _, piece in pieces])
         for (name, piece), read in zip(pieces, data, strict=True):
-            yield Run(name, piece.first, self._values(piece, read))
+            yield TensorRun(name, piece.first, self._values(piece, read))
 
     def _pieces(self, tensor: GgufTensor, in_runs: bool) -> Iterator[_Piece]:
         rows = prod(tensor.shape[:-1])

@@ -100,7 +100,7 @@ class Rows:
         self._ops.pack_rows(self._matrix, first, self._quantizer(weight))
 
 
-class Part:
+class LayerFiller:
     """A layer of the checkpoint, which is some rows of a matrix.
 
     They are unpacked, quantised and packed a run at a time, so that this needs little memory beside

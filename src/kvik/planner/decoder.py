@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from kvik.errors import shown
 from kvik.planner.family_table import Family
 from kvik.planner.formats import weight_format
-from kvik.planner.layers import Part, Sizes, attention, latent_attention, mlp
-from kvik.planner.shape import CacheShape, Matrix, ModelShape
+from kvik.planner.layers import LayerPart, Sizes, attention, latent_attention, mlp
+from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.fields import Fields
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
@@ -100,20 +100,20 @@ def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     return dtype, plain, (f"quantised by {shown(method)}, which is not known: {plain} taken",)
 
 
-def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> Part:
+def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> LayerPart:
     """Embedding, learned positions, head. OPT-350m's embedding is narrower than its layers."""
     family = sizes.family
     width = sizes.integer("word_embed_proj_dim", MAX_WIDTH, hidden)
-    matrices = [Matrix("head", 1, width, vocab)]
+    matrices = [MatrixGroup("head", 1, width, vocab)]
     if not tied:
-        matrices.append(Matrix("embedding", 1, width, vocab, multiplied=False))
+        matrices.append(MatrixGroup("embedding", 1, width, vocab, multiplied=False))
     if width != hidden:
-        matrices.append(Matrix("embedding_up", 1, width, hidden))
-        matrices.append(Matrix("head_down", 1, hidden, width))
+        matrices.append(MatrixGroup("embedding_up", 1, width, hidden))
+        matrices.append(MatrixGroup("head_down", 1, hidden, width))
     if family.positions is not None:
         rows = context + family.positions
-        matrices.append(Matrix("positions", 1, hidden, rows, multiplied=False))
-    return Part(tuple(matrices), vocab * sizes.flag(family.head_bias))
+        matrices.append(MatrixGroup("positions", 1, hidden, rows, multiplied=False))
+    return LayerPart(tuple(matrices), vocab * sizes.flag(family.head_bias))
 
 
 def _windows(sizes: Sizes, layers: int) -> tuple[int | None, ...]:

@@ -18,7 +18,7 @@ from kvik.models.registry import ARCHITECTURES
 from kvik.planner.decoder import read_decoder, stored_format
 from kvik.planner.family_table import EXPERT_KEYS, FAMILIES, LLAMA_LIKE, Experts, Family
 from kvik.planner.layers import attention_kind
-from kvik.planner.shape import CacheShape, Matrix, ModelShape
+from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
 
@@ -164,12 +164,12 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """The shape of a model this engine runs, from the facts it runs with."""
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
     keys = spec.num_kv_heads * spec.head_dim
-    declared, counts = spec.declaration, Counter[Matrix]()
+    declared, counts = spec.declaration, Counter[MatrixGroup]()
     for linear in declared.linears:
-        counts[Matrix(linear.role, 1, linear.inputs, sum(linear.outputs))] += 1
+        counts[MatrixGroup(linear.role, 1, linear.inputs, sum(linear.outputs))] += 1
     for table in declared.tables:
         if not table.tied:  # else it is the head
-            counts[Matrix(table.role, 1, table.width, table.rows, multiplied=False)] += 1
+            counts[MatrixGroup(table.role, 1, table.width, table.rows, multiplied=False)] += 1
     matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
     dtype, stored, notes = stored_format(fields)
     return ModelShape(

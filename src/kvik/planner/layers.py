@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvik.errors import ModelError, shown
 from kvik.planner.family_table import EXPERT_KEYS, Experts, Family, QKNorm
-from kvik.planner.shape import Matrix
+from kvik.planner.shape import MatrixGroup
 from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
@@ -38,15 +38,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """One part of the decoder: its matrices, and how many norm weights and biases it has."""
 
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[MatrixGroup, ...]
     others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionPart:
     """Attention of all layers; the other attributes are those of `ModelShape` and `CacheShape`."""
 
     kind: str
@@ -56,7 +56,7 @@ class Attention:
     elements: int
     scales: int
     latent_dim: int
-    part: Part
+    part: LayerPart
 
 
 def attention_kind(heads: int, kv_heads: int) -> str:
@@ -65,7 +65,7 @@ def attention_kind(heads: int, kv_heads: int) -> str:
     return "MQA" if kv_heads == 1 else "GQA"
 
 
-def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Attention:
+def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPart:
     """Attention over K and V of each KV head."""
     family = sizes.family
     kv_heads = sizes.integer("num_key_value_heads", MAX_HEADS, heads)
@@ -78,10 +78,10 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Attention:
     if family.qk_norm is not QKNorm.NONE and sizes.flag(family.qk_norm_key or True):
         others += 2 * head_dim if family.qk_norm is QKNorm.HEAD else queries + keys
     matrices = (
-        Matrix("qkv", layers, hidden, queries + 2 * keys),
-        Matrix("o", layers, queries, hidden),
+        MatrixGroup("qkv", layers, hidden, queries + 2 * keys),
+        MatrixGroup("o", layers, queries, hidden),
     )
-    return Attention(
+    return AttentionPart(
         attention_kind(heads, kv_heads),
         kv_heads,
         head_dim,
@@ -89,11 +89,11 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Attention:
         elements=2 * keys,
         scales=2 * kv_heads,
         latent_dim=0,
-        part=Part(matrices, layers * others),
+        part=LayerPart(matrices, layers * others),
     )
 
 
-def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Attention:
+def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPart:
     """MLA (arXiv 2405.04434): K and V of all heads are made from one latent, which is cached with
     one rotary key. Queries are compressed too, unless q_lora_rank is null (DeepSeek-V2-Lite)."""
     fields = sizes.fields
@@ -103,20 +103,20 @@ def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Atte
     v_head_dim = fields.integer("v_head_dim", 1, MAX_WIDTH)
     queries = heads * (nope + rope)
     matrices = [
-        Matrix("kv_down", layers, hidden, latent + rope),
-        Matrix("kv_up", layers, latent, heads * (nope + v_head_dim)),
-        Matrix("o", layers, heads * v_head_dim, hidden),
+        MatrixGroup("kv_down", layers, hidden, latent + rope),
+        MatrixGroup("kv_up", layers, latent, heads * (nope + v_head_dim)),
+        MatrixGroup("o", layers, heads * v_head_dim, hidden),
     ]
     norms, biased = latent, latent + rope + hidden
     if "q_lora_rank" in fields:
         rank = fields.integer("q_lora_rank", 1, MAX_WIDTH)
-        matrices.append(Matrix("q_down", layers, hidden, rank))
-        matrices.append(Matrix("q_up", layers, rank, queries))
+        matrices.append(MatrixGroup("q_down", layers, hidden, rank))
+        matrices.append(MatrixGroup("q_up", layers, rank, queries))
         norms, biased = norms + rank, biased + rank
     else:
-        matrices.append(Matrix("q_up", layers, hidden, queries))
+        matrices.append(MatrixGroup("q_up", layers, hidden, queries))
     others = norms + biased * sizes.flag("attention_bias")
-    return Attention(
+    return AttentionPart(
         "MLA",
         heads,
         nope + rope,
@@ -124,11 +124,11 @@ def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Atte
         elements=latent + rope,
         scales=1,
         latent_dim=latent,
-        part=Part(tuple(matrices), layers * others),
+        part=LayerPart(tuple(matrices), layers * others),
     )
 
 
-def mlp(sizes: Sizes, layers: int, hidden: int) -> tuple[Part, int]:
+def mlp(sizes: Sizes, layers: int, hidden: int) -> tuple[LayerPart, int]:
     """The MLPs of all layers, and the width that one token goes through."""
     experts = sizes.family.experts
     if experts is None:
@@ -143,7 +143,7 @@ def mlp(sizes: Sizes, layers: int, hidden: int) -> tuple[Part, int]:
         return routed, width
     inner = sizes.integer("intermediate_size", MAX_WIDTH)
     dense = _dense(sizes, layers - sparse, hidden, inner)
-    return Part(dense.matrices + routed.matrices, dense.others + routed.others), width
+    return LayerPart(dense.matrices + routed.matrices, dense.others + routed.others), width
 
 
 def _head_dim(sizes: Sizes, hidden: int, heads: int) -> int:
@@ -156,39 +156,39 @@ def _head_dim(sizes: Sizes, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _dense(sizes: Sizes, layers: int, hidden: int, inner: int) -> Part:
+def _dense(sizes: Sizes, layers: int, hidden: int, inner: int) -> LayerPart:
     ups, up = (2, "gate_up") if sizes.family.gated_mlp else (1, "up")
     matrices = (
-        Matrix(up, layers, hidden, ups * inner),
-        Matrix("down", layers, inner, hidden),
+        MatrixGroup(up, layers, hidden, ups * inner),
+        MatrixGroup("down", layers, inner, hidden),
     )
     biases = (ups * inner + hidden) * sizes.flag(sizes.family.mlp_bias)
-    return Part(matrices, layers * biases)
+    return LayerPart(matrices, layers * biases)
 
 
 def _routed(
     sizes: Sizes, experts: Experts, total: int, layers: int, hidden: int
-) -> tuple[Part, int]:
+) -> tuple[LayerPart, int]:
     """Router, routed experts, and those that every token uses as one wide MLP."""
     active = sizes.integer(experts.active, total)
     width = sizes.integer(experts.width, MAX_WIDTH)
     matrices = [
-        Matrix("router", layers, hidden, total),
-        Matrix("expert_gate_up", layers * total, hidden, 2 * width, total, active),
-        Matrix("expert_down", layers * total, width, hidden, total, active),
+        MatrixGroup("router", layers, hidden, total),
+        MatrixGroup("expert_gate_up", layers * total, hidden, 2 * width, total, active),
+        MatrixGroup("expert_down", layers * total, width, hidden, total, active),
     ]
     shared = 0
     if experts.shared:
         shared = width * sizes.integer(experts.shared, MAX_EXPERTS, default=0, low=0)
     if experts.shared_width:
         shared = sizes.integer(experts.shared_width, MAX_WIDTH)
-        matrices.append(Matrix("shared_gate", layers, hidden, 1))
+        matrices.append(MatrixGroup("shared_gate", layers, hidden, 1))
     if shared:
-        matrices.append(Matrix("shared_gate_up", layers, hidden, 2 * shared))
-        matrices.append(Matrix("shared_down", layers, shared, hidden))
+        matrices.append(MatrixGroup("shared_gate_up", layers, hidden, 2 * shared))
+        matrices.append(MatrixGroup("shared_down", layers, shared, hidden))
     others = total * experts.correction
     others += (total + total * (2 * width + hidden)) * experts.bias
-    return Part(tuple(matrices), layers * others), active * width + shared
+    return LayerPart(tuple(matrices), layers * others), active * width + shared
 
 
 def _sparse_layers(sizes: Sizes, layers: int) -> int:

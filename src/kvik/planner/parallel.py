@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvik.errors import ConfigError
-from kvik.planner.shape import CacheShape, Matrix, ModelShape
+from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 
 MAX_DEVICES = 1024
 
@@ -95,7 +95,7 @@ def _kept_end(shape: ModelShape) -> frozenset[str]:
     return frozenset({largest.role}) if largest else frozenset()
 
 
-def _cut(matrix: Matrix, shape: ModelShape, tp: int) -> Matrix:
+def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
     if matrix.role in REPLICATED:
         return matrix
     if matrix.role in SECOND:
@@ -108,7 +108,7 @@ def _cut(matrix: Matrix, shape: ModelShape, tp: int) -> Matrix:
     return replace(matrix, outputs=-(-matrix.outputs // tp))
 
 
-def _in_stage(matrix: Matrix, stage: int, layers: int) -> int:
+def _in_stage(matrix: MatrixGroup, stage: int, layers: int) -> int:
     """How many of them the fullest stage holds."""
     if matrix.role in ENDS or matrix.role == "positions":
         return matrix.count

@@ -361,7 +361,7 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class PlannedModel:
     """Attributes:
     flops_per_token: of one token behind a full context.
     runs: this engine runs the model, not only plans it.
@@ -415,7 +415,7 @@ class Plan:
     speed: None: the device's speed is unknown.
     """
 
-    model: ModelFacts
+    model: PlannedModel
     device: DeviceFacts
     context: int
     batch: int
@@ -517,8 +517,8 @@ def _usual_format(
     return weight_format(choose_dtype(EngineConfig(), shape.spec, hardware, gpu, limit, Notes()))
 
 
-def _model_facts(shape: ModelShape, at: Setting) -> ModelFacts:
-    return ModelFacts(
+def _model_facts(shape: ModelShape, at: Setting) -> PlannedModel:
+    return PlannedModel(
         name=shape.name,
         architecture=shape.architecture,
         attention=shape.attention,

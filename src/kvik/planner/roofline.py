@@ -24,7 +24,7 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
 from kvik.planner.search import least
-from kvik.planner.shape import UNQUANTIZED_ROLES, Matrix, ModelShape
+from kvik.planner.shape import UNQUANTIZED_ROLES, MatrixGroup, ModelShape
 from kvik.spec.weights import layer_scheme
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
@@ -50,7 +50,7 @@ class ProductCost:
     costs: tuple[LinearCosts, ...]
 
     @staticmethod
-    def of(device: Device, weight_format: str, matrix: Matrix) -> ProductCost:
+    def of(device: Device, weight_format: str, matrix: MatrixGroup) -> ProductCost:
         measured = device.calibration
         if measured is None:
             return ProductCost(())
@@ -60,7 +60,9 @@ class ProductCost:
         found = kind if kind in measured.linears else next(iter(alike), "")
         return ProductCost(measured.linears.get(found, ()))
 
-    def seconds(self, rows: float, matrix: Matrix, num_bytes: float, reading: MemoryReads) -> float:
+    def seconds(
+        self, rows: float, matrix: MatrixGroup, num_bytes: float, reading: MemoryReads
+    ) -> float:
         """Return the seconds of one product.
 
         Args:
@@ -75,7 +77,7 @@ class ProductCost:
         return beside + max(moving, working)
 
 
-def linear_kind(weight_format: str, matrix: Matrix) -> str:
+def linear_kind(weight_format: str, matrix: MatrixGroup) -> str:
     """Return the name by which a calibration knows a matrix in a weight format."""
     facts = WEIGHT_FORMATS[weight_format]
     head = matrix.role == "head"
@@ -337,7 +339,7 @@ class _Work:
         drafts = self.step.drafted > 0
         return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
 
-    def _products(self, name: str, matrices: list[Matrix], rows: int, item: int) -> StepPart:
+    def _products(self, name: str, matrices: list[MatrixGroup], rows: int, item: int) -> StepPart:
         """Args:
         item: bytes of an output that go to memory; 0: outputs stay in the cache.
         """

@@ -18,7 +18,7 @@ UNQUANTIZED_ROLES = frozenset({"embedding", "positions", "router", "shared_gate"
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class MatrixGroup:
     """Equal weight matrices of one kind. Of a table, `inputs` is its width, `outputs` its rows.
 
     Attributes:
@@ -118,7 +118,7 @@ class ModelShape:
     stored: str
     gated_mlp: bool
     tied: bool
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[MatrixGroup, ...]
     other_parameters: int
     caches: tuple[CacheShape, ...]
     latent_dim: int = 0
@@ -134,7 +134,7 @@ class ModelShape:
         """That one token is computed with; embedding lookups are not counted."""
         return self.other_parameters + sum(m.active_parameters for m in self.matrices)
 
-    def has_in(self, matrix: Matrix, facts: WeightFacts) -> bool:
+    def has_in(self, matrix: MatrixGroup, facts: WeightFacts) -> bool:
         """Whether a matrix is stored in a format, if the model is; else it keeps the dtype."""
         spared = matrix.role == "head" and not facts.head and facts.name == self.stored
         return matrix.role not in UNQUANTIZED_ROLES and not spared
@@ -160,7 +160,7 @@ class ModelShape:
         return total + sum(self.read_of(m, weight_format, rows, dtype) for m in self.matrices)
 
     def read_of(
-        self, matrix: Matrix, weight_format: str, rows: int, dtype: str | None = None
+        self, matrix: MatrixGroup, weight_format: str, rows: int, dtype: str | None = None
     ) -> float:
         """What `read_bytes` counts for the matrices of one kind."""
         facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
@@ -217,7 +217,7 @@ class ModelShape:
     def _item(self, weight_format: str, dtype: str | None) -> int:
         return DTYPE_BYTES[weight_facts(weight_format).dtype or dtype or self.dtype]
 
-    def _matrix_bytes(self, matrix: Matrix, facts: WeightFacts, item: int) -> int:
+    def _matrix_bytes(self, matrix: MatrixGroup, facts: WeightFacts, item: int) -> int:
         if not self.has_in(matrix, facts):
             return matrix.inputs * matrix.outputs * item
         return facts.matrix_bytes(matrix.inputs, matrix.outputs, head=matrix.role == "head")

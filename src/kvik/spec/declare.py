@@ -1,8 +1,9 @@
 """What an architecture is: its row of facts, and what its network is declared with.
 
-The constructors of `models/` declare layers to a `Builder`. `nn.builder` makes them; `describe`
-runs the same constructors over a builder that only lists what they declare. So the parameters, the
-memory plan, the quantiser and the planner read the one declaration of a model, and need no torch.
+The constructors of `models/` declare layers to a `LayerBuilder`. `nn.builder` makes them;
+`describe` runs the same constructors over a builder that only lists what they declare. So the
+parameters, the memory plan, the quantiser and the planner read the one declaration of a model, and
+need no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Architecture:
 
     name: str
     model_type: str
-    make: Callable[[ModelFacts, Builder], Network]
+    make: Callable[[ModelFacts, LayerBuilder], Network]
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -178,10 +179,10 @@ class AttentionLayer(Protocol):
         ...
 
 
-class Builder(Protocol):
+class LayerBuilder(Protocol):
     """Makes layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
-    def at(self, name: str | int, *, optional: bool = False) -> Builder: ...
+    def at(self, name: str | int, *, optional: bool = False) -> LayerBuilder: ...
 
     def ignore(self, *names: str) -> None: ...
 
@@ -327,10 +328,10 @@ class Declaration:
         return name.removeprefix(head).partition(tail)[2]
 
 
-def describe(make: Callable[[ModelFacts, Builder], Network], spec: ModelFacts) -> Declaration:
+def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:
     """List what a network declares when it is made."""
     declaration = Declaration()
-    make(spec, cast(Builder, _Describer(declaration)))
+    make(spec, cast(LayerBuilder, _Describer(declaration)))
     return declaration
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvik.attention.base import StepLayout
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
-from kvik.worker.graphs import Network, StepOutput
+from kvik.worker.graphs import EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import PARTS, FixedInputs
 
@@ -18,7 +18,7 @@ class CpuTape:
         native: Native,
         recording: Recording,
         output: StepOutput,
-        network: Network,
+        network: EngineNetwork,
         inputs: FixedInputs,
     ) -> None:
         """
@@ -35,7 +35,9 @@ class CpuTape:
         self._parts: dict[tuple[int, int], StepOutput] = {}
 
     @staticmethod
-    def capture(native: Native, network: Network, inputs: FixedInputs, block_size: int) -> CpuTape:
+    def capture(
+        native: Native, network: EngineNetwork, inputs: FixedInputs, block_size: int
+    ) -> CpuTape:
         """Record the network's forward over `inputs`.
 
         Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
-from kvik.worker.graphs import Eager, Network, StepOutput
+from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs
 
@@ -31,7 +31,7 @@ from kvik.worker.step_inputs import DeviceInputs
 class DecodeGraphs:
     def __init__(
         self,
-        network: Network,
+        network: EngineNetwork,
         inputs: DeviceInputs,
         capturer: Capturer,
         sizes: Sequence[GraphSize],

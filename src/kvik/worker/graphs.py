@@ -52,7 +52,7 @@ class Graph(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class EngineNetwork:
     """A model, its cache, and what it computes with."""
 
     model: Model
@@ -81,7 +81,7 @@ class Network:
 class Eager:
     """Runs the model each step."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: EngineNetwork) -> None:
         self.network = network
 
     def prepare(self) -> None:

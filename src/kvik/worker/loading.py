@@ -20,8 +20,8 @@ from kvik.nn.opening import open_weights
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.kv import KVGroup
 from kvik.worker.current_device import on_device
-from kvik.worker.graphs import Network
-from kvik.worker.platforms import Parts, Platform, platform
+from kvik.worker.graphs import EngineNetwork
+from kvik.worker.platforms import Platform, PlatformParts, platform
 
 # Making the weights of an engine folder: a model is loaded as ever, and written as it then lies in
 # memory.
@@ -88,7 +88,7 @@ def load_network(
     quantization: str,
     *,
     drafts: bool = False,
-) -> Network:
+) -> EngineNetwork:
     """The model, or one that drafts for it in the same blocks.
 
     Args:
@@ -115,12 +115,12 @@ def load_network(
         kv = allocate(
             groups, cache.num_blocks, cache.block_size, parts.dtype, parts.device, parts.kv_zeros
         )
-    return Network(model, parts.ops, parts.backend, groups, kv)
+    return EngineNetwork(model, parts.ops, parts.backend, groups, kv)
 
 
 def make_builder(
     config: ResolvedConfig,
-    parts: Parts,
+    parts: PlatformParts,
     spec: ModelSpec,
     groups: tuple[KVGroup, ...],
     quantization: str,

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.upload import upload
-from kvik.worker.graphs import Graph, Network, StepOutput
+from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.prompt_logprobs import (
     PooledChunk,
@@ -258,7 +258,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        network: Network,
+        network: EngineNetwork,
         graph: Graph,
         inputs: StepInputs,
         table: RequestTable,

@@ -24,7 +24,7 @@ from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import Eager, Graph, Network
+from kvik.worker.graphs import Eager, EngineNetwork, Graph
 from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.warm_up import NoWarmUps, WarmUps
@@ -69,7 +69,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PlatformParts:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
@@ -82,7 +82,7 @@ class Parts:
 
 class Platform(Protocol):
     @property
-    def parts(self) -> Parts: ...
+    def parts(self) -> PlatformParts: ...
 
     @property
     def graph_memory(self) -> GraphMemory | None:
@@ -90,7 +90,7 @@ class Platform(Protocol):
         ...
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         """How steps run, and where it wants their inputs.
 
@@ -125,10 +125,10 @@ class TorchPlatform:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = select_ops(device)
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
-        self.parts = Parts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
+        self.parts = PlatformParts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         return Eager(network), FreshInputs(self.parts.device)
 
@@ -158,12 +158,12 @@ class NativePlatform:
             log.warning(notice)
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
-        self.parts = Parts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
+        self.parts = PlatformParts(device, dtype, ops, TILES, NATIVE_DRAW_BYTES, backend, zeros)
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
@@ -205,7 +205,9 @@ class TritonPlatform:
         )
         pool = KVPool(config.memory.kv_cache)
         warm_ups = TritonWarmUps(config, ops, device, backend)
-        self.parts = Parts(device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool, warm_ups)
+        self.parts = PlatformParts(
+            device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool, warm_ups
+        )
         self._config = config
         self._graph_memory = GraphMemory(runner.graph_memory, config.memory.activations)
         self._capturer: Capturer | None = None
@@ -216,7 +218,7 @@ class TritonPlatform:
         return self._graph_memory if runner.graph_sizes or runner.draft_graph_sizes else None
 
     def graph(
-        self, network: Network, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.triton import TritonAttention
 

@@ -13,7 +13,7 @@ from kvik.config.memory import POOLED_ROWS, PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.upload import upload
-from kvik.worker.graphs import Network
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Scores, describe, score, told
@@ -190,7 +190,7 @@ def read_prompt_logprobs(
 
 
 class PromptLogprobs:
-    def __init__(self, network: Network, copies: Copies) -> None:
+    def __init__(self, network: EngineNetwork, copies: Copies) -> None:
         self._network = network
         self._copies = copies
         self._wanted: dict[int, _Wanted] = {}  # by slot

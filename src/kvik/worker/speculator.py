@@ -21,7 +21,7 @@ from kvik.kernels.upload import upload
 from kvik.worker.adaptive import DraftControl, StepFigures
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.graphs import Network, StepOutput
+from kvik.worker.graphs import EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains, Trees
 from kvik.worker.request_table import RequestTable
@@ -64,7 +64,7 @@ class CheckedDrafts:
 class DraftChecker:
     def __init__(
         self,
-        network: Network,
+        network: EngineNetwork,
         table: RequestTable,
         sampler: StepSampler,
         speculator: Speculator,

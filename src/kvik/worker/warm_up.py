@@ -33,7 +33,7 @@ from kvik.kernels.triton.attention_shapes import SHORT
 from kvik.kernels.triton.shape_classes import lengths
 from kvik.kernels.upload import upload
 from kvik.models.model_spec import ModelSpec
-from kvik.worker.graphs import Network
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.row_graphs import RowFunction
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
@@ -53,7 +53,7 @@ class TritonWarmUps:
         self._backend = backend
 
     def steps(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
     ) -> Resting:
         if not isinstance(self._backend, TritonAttention):
             return NOTHING  # others gather on their own what the host says there is
@@ -106,7 +106,7 @@ class WarmUps(Protocol):
     """What an idle engine gets ready for what it computes with."""
 
     def steps(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
     ) -> Resting:
         """Before it rests for the network's graph.
 
@@ -128,7 +128,7 @@ class NoWarmUps:
     """Of kernels that were compiled long ago."""
 
     def steps(
-        self, network: Network, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
     ) -> Resting:
         return NOTHING
 
@@ -140,7 +140,7 @@ class NoWarmUps:
 
 
 def forwards(
-    network: Network,
+    network: EngineNetwork,
     lengths: Sequence[int],
     samples: int,
     block_size: int,
@@ -169,7 +169,7 @@ def forwards(
 
 
 def _forward(
-    network: Network,
+    network: EngineNetwork,
     length: int,
     samples: int,
     block_size: int,
@@ -199,7 +199,7 @@ def _forward(
     )
 
 
-def _copy_blocks(network: Network) -> None:
+def _copy_blocks(network: EngineNetwork) -> None:
     """One block or several: the second number of a single pair is not where kernels like it."""
     for count in (1, 2):
         pairs = upload(np.zeros((count, 2), np.int64), network.kv[0].k.device)

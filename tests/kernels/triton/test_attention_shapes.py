@@ -13,7 +13,7 @@ import triton.language as tl
 from helpers.optional_triton import device
 
 from kvik.config.memory import TRITON_WORKSPACE
-from kvik.kernels.triton.attention_paged import Run, runs_of
+from kvik.kernels.triton.attention_paged import SequenceRun, runs_of
 from kvik.kernels.triton.attention_shapes import (
     TALLEST,
     WORKSPACE,
@@ -66,8 +66,8 @@ def test_which_sequences_are_short():
 
 def test_a_batch_is_summed_up_by_number_of_queries():
     assert runs_of((1, 1, 7, 1, 7), (9, 30, 7, 4, 20)) == (
-        Run(1, first=0, last=3, start=0, end=10, context=30),
-        Run(7, first=2, last=4, start=2, end=17, context=20),
+        SequenceRun(1, first=0, last=3, start=0, end=10, context=30),
+        SequenceRun(7, first=2, last=4, start=2, end=17, context=20),
     )
 
 

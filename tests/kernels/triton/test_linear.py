@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
 from kvik.kernels.triton.ops import triton_ops
-from kvik.kernels.triton.packed import Packed
+from kvik.kernels.triton.packed import TritonPacked
 from kvik.kernels.weights import (
     Activation,
     FloatWeight,
@@ -185,7 +185,7 @@ def test_a_row_does_not_see_the_others(kind: str) -> None:
     together = OPS.linear(x, matrix, None)
     for rows in (slice(0, 1), slice(5, 8)):
         assert torch.equal(OPS.linear(x[rows], matrix, None), together[rows])
-    assert isinstance(matrix.data, Packed) and not matrix.data.arrivals.any()
+    assert isinstance(matrix.data, TritonPacked) and not matrix.data.arrivals.any()
 
 
 def test_no_tokens() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
-from kvik.kernels.triton.matrix import Matrices
+from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.packed import GPU
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
 from kvik.kernels.triton.token_rounding import round_tokens
@@ -81,9 +81,9 @@ def weight_of(outputs: int, group: int, activations: Fp8Activations, square: boo
     return Fp8Weight(values, scales, group, activations, scale)
 
 
-def with_library(stand_in: StandIn) -> Matrices:
+def with_library(stand_in: StandIn) -> TritonMatrices:
     library = Library(tensor_cores=False, rows=True, blocks=True, multiply=stand_in)
-    return Matrices(device(), library)
+    return TritonMatrices(device(), library)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from helpers.compilations import compilation
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.kernels.triton import norm
-from kvik.kernels.triton.matrix import Matrices
+from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.matrix_shapes import FEW
 from kvik.kernels.weights import Fp8Kind, Int4Kind, Int8Kind, MatrixSpec, WeightKind
 
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_products_compile_once_for_each_class_of_tokens(
     kind: WeightKind, kernels: int, compiled: set[str]
 ) -> None:
-    matrices, inputs = Matrices(CPU), 4096
+    matrices, inputs = TritonMatrices(CPU), 4096
     matrix = matrices.matrix(MatrixSpec(kind, 256, inputs, False, None, torch.bfloat16, CPU))
     for tokens in TOKENS:
         matrices.linear(torch.empty(tokens, inputs, dtype=torch.bfloat16), matrix, None)

@@ -59,7 +59,7 @@ def layout(spec: MatrixSpec) -> Parts:
 def parts(matrix: Matrix) -> Parts:
     """See `Packing`."""
     packed = matrix.data
-    assert isinstance(packed, Packed)
+    assert isinstance(packed, CpuPacked)
     all_parts = {
         "weight": packed.weight,
         "scales": packed.scales,
@@ -110,7 +110,7 @@ MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bi
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class CpuPacked:
     """Attributes:
     weight, scales, zeros: bytes as `pack_matrix` lays them out; empty where a kind has none.
     order: [inputs] int32; None: as they come.
@@ -130,7 +130,7 @@ class Packed:
     fp8_activations: int
 
 
-class Matrices:
+class CpuMatrices:
     """Matrix products by the native kernels."""
 
     def __init__(self, native: Native) -> None:
@@ -158,7 +158,7 @@ class Matrices:
             ValueError: rows from before have their inputs in another order.
         """
         spec, packed = matrix.spec, matrix.data
-        assert isinstance(packed, Packed)
+        assert isinstance(packed, CpuPacked)
         if isinstance(weight, OrderedWeight):
             assert packed.order is not None
             fill_order(packed.order, weight.order)
@@ -189,7 +189,7 @@ class Matrices:
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
         spec, packed = matrix.spec, matrix.data
-        assert isinstance(packed, Packed)
+        assert isinstance(packed, CpuPacked)
         y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
         self.native.launch(
             "linear",
@@ -220,7 +220,7 @@ class Matrices:
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
         spec, packed = matrix.spec, matrix.data
-        assert isinstance(packed, Packed)
+        assert isinstance(packed, CpuPacked)
         out = self.native.empty(ids.shape[0], spec.inputs, dtype=dtype)
         self.native.launch(
             "matrix_rows",
@@ -248,11 +248,13 @@ def packed_over(
     zeros: Tensor,
     order: Tensor | None,
     input_scale: Tensor | None,
-) -> Packed:
+) -> CpuPacked:
     """Over memory of the sizes that `packed_sizes` says."""
     kind = plain_kind(spec)
     rounding = FP8_ACTIVATIONS[kind.activations] if isinstance(kind, Fp8Kind) else 0
-    return Packed(weight, scales, zeros, order, input_scale, _number(kind), _group(kind), rounding)
+    return CpuPacked(
+        weight, scales, zeros, order, input_scale, _number(kind), _group(kind), rounding
+    )
 
 
 def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:

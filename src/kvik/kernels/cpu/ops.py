@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.matrix import Matrices
+from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
 from kvik.kernels.torch_ops import TORCH
@@ -102,7 +102,7 @@ def _address(values: Tensor | None) -> int:
 def native_ops(native: Native) -> Ops:
     """Operations on float32 and bfloat16 tensors whose last axis is dense. What moves blocks of the
     cache from one place to another is not part of a forward and stays with torch."""
-    matrices = Matrices(native)
+    matrices = CpuMatrices(native)
     rows = _Rows(native)
     drawing = Drawing(native)
     return Ops(

@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SequenceRun:
     """Sequences of one number of queries: the range from the first of them to the last.
 
     Attributes:
@@ -64,7 +64,7 @@ class PagedStep:
     tree: Tensor | None
     block_size: int
     window: int | None
-    runs: tuple[Run, ...]
+    runs: tuple[SequenceRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,21 @@ class PagedCache:
 
 def runs_of(
     num_scheduled: Sequence[int], contexts: Sequence[int], first: int = 0, start: int = 0
-) -> tuple[Run, ...]:
+) -> tuple[SequenceRun, ...]:
     """Summary of a batch, which has few different numbers of queries; once for all layers.
 
     Args:
         first: of these sequences, in the batch. start: its first token there.
     """
-    runs: dict[int, Run] = {}
+    runs: dict[int, SequenceRun] = {}
     for i, (queries, context) in enumerate(zip(num_scheduled, contexts, strict=True), first):
         end = start + queries
         run = runs.get(queries)
         if run is None:
-            runs[queries] = Run(queries, i, i, start, end, context)
+            runs[queries] = SequenceRun(queries, i, i, start, end, context)
         else:
             longest = max(run.context, context)
-            runs[queries] = Run(queries, run.first, i, run.start, end, longest)
+            runs[queries] = SequenceRun(queries, run.first, i, run.start, end, longest)
         start = end
     return tuple(runs[queries] for queries in sorted(runs))
 
@@ -131,9 +131,9 @@ def paged_attention(
         _prefill(q, cache, step, scale, out, _joined(runs), long)
 
 
-def _joined(runs: Sequence[Run]) -> Run:
+def _joined(runs: Sequence[SequenceRun]) -> SequenceRun:
     """The range of all of them, with the largest of each number."""
-    return Run(
+    return SequenceRun(
         max(run.queries for run in runs),
         min(run.first for run in runs),
         max(run.last for run in runs),
@@ -144,7 +144,13 @@ def _joined(runs: Sequence[Run]) -> Run:
 
 
 def _split(
-    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor, run: Run, above: int
+    q: Tensor,
+    cache: PagedCache,
+    step: PagedStep,
+    scale: float,
+    out: Tensor,
+    run: SequenceRun,
+    above: int,
 ) -> None:
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
     group = heads // kv_heads
@@ -228,7 +234,13 @@ def _split(
 
 
 def _prefill(
-    q: Tensor, cache: PagedCache, step: PagedStep, scale: float, out: Tensor, run: Run, above: int
+    q: Tensor,
+    cache: PagedCache,
+    step: PagedStep,
+    scale: float,
+    out: Tensor,
+    run: SequenceRun,
+    above: int,
 ) -> None:
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
     group = heads // kv_heads

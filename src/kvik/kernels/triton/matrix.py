@@ -27,7 +27,7 @@ from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, t
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
     STEP,
-    Packed,
+    TritonPacked,
     fill,
     group_of,
     in_words,
@@ -241,7 +241,9 @@ def _plan(
     return _Plan(tile, (tiles, splits), steps, ceil_div(steps, splits), partials)
 
 
-def words_linear(x: Tensor, packed: Packed, matrix: Matrix, residual: Tensor | None) -> Tensor:
+def words_linear(
+    x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None
+) -> Tensor:
     """x [tokens, inputs] as it is, times a weight in words."""
     spec, kind = matrix.spec, plain_kind(matrix.spec)
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
@@ -287,7 +289,7 @@ def bytes_linear(
     x_scales: Tensor,
     x_group: int,
     how: int,
-    packed: Packed,
+    packed: TritonPacked,
     matrix: Matrix,
     residual: Tensor | None,
 ) -> Tensor:
@@ -352,7 +354,7 @@ def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | N
     return finish(F.linear(x, values, bias), None, spec.activation, residual, spec.out_dtype)
 
 
-class Matrices:
+class TritonMatrices:
     """The rows `matrix`, `pack_rows`, `linear` and `matrix_rows` of `Ops`, for one device."""
 
     def __init__(self, device: torch.device, library: Library | None = None) -> None:
@@ -369,7 +371,7 @@ class Matrices:
         Raises:
             ValueError: rows from before have their inputs in another order.
         """
-        if isinstance(matrix.data, Packed):
+        if isinstance(matrix.data, TritonPacked):
             fill(matrix.spec, matrix.data, first, weight)
         else:
             TORCH.pack_rows(matrix, first, weight)
@@ -381,7 +383,7 @@ class Matrices:
             return torch.empty(0, spec.outputs, dtype=spec.out_dtype, device=x.device)
         if isinstance(packed, FloatWeight):
             return float_linear(x, packed.values, matrix, residual)
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, TritonPacked):
             return TORCH.linear(x, matrix, residual)
         if packed.order is not None:
             x = x.index_select(1, packed.order)
@@ -399,7 +401,7 @@ class Matrices:
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
         spec, packed, kind = matrix.spec, matrix.data, plain_kind(matrix.spec)
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, TritonPacked):
             return TORCH.matrix_rows(matrix, ids, dtype)
         out = torch.empty(len(ids), spec.inputs, dtype=dtype, device=ids.device)
         if not len(ids):
@@ -443,7 +445,12 @@ class Matrices:
         return out
 
     def _e4m3_linear(
-        self, x: Tensor, packed: Packed, kind: Fp8Kind, matrix: Matrix, residual: Tensor | None
+        self,
+        x: Tensor,
+        packed: TritonPacked,
+        kind: Fp8Kind,
+        matrix: Matrix,
+        residual: Tensor | None,
     ) -> Tensor:
         """Gate and up are not interleaved here: what follows the product is a kernel of its own."""
         spec, library = matrix.spec, self.library

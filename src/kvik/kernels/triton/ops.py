@@ -7,12 +7,12 @@ import torch
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import activation, draw, norm, penalties, rotary, rows
-from kvik.kernels.triton.matrix import Matrices
+from kvik.kernels.triton.matrix import TritonMatrices
 
 
 def triton_ops(device: torch.device) -> Ops:
     """For tensors on one device: a GPU, or a CPU where Triton's interpreter runs the kernels."""
-    matrices = Matrices(device)
+    matrices = TritonMatrices(device)
     return Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,

@@ -103,7 +103,7 @@ def layout(spec: MatrixSpec) -> Parts:
 def parts(matrix: Matrix) -> Parts:
     """See `Packing`."""
     packed = matrix.data
-    if not isinstance(packed, Packed):
+    if not isinstance(packed, TritonPacked):
         return PLAIN.parts(matrix)
     names = ("values", "scales", "factors", "order", "input_scale")
     found = {name: getattr(packed, name) for name in names} | {"bias": matrix.bias}
@@ -117,7 +117,7 @@ def over(spec: MatrixSpec, parts: Parts) -> Matrix:
     own = {name: part.to(spec.device) for name, part in parts.items()}
     if "order" in own:
         check_order(own["order"])
-    packed = Packed(
+    packed = TritonPacked(
         own["values"],
         own["scales"],
         own.get("factors"),
@@ -145,7 +145,7 @@ LEAST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class TritonPacked:
     """A quantised weight on a GPU.
 
     Attributes:
@@ -210,7 +210,7 @@ def is_packed(spec: MatrixSpec) -> bool:
     return not isinstance(kind, FloatKind) and group_of(kind) % LEAST_GROUP == 0
 
 
-def empty(spec: MatrixSpec) -> Packed:
+def empty(spec: MatrixSpec) -> TritonPacked:
     """Filled with zeros, as the inputs beyond the last must be."""
     kind = plain_kind(spec)
 
@@ -236,10 +236,10 @@ def empty(spec: MatrixSpec) -> Packed:
     input_scale = zeros(1, dtype=torch.float32) if static else None
     squares, whole = squares_of(spec), whole_of(spec)
     arrivals = arrivals_of(spec)
-    return Packed(values, scales, factors, order, input_scale, squares, whole, arrivals)
+    return TritonPacked(values, scales, factors, order, input_scale, squares, whole, arrivals)
 
 
-def fill(spec: MatrixSpec, packed: Packed, first: int, weight: Weight) -> None:
+def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> None:
     """Rows first.. of it.
 
     Raises:

@@ -20,7 +20,7 @@ from kvik.nn.safetensors import read_header
 from kvik.spec.declare import ForwardContext, Model
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.platforms import Parts
+from kvik.worker.platforms import PlatformParts
 from kvik.worker.row_graphs import EagerRows, RowFunction, RowGraph
 
 # A tree of drafts from heads that read the model's last hidden state (models/medusa.py).
@@ -90,7 +90,9 @@ class TargetLayer:
         return self.model.logits(hidden)
 
 
-def load_medusa(folder: Path, model: Model, sizes: tuple[int, int], parts: Parts) -> MedusaHeads:
+def load_medusa(
+    folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
+) -> MedusaHeads:
     """
     Args:
         sizes: hidden size and vocabulary of the model.
@@ -112,7 +114,9 @@ def load_medusa(folder: Path, model: Model, sizes: tuple[int, int], parts: Parts
     return heads
 
 
-def load_eagle(folder: Path, model: Model, sizes: tuple[int, int], parts: Parts) -> TargetLayer:
+def load_eagle(
+    folder: Path, model: Model, sizes: tuple[int, int], parts: PlatformParts
+) -> TargetLayer:
     """As `load_medusa`."""
     spec, builder = _open(folder, EAGLE, sizes, parts)
     with torch.inference_mode():
@@ -139,7 +143,7 @@ def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
 
 
 def _open(
-    folder: Path, kind: str, sizes: tuple[int, int], parts: Parts
+    folder: Path, kind: str, sizes: tuple[int, int], parts: PlatformParts
 ) -> tuple[HeadsSpec, Builder]:
     spec = heads_for(folder, kind, *sizes)
     builder = Builder(

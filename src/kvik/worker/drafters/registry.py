@@ -24,7 +24,7 @@ from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import MedusaDrafter, load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
-from kvik.worker.graphs import Network
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
@@ -47,7 +47,7 @@ class DrafterParts:
     config: ResolvedConfig
     table: RequestTable
     sampling: SamplingTable
-    network: Network  # the target's
+    network: EngineNetwork  # the target's
     platform: Platform
     resting: list[Resting] = field(default_factory=list)
 
