@@ -184,7 +184,7 @@ def test_wrong_facts(tmp_path: Path, values: dict[str, Any], message: str) -> No
 
 def test_other_models_are_named(tmp_path: Path) -> None:
     path = llama_file(tmp_path / "m.gguf", architecture="mamba")
-    with pytest.raises(ModelError, match="must be one of llama, qwen2, qwen3, not 'mamba'"):
+    with pytest.raises(ModelError, match="must be one of llama, qwen2, qwen3, olmo2, not 'mamba'"):
         spec_of(path)
 
 
