@@ -12,9 +12,8 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError
 from kvik.files import is_gguf
-from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata
+from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata, tokenizer_metadata
 from kvik.gguf.facts import KEYS, sampling_metadata
-from kvik.gguf.tokenizer_export import tokenizer_metadata
 from kvik.gguf.writer import Buffer, OutTensor, Scalar, write_gguf
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import ModelFiles, model_files

@@ -14,7 +14,7 @@ from kvik import LLM, SamplingParams
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED, CONFIG
 from kvik.nn.checkpoint import SINGLE
-from kvik.quantize.output import REPORT
+from kvik.quantize.save import REPORT
 from kvik.spec.engine_folder import MANIFEST
 from kvik_bench.inprocess.models import DecodingSpeed
 from kvik_bench.report.result import Figure

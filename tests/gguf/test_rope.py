@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvik.errors import ModelError
-from kvik.gguf.rope import llama3_divisors, llama3_scaling
+from kvik.gguf.facts import llama3_divisors, llama3_scaling
 
 CASES = [
     (500_000.0, 64, (32.0, 1.0, 4.0, 8192)),  # Llama 3.2

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from kvik.config.model_source import BUNDLED
 from kvik.errors import ModelError
+from kvik.gguf.export import tokenizer_metadata
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import GgufTokenizer, read_tokenizer
-from kvik.gguf.tokenizer_export import tokenizer_metadata
 from kvik.gguf.writer import write_gguf
 
 

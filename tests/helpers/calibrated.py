@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvik.models.model_spec import read_model_spec
 from kvik.quantize.calibrate import quantise_blocks
+from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.results import BlockResult
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

@@ -12,11 +12,18 @@ from torch import Tensor
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.calibrate import CPU
-from kvik.quantize.float8 import E4M3, E5M2, Float8, float8
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import (
+    E4M3,
+    E5M2,
+    BlockResult,
+    Float8,
+    LayerResult,
+    Progress,
+    Quantised,
+    float8,
+)
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.results import BlockResult, LayerResult, Progress
 from kvik.quantize.source import open_source
 
 FOLDED = 0.5  # what norms are multiplied with, as if factors had been folded into them

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.quantize import awq as module
-from kvik.quantize.awq import awq, clip, search_clip, search_scaling
+from kvik.quantize import factors as module
+from kvik.quantize.factors import awq, clip, search_clip, search_scaling
 from kvik.quantize.gptq import rtn
-from kvik.quantize.grid import ROW, TENSOR, Grid, dequantise, quantise
+from kvik.quantize.quantised import ROW, TENSOR, Grid, dequantise, quantise
 
 INT4 = Grid(4, 32, False)
 

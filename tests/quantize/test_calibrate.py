@@ -22,10 +22,8 @@ from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks, calibration_windows, quantise_blocks
-from kvik.quantize.float8 import Float8
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import BlockResult, Float8, Quantised
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.results import BlockResult
 from kvik.spec.fields import Fields
 from kvik.spec.stored_weights import read_stored_quantization
 from kvik.text.tokenizer import Tokenizer

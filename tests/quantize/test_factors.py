@@ -17,8 +17,8 @@ from kvik.nn.checkpoint import open_checkpoint
 from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import Folded, fold_block
+from kvik.quantize.source import Fold, folds
 from kvik.quantize.statistics import InputStatistics
-from kvik.quantize.structure import Fold, folds
 
 
 def first_block(

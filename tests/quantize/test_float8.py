@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvik.kernels.fp8 import ROW, SQUARE, WHOLE, Block
-from kvik.quantize.float8 import E4M3, E5M2, float8
+from kvik.quantize.quantised import E4M3, E5M2, float8
 
 
 @pytest.mark.parametrize("block", [ROW, WHOLE, SQUARE, (16, 24)])
@@ -43,4 +43,4 @@ def test_weights_that_are_no_numbers() -> None:
     w = torch.ones(4, 8)
     w[1, 2] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
-        float8(w)
+        float8(w, ROW)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, rms_norm, silu
 
-from kvik.quantize.folding import (
+from kvik.quantize.factors import (
     fold_into_linear,
     fold_into_norm,
     kept_scales,

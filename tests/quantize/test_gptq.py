@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvik.quantize import gptq as module
 from kvik.quantize.gptq import gptq, inverse_factor, rtn
-from kvik.quantize.grid import ROW, TENSOR, Grid
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import ROW, TENSOR, Grid, Quantised
 from kvik.quantize.statistics import relative_error
 
 DAMPING = 0.01

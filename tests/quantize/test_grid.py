@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvik.quantize.gptq import rtn
-from kvik.quantize.grid import ROW, TENSOR, Grid, Scales, dequantise, quantise
+from kvik.quantize.quantised import ROW, TENSOR, Grid, Scales, dequantise, quantise
 
 BITS = range(2, 9)
 FP32: tuple[torch.dtype, ...] = ()

@@ -13,10 +13,8 @@ from kvik.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bits import lessen
 from kvik.nn.formats.gptq import natural_index
-from kvik.quantize.float8 import Float8, float8
-from kvik.quantize.grid import Grid, Scales
 from kvik.quantize.layouts import layouts, quantization_config
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import Float8, Grid, Quantised, Scales, float8
 from kvik.quantize.recipe import Recipe
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -178,7 +176,7 @@ def test_the_keys_of_static_activations() -> None:
     assert config["config_groups"]["group_0"]["input_activations"] == {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
     }  # fmt: skip
-    found = float8(torch.ones(32, 96), input_absmax=torch.ones(96))
+    found = float8(torch.ones(32, 96), (1, 0), input_absmax=torch.ones(96))
     written = layouts(recipe, {LAYER: SHAPE}, torch.bfloat16)[LAYER].tensors(found)
     assert written["input_scale"].shape == (1,) and written["input_scale"].dtype == torch.bfloat16
 

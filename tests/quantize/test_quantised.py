@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
 from kvik.quantize.gptq import rtn
-from kvik.quantize.grid import ROW, TENSOR, Grid, Scales
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import ROW, TENSOR, Grid, Quantised, Scales
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

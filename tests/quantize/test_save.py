@@ -23,12 +23,11 @@ from kvik.kernels.weights import Fp8Kind, Int8Kind
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import INDEX, SINGLE, open_checkpoint
 from kvik.nn.formats.registry import choose_format
-from kvik.quantize import output as output_module
 from kvik.quantize import save
-from kvik.quantize.output import STATE, Output
+from kvik.quantize import save as output_module
+from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.results import BlockResult
-from kvik.quantize.save import Saved, check_request, quantise_folder
+from kvik.quantize.save import STATE, Output, Saved, check_request, quantise_folder
 from kvik.quantize.source import Source, open_source
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}

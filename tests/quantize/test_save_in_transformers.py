@@ -13,9 +13,8 @@ from helpers.rounded_blocks import meaning, rounded_blocks
 from helpers.tiny_models import reference_logits, save_tiny, tokens
 
 from kvik.quantize import save
-from kvik.quantize.output import Output
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.save import quantise_folder
+from kvik.quantize.save import Output, quantise_folder
 from kvik.quantize.source import open_source
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}

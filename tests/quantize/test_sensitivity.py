@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kvik.quantize import sensitivity as module
-from kvik.quantize.sensitivity import Candidate, Choice, choose_formats
+from kvik.quantize import budget as module
+from kvik.quantize.budget import Candidate, Choice, choose_formats
 
 Layers = list[list[Candidate]]
 

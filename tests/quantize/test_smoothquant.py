@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.rounding import round_tokens
-from kvik.quantize.folding import scale_inputs
+from kvik.quantize.factors import scale_inputs, smoothing_scales
 from kvik.quantize.gptq import rtn
-from kvik.quantize.grid import ROW, Grid
-from kvik.quantize.smoothquant import smoothing_scales
+from kvik.quantize.quantised import ROW, Grid
 
 
 def normal(*shape: int, seed: int) -> Tensor:

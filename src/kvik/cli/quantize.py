@@ -243,8 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from kvik.cli.quantize_report import QuantizeReport
     from kvik.launch import find_device
-    from kvik.quantize.output import Output
-    from kvik.quantize.save import check_request, quantise_folder
+    from kvik.quantize.save import Output, check_request, quantise_folder
     from kvik.quantize.source import open_source
 
     options = engine_options(arguments, arguments.model)

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from kvik.cli.plugins import SpeedChange
 from kvik.config.units import show_bytes
 from kvik.evaluate.quality import Change
-from kvik.quantize.output import SavedLayer
 from kvik.quantize.recipe import Recipe
-from kvik.quantize.save import Saved
+from kvik.quantize.save import Saved, SavedLayer
 
 SHOWN = 5  # layers with the largest errors
 

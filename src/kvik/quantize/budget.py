@@ -8,7 +8,9 @@ what all that follows sees: || y' - y ||^2 / || y ||^2 with this matrix alone ro
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,10 +22,142 @@ from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockLinear, unwatched
 from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
 from kvik.quantize.gptq import rtn
+from kvik.quantize.quantised import Progress
 from kvik.quantize.recipe import MANY, Recipe, check_groups
-from kvik.quantize.results import Progress
-from kvik.quantize.sensitivity import Candidate, choose_formats
 from kvik.spec.fields import read_json
+
+# Which format each layer gets when not all can have the best: the least loss in so many bytes.
+#
+# Losses are measured with one layer changed at a time, and taken to add up. Then this is the
+# multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
+# chapter 11): solved by dynamic programming, with the Lagrangian bound to say how good it is.
+
+CELLS = 1 << 15  # of bytes that the budget is divided into at most
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One format for one layer.
+
+    Attributes:
+        loss: what the model loses if this layer alone has it.
+    """
+
+    format: str
+    bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """
+    Attributes:
+        formats: by layer, in the order given.
+        least_loss: no choice within the budget loses less than this.
+    """
+
+    formats: tuple[str, ...]
+    bytes: int
+    loss: float
+    least_loss: float
+
+
+def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice:
+    """The formats with the least sum of losses among those that fit.
+
+    Exact where the differences of sizes are multiples of a unit of which the budget has at most
+    `CELLS`. Else they are rounded up to one, which leaves at most a unit of each layer unused; so
+    the loss is at most that of the best choice for a budget smaller by this. Ties go to fewer
+    bytes, then to the candidate named first.
+
+    Args:
+        layers: the candidates of each.
+        budget: bytes for all.
+
+    Raises:
+        ValueError: the smallest candidates do not fit; a loss is no number; a layer has none.
+    """
+    if not all(layers):
+        raise ValueError("a layer has no candidate")
+    if not all(math.isfinite(c.loss) for layer in layers for c in layer):
+        raise ValueError("a measured loss is not finite")
+    least = [min(c.bytes for c in layer) for layer in layers]
+    spare = budget - sum(least)
+    if spare < 0:
+        raise ValueError(f"the smallest formats take {sum(least)} bytes, the budget is {budget}")
+    spare = min(spare, sum(max(c.bytes for c in layer) for layer in layers) - sum(least))
+    unit = math.gcd(
+        *(c.bytes - low for layer, low in zip(layers, least, strict=True) for c in layer)
+    )
+    unit = max(unit, -(-spare // CELLS), 1)
+    picks = _dynamic_programme(layers, least, unit, spare // unit)
+    chosen = [layer[i] for layer, i in zip(layers, picks, strict=True)]
+    return Choice(
+        formats=tuple(c.format for c in chosen),
+        bytes=sum(c.bytes for c in chosen),
+        loss=sum(c.loss for c in chosen),
+        least_loss=_lagrangian_bound(layers, budget),
+    )
+
+
+def _dynamic_programme(
+    layers: Sequence[Sequence[Candidate]], least: Sequence[int], unit: int, cells: int
+) -> list[int]:
+    """The candidate of each layer: least loss in at most `cells` units beyond the least sizes."""
+    best = torch.zeros(cells + 1, dtype=torch.float64)  # least loss of the layers so far, by cells
+    picked = torch.zeros(len(layers), cells + 1, dtype=torch.int16)
+    sizes = [
+        [-(-(c.bytes - low) // unit) for c in layer]
+        for layer, low in zip(layers, least, strict=True)
+    ]
+    for n, layer in enumerate(layers):
+        losses = torch.full_like(best, torch.inf)
+        by_size = sorted(range(len(layer)), key=lambda i: (layer[i].bytes, i))
+        for i in by_size:
+            size = sizes[n][i]
+            if size > cells:
+                continue
+            tried = best[: cells + 1 - size] + layer[i].loss
+            better = tried < losses[size:]
+            losses[size:][better] = tried[better]
+            picked[n, size:][better] = i
+        best = losses
+    # the first of the smallest: with no cell more than it takes
+    left = int((best == best.min()).nonzero()[0])
+    picks = []
+    for n in reversed(range(len(layers))):
+        picks.append(int(picked[n, left]))
+        left -= sizes[n][picks[-1]]
+    return picks[::-1]
+
+
+def _lagrangian_bound(layers: Sequence[Sequence[Candidate]], budget: int) -> float:
+    """The largest lower bound that a price for bytes gives: max over p >= 0 of
+    sum of min (loss + p * bytes) - p * budget.
+
+    It is concave in p, and its slope is the bytes chosen less the budget: bisection finds where
+    that turns from too many to few enough. Any p gives a bound, so the search may stop anywhere.
+    """
+
+    def at(price: float) -> tuple[float, int]:
+        cheapest = [
+            min(layer, key=lambda c: (c.loss + price * c.bytes, c.bytes)) for layer in layers
+        ]
+        over = sum(c.bytes for c in cheapest) - budget
+        return math.fsum(c.loss for c in cheapest) + price * over, over
+
+    bound, over = at(0.0)
+    if over <= 0:
+        return bound
+    losses = [c.loss for layer in layers for c in layer]
+    low, high = 0.0, max(losses) - min(losses)  # per byte: nothing is worth a byte of that price
+    for _ in range(100):
+        price = (low + high) / 2
+        value, over = at(price)
+        bound = max(bound, value)
+        low, high = (price, high) if over > 0 else (low, price)
+    return bound
+
 
 CHOICE = "layer_bits.json"
 BYTE = 8

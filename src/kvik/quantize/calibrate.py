@@ -26,10 +26,10 @@ from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, block_builder, unwatched
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
+from kvik.quantize.quantised import BlockResult, LayerResult, Progress
 from kvik.quantize.recipe import Recipe, check_groups
-from kvik.quantize.results import BlockResult, LayerResult, Progress
+from kvik.quantize.source import Fold, folds, linear_inputs, unclipped_rows
 from kvik.quantize.statistics import InputStatistics
-from kvik.quantize.structure import Fold, folds, linear_inputs, unclipped_rows
 from kvik.spec.declare import ForwardContext
 from kvik.text.tokenizer import Tokenizer
 

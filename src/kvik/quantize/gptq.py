@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvik.quantize.grid import Grid, Scales, quantise
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import Grid, Quantised, Scales, quantise
 
 # Round to nearest: each weight on its own, what the other methods are measured by.
 

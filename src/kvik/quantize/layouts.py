@@ -21,8 +21,7 @@ from kvik.nn.formats.compressed_tensors import WEIGHT, IntQuantized, PackQuantiz
 from kvik.nn.formats.fp8 import BLOCK_SCALE, Fp8
 from kvik.nn.formats.gptq import Gptq
 from kvik.nn.formats.registry import FORMATS
-from kvik.quantize.float8 import Float8
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import Float8, Quantised
 from kvik.quantize.recipe import ROW, Recipe
 from kvik.spec.fields import Fields
 from kvik.spec.stored_weights import HEAD, KEY, LINEAR, read_stored_quantization

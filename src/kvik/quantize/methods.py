@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.rounding import round_tokens
-from kvik.quantize.awq import clip, search_clip
-from kvik.quantize.float8 import E4M3, E5M2, Float8, float8
+from kvik.quantize.factors import clip, search_clip
 from kvik.quantize.gptq import gptq, rtn
-from kvik.quantize.grid import Grid, Scales
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import E4M3, E5M2, Float8, Grid, Quantised, Scales, float8
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.statistics import InputStatistics
 

@@ -2,14 +2,212 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from kvik.kernels.fp8 import (
+    Block,
+    fp8_scale,
+    fp8_scales,
+    round_activations,
+    round_fp8,
+    unround_fp8,
+)
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.integers import Codes, weight_of
-from kvik.quantize.grid import Grid, Scales, dequantise
 from kvik.spec.stored_weights import StoredScheme
+
+# The quantiser of all methods but FP8: the steps of a block of weights, and a weight's code.
+#
+# w = (q - zero) * scale, with q an unsigned code of a few bits. Groups run along the inputs of one
+# row, never across rows.
+
+ROW = -1  # `Grid.group`: the whole row
+TENSOR = 0  # `Grid.group`: all weights of the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What a grid became for some weights.
+
+    Attributes:
+        scales: [outputs, groups] fp32; [1, 1] for a whole tensor.
+        zeros: like `scales`, uint8: the code of 0. None: 2^(bits-1) everywhere.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How weights are rounded.
+
+    Attributes:
+        bits: 2..8.
+        group: inputs of a row that share a scale; -1: the whole row; 0: the whole tensor.
+        symmetric: steps from -(2^(bits-1) - 1) to 2^(bits-1) - 1 about zero, so that the code 0 is
+            not used. Else the range, which always includes 0, is spread over all codes and 0 has a
+            code of its own.
+        scale_dtypes: formats that must all hold a scale as it is; empty: it stays in fp32. Weights
+            are rounded by the scale that they will be multiplied with, not by a finer one.
+            Checkpoints store fp16, or bf16 in a compressed-tensors one of a bf16 model; the native
+            kernels keep the digits of fp16.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"a grid has 2 to 8 bits, not {self.bits}")
+        if self.group < ROW:
+            raise ValueError(f"a group is -1, 0 or a number of inputs, not {self.group}")
+
+    @property
+    def lowest(self) -> int:
+        return 1 if self.symmetric else 0
+
+    @property
+    def highest(self) -> int:
+        return 2**self.bits - 1
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 where a grid is symmetric."""
+        return 2 ** (self.bits - 1)
+
+    def width(self, inputs: int) -> int:
+        """How many of `inputs` share a scale.
+
+        Raises:
+            ValueError: groups do not divide the inputs.
+        """
+        if self.group <= TENSOR:
+            return inputs
+        if inputs % self.group:
+            raise ValueError(f"groups of {self.group} do not divide {inputs} inputs")
+        return self.group
+
+    def bits_per_weight(self, outputs: int, inputs: int) -> float:
+        """Scales and zero points included, as they are stored."""
+        shared = self.width(inputs) * (outputs if self.group == TENSOR else 1)
+        narrow = min((dtype.itemsize for dtype in self.scale_dtypes), default=4)
+        return self.bits + (8 * narrow + (0 if self.symmetric else self.bits)) / shared
+
+    def fit(self, w: Tensor) -> Scales:
+        """Steps that reach all of w, [outputs, inputs].
+
+        Raises:
+            ValueError: a weight is NaN or infinite, or too large for a scale in `scale_dtypes`;
+                groups do not divide the inputs.
+        """
+        grouped = w.float().reshape(len(w), -1, self.width(w.shape[1]))
+        low, high = grouped.amin(-1), grouped.amax(-1)  # [outputs, groups]
+        if self.group == TENSOR:
+            low, high = low.amin().view(1, 1), high.amax().view(1, 1)
+        if not bool((low.isfinite() & high.isfinite()).all()):
+            raise ValueError("its weights hold NaN or infinity, which cannot be quantised")
+        if self.symmetric:
+            scale = self._stored(torch.maximum(high, -low) / (self.middle - 1))
+            return Scales(scale, None)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        # divided first: the difference of two finite numbers may be infinite
+        scale = self._stored(high / self.highest - low / self.highest)
+        zero = (-low / scale).round_().clamp_(0, self.highest)
+        return Scales(scale, zero.to(torch.uint8))
+
+    def codes(self, w: Tensor, scale: Tensor, zero: Tensor | int) -> Tensor:
+        """The nearest code of each weight, in w's float dtype. All shapes broadcast."""
+        return (w / scale).round_().add_(zero).clamp_(self.lowest, self.highest)
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        """
+        Raises:
+            ValueError: a scale is too large for a format.
+        """
+        for dtype in self.scale_dtypes:
+            scale = scale.to(dtype).float()
+        if not bool(scale.isfinite().all()):
+            raise ValueError(f"its weights are too large for scales in {self.scale_dtypes}")
+        return scale.masked_fill(scale == 0, 1.0)  # nothing to scale
+
+
+def quantise(w: Tensor, scales: Scales, grid: Grid) -> Tensor:
+    """w [outputs, inputs] -> codes, uint8."""
+    grouped = w.float().reshape(len(w), -1, grid.width(w.shape[1]))
+    zero = grid.middle if scales.zeros is None else scales.zeros[:, :, None]
+    return grid.codes(grouped, scales.scales[:, :, None], zero).to(torch.uint8).view(w.shape)
+
+
+def dequantise(q: Tensor, scales: Scales, grid: Grid) -> Tensor:
+    """Codes [outputs, inputs] -> weights, fp32."""
+    grouped = q.reshape(len(q), -1, grid.width(q.shape[1])).float()
+    grouped -= grid.middle if scales.zeros is None else scales.zeros[:, :, None]
+    return grouped.mul_(scales.scales[:, :, None]).view(q.shape)
+
+
+# Round to nearest in eight-bit floats: a linear layer in E4M3 or E5M2 with its scales.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """w = value * scale.
+
+    Attributes:
+        values: [outputs, inputs] E4M3 or E5M2.
+        scales: [blocks of outputs, blocks of inputs] fp32.
+        block: outputs and inputs that share a scale; 0: all of them.
+        input_scale: [1] fp32, of its inputs; None: each token finds its own.
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: Block
+    input_scale: Tensor | None = None
+
+    def dequantised(self) -> Tensor:
+        """[outputs, inputs] fp32."""
+        return unround_fp8(self.values, self.scales, self.block)
+
+    def given(self, x: Tensor) -> Tensor:
+        """What the weights meet of x [tokens, inputs]; fp32. E5M2 meets x as it is."""
+        if self.values.dtype != E4M3:
+            return x.float()
+        return round_activations(x, self.block[1], self.input_scale)
+
+
+def float8(
+    w: Tensor,
+    block: Block,
+    scale_dtype: torch.dtype = torch.float32,
+    *,
+    dtype: torch.dtype = E4M3,
+    input_absmax: Tensor | None = None,
+) -> Float8:
+    """
+    Args:
+        w: [outputs, inputs], any float dtype.
+        scale_dtype: what the checkpoint holds scales in; the weights are rounded by such ones.
+        dtype: E4M3 or E5M2.
+        input_absmax: [inputs] or [], of calibration: inputs have a static scale.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    scales = fp8_scales(w, dtype, block).to(scale_dtype).float()
+    input_scale = None
+    if input_absmax is not None:
+        input_scale = fp8_scale(input_absmax.amax().reshape(1), E4M3).to(scale_dtype).float()
+    return Float8(round_fp8(w, scales, dtype, block), scales, block, input_scale)
+
 
 BYTE = 8
 
@@ -62,3 +260,45 @@ class Quantised:
             quantize_activations=quantize_activations and codes.bits == BYTE,
         )
         return weight_of(codes, scheme)
+
+
+# What a pass over a model gives, block by block, and how it tells where it is.
+
+# Called with what is being worked on (a layer's name, "block 3: inputs", ...) and the share of the
+# whole pass that is done, from 0 to 1.
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What became of a linear layer.
+
+    Attributes:
+        name: in the checkpoint, "model.layers.0.self_attn.q_proj".
+        quantised: None: it stays as it is (or as `BlockResult.changed` has it).
+        error: || (W - Q) X || / || W X || on calibration inputs; || W - Q || / || W || without any;
+            0 where it stays as it is.
+        on_inputs: which of the two `error` is.
+    """
+
+    name: str
+    quantised: Quantised | Float8 | None
+    error: float
+    on_inputs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """What became of a decoder block.
+
+    Attributes:
+        index: of the block.
+        layers: all linear layers, in the order of the model.
+        changed: other tensors of the checkpoint that have other values now, because factors were
+            folded into them, by name, in the shape and dtype of the checkpoint: norms, biases, and
+            weights of layers that stay floats. What is in neither is as it was.
+    """
+
+    index: int
+    layers: tuple[LayerResult, ...]
+    changed: Mapping[str, Tensor]

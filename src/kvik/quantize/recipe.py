@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvik.kernels.fp8 import Block
-    from kvik.quantize.grid import Grid
+    from kvik.quantize.quantised import Grid
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
 Layout = Literal["awq", "gptq", "compressed-tensors", "fp8"]
@@ -205,7 +205,7 @@ class Recipe:
 
     def grid(self, layer: str, dtype: torch.dtype) -> Grid:
         """Of a layer in a model of `dtype`; not with fp8, which has `block`."""
-        from kvik.quantize.grid import Grid
+        from kvik.quantize.quantised import Grid
 
         scales = (self.scale_dtype(dtype),)
         return Grid(self.bits_of(layer), self.group_size, self.symmetric, scales)
