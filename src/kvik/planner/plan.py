@@ -362,9 +362,11 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """Attributes:
-    flops_per_token: of one token behind a full context.
-    runs: this engine runs the model, not only plans it.
+    """The facts of a planned model.
+
+    Attributes:
+        flops_per_token: of one token behind a full context.
+        runs: this engine runs the model, not only plans it.
     """
 
     name: str
@@ -386,14 +388,16 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """Attributes:
-    count: how many share the model.
-    bandwidth, rate: bytes and operations a second of one; None: its speed is unknown.
-    arithmetic: the unit that multiplies.
-    source: of the figures; of a machine without any, what its processor is.
-    unknown: why its speed is not known.
-    doubt: why its speed may be wrong.
+class PlannedDevice:
+    """The facts of the devices of a plan.
+
+    Attributes:
+        count: of devices that share the model.
+        bandwidth, rate: bytes and operations a second of one; None: its speed is unknown.
+        arithmetic: the unit that multiplies.
+        source: of the figures; of a machine without any, the name of its processor.
+        unknown: why its speed is unknown.
+        doubt: why its speed may be wrong.
     """
 
     name: str
@@ -416,7 +420,7 @@ class Plan:
     """
 
     model: PlannedModel
-    device: DeviceFacts
+    device: PlannedDevice
     context: int
     batch: int
     weight_format: str
@@ -538,10 +542,10 @@ def _model_facts(shape: ModelShape, at: Setting) -> PlannedModel:
     )
 
 
-def _device_facts(at: Setting) -> DeviceFacts:
+def _device_facts(at: Setting) -> PlannedDevice:
     device = at.device
     unit = arithmetic(at.weight_format, device.kind)
-    return DeviceFacts(
+    return PlannedDevice(
         name=device.name,
         count=at.tp * at.pp,
         memory=int(device.memory),
