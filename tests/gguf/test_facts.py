@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import math
+import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+import torch
 from helpers.gguf_files import llama_file, raw, write_with_package
+from helpers.tiny_models import tiny_model
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvik.errors import ModelError
-from kvik.gguf.facts import model_config
+from kvik.gguf.facts import (
+    KEYS,
+    LAST_N,
+    SCHEMES,
+    gguf_model_spec,
+    gguf_name,
+    has_rotary_rows,
+    hf_name,
+    llama3_divisors,
+    llama3_scaling,
+    model_config,
+    sampling_config,
+    sampling_metadata,
+    stored_quantization,
+)
 from kvik.gguf.reader import read_gguf
+from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import RopeSpec
+from kvik.spec.stored_weights import BLOCK_LAYOUTS
+from kvik.spec.weights import LayerScheme, loaded_scheme
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -195,3 +219,197 @@ def test_a_file_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "n.gguf").write_bytes(raw())
     with pytest.raises(ModelError, match="general.architecture: is missing"):
         spec_of(tmp_path / "n.gguf")
+
+
+# Divisors of frequencies and what config.json says of them.
+
+CASES = [
+    (500_000.0, 64, (32.0, 1.0, 4.0, 8192)),  # Llama 3.2
+    (500_000.0, 128, (8.0, 1.0, 4.0, 8192)),  # Llama 3.1
+    (10_000.0, 128, (5.0, 1.0, 3.0, 2048)),
+    (10_000.0, 64, (3.0, 2.0, 9.0, 4096)),
+]
+
+
+def original_divisors(theta: float, head_dim: int, scaling: dict[str, object]) -> torch.Tensor:
+    """By transformers."""
+    config = LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        rope_parameters={"rope_theta": theta, **scaling},
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return plain / frequencies
+
+
+@pytest.mark.parametrize(("theta", "head_dim", "numbers"), CASES)
+def test_the_way_back(
+    theta: float, head_dim: int, numbers: tuple[float, float, float, int]
+) -> None:
+    factor, low, high, original = numbers
+    scaling: dict[str, object] = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    divisors = original_divisors(theta, head_dim, scaling)
+    ours = torch.tensor(llama3_divisors(scaling, theta, head_dim))  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, divisors, rtol=2e-5, atol=0)
+    data = struct.pack(f"<{len(divisors)}f", *divisors.tolist())
+    found = llama3_scaling(data, theta, head_dim)
+    assert found is not None and found["rope_type"] == "llama3"
+    again = original_divisors(theta, head_dim, dict(found))
+    torch.testing.assert_close(again, divisors, rtol=1e-4, atol=0)
+    if (low, high, original) == (1.0, 4.0, 8192):
+        assert dict(found) == scaling
+
+
+def test_no_stretching() -> None:
+    assert llama3_scaling(struct.pack("<4f", 1, 1, 1, 1), 10_000.0, 8) is None
+
+
+@pytest.mark.parametrize(
+    "divisors",
+    [
+        [1.0, 2.0, 3.0, 1.0],  # no such rise
+        [1.0, 8.0, 1.0, 8.0],
+        [0.5, 1.0, 1.0, 8.0],
+        [1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, float("nan")],
+        [1.0, 1.0, 1.0, float("inf")],
+        [],
+    ],
+)
+def test_other_divisors_are_refused(divisors: list[float]) -> None:
+    with pytest.raises(ModelError, match=r"^rope_freqs\.weight: must hold"):
+        llama3_scaling(struct.pack(f"<{len(divisors)}f", *divisors), 10_000.0, 8)
+
+
+# Names of tensors, against those that transformers gives the same models.
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Mistral", {}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 8}),
+        ("Olmo2", {}),
+    ],
+)
+def test_every_parameter_has_the_name_of_the_public_package(family: str, options: dict) -> None:
+    kind = "llama" if family == "Mistral" else family.lower()
+    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    known = gguf.get_tensor_name_map(architecture, 3)
+    names = list(tiny_model(family, **options).state_dict())
+    own = ARCHITECTURES[f"{family}ForCausalLM"].gguf_names
+    assert len(names) > 25
+    for name in names:
+        expected = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name(name, own) == expected and hf_name(expected, own) == name
+
+
+def test_other_names_have_none() -> None:
+    others = ("rope_freqs.weight", "blk.0.attn_qkv.weight", "blk.x.attn_q.weight", "blk.1.", "")
+    for name in (*others, "blk.0.attn_q.scale"):
+        assert hf_name(name, {}) is None
+    for name in ("self_attn.rotary_emb.inv_freq", "mlp.up_proj.qweight", "x"):
+        assert gguf_name(f"model.layers.0.{name}", {}) is None and gguf_name(name, {}) is None
+    assert hf_name("blk.01.attn_q.weight", {}) is None  # two names would be one
+
+
+def test_rotary_rows() -> None:
+    rotary = {"blk.7.attn_q.weight", "blk.0.attn_k.bias"}
+    others = {"blk.0.attn_v.weight", "blk.0.attn_q_norm.weight", "blk.0.attn_output.weight"}
+    others |= {"attn_q.weight", "token_embd.weight"}
+    assert {name for name in rotary | others if has_rotary_rows(name)} == rotary
+
+
+# How authors would sample, there and back.
+
+GENERAL = gguf.Keys.General
+
+
+def test_keys_are_those_of_the_public_package() -> None:
+    assert set(KEYS.values()) == {
+        GENERAL.SAMPLING_TEMP,
+        GENERAL.SAMPLING_TOP_K,
+        GENERAL.SAMPLING_TOP_P,
+        GENERAL.SAMPLING_MIN_P,
+        GENERAL.SAMPLING_PENALTY_REPEAT,
+    }
+    assert LAST_N == GENERAL.SAMPLING_PENALTY_LAST_N
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    config = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    stored = sampling_metadata({**config, "max_new_tokens": 5})
+    assert stored[LAST_N] == -1  # all of them, as kvik does
+    file = read_gguf(llama_file(tmp_path / "m.gguf", values={**stored, LAST_N: 64}))
+    assert sampling_config(file.metadata) == config
+    assert sampling_metadata({}) == {}
+    assert sampling_config(read_gguf(llama_file(tmp_path / "n.gguf")).metadata) == {}
+
+
+# What the types of a file's tensors mean for its layers.
+
+MINIMA = LayerScheme(4, 32, minima=True)
+LOADED = {
+    "Q8_0": LayerScheme(8, 32),
+    "Q4_0": LayerScheme(4, 32, zeros=False),
+    "Q4_1": MINIMA,
+    "Q5_0": LayerScheme(8, 32),
+    "Q5_1": None,
+    "Q2_K": LayerScheme(4, 16, minima=True),
+    "Q3_K": LayerScheme(4, 16, zeros=False),
+    "Q4_K": MINIMA,
+    "Q5_K": None,
+    "Q6_K": LayerScheme(8, 16),
+}
+
+
+def test_every_type_of_blocks_has_a_scheme() -> None:
+    floats = {"F32", "F16", "BF16"}
+    assert set(SCHEMES) == set(BLOCK_TYPES) - floats == set(BLOCK_LAYOUTS) == set(LOADED)
+    assert all(scheme.layout == name for name, scheme in SCHEMES.items())
+
+
+@pytest.mark.parametrize("type", LOADED)
+def test_what_runs_as_it_is_stored(type: str) -> None:
+    assert loaded_scheme(SCHEMES[type], 4096) == LOADED[type]
+
+
+def test_layers_by_name(tmp_path: Path) -> None:
+    tensors = {
+        "token_embd.weight": np.zeros((64, 32), np.float32),
+        "blk.0.attn_q.weight": np.zeros((32, 32), np.float32),
+        "blk.0.attn_k.weight": np.zeros((32, 32), np.float32),
+        "blk.0.something.weight": np.zeros((32, 32), np.float32),
+    }
+    types = dict(zip(tensors, ("Q8_0", "Q4_0", "BF16", "Q5_0"), strict=True))
+    file = read_gguf(write_with_package(tmp_path / "m.gguf", "llama", {}, tensors, types))
+    found = stored_quantization(file)
+    assert found is not None
+    assert found.embedding_scheme("model.embed_tokens") == SCHEMES["Q8_0"]
+    assert found.scheme("model.layers.0.self_attn.q_proj") == SCHEMES["Q4_0"]
+    assert found.scheme("model.layers.0.self_attn.k_proj") is None
+    assert found.scheme("model.layers.1.self_attn.q_proj") is None
+    assert str(found) == "gguf: Q8_0; Q4_0"
+
+
+def test_a_file_of_floats(tmp_path: Path) -> None:
+    file = read_gguf(llama_file(tmp_path / "m.gguf"))
+    assert stored_quantization(file) is None
+    assert gguf_model_spec(file).quantization is None
+
+
+def test_the_package_agrees_on_sizes() -> None:
+    """Groups divide blocks."""
+    for name, scheme in SCHEMES.items():
+        weights, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+        assert weights % scheme.group == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
-from kvik.quantize.budget import CHOICE, choose_bits
+from kvik.quantize import budget as module
+from kvik.quantize.budget import CHOICE, Candidate, Choice, choose_bits, choose_formats
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
@@ -86,3 +89,127 @@ def test_nothing_left_to_choose(tmp_path: Path) -> None:
     recipe = Recipe("rtn", 4, 8, average_bits=5.0, skip=("*",))
     with pytest.raises(ConfigError, match="leaves no layer"):
         chosen(tmp_path / "model", recipe, tmp_path / "work")
+
+
+# Choosing formats: the best of all choices, or nearly so with a bound that shows it.
+
+Layers = list[list[Candidate]]
+
+
+def made(layers: int, seed: int, unit: int = 1, most: int = 40) -> Layers:
+    """Larger formats lose less, most of the time."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(layers):
+        size, loss = draw.randint(1, most), draw.uniform(0.1, 10)
+        found.append(
+            [
+                Candidate("int3", 3 * size * unit, loss * draw.uniform(0.5, 1.5)),
+                Candidate("int4", 4 * size * unit, loss * draw.uniform(0.1, 0.6)),
+                Candidate("int8", 8 * size * unit, loss * draw.uniform(-0.05, 0.1)),
+            ]
+        )
+    return found
+
+
+def best(layers: Layers, budget: int) -> float:
+    """By trying all."""
+    return min(
+        sum(c.loss for c in choice)
+        for choice in itertools.product(*layers)
+        if sum(c.bytes for c in choice) <= budget
+    )
+
+
+def check(layers: Layers, budget: int, found: Choice) -> None:
+    chosen = [
+        next(c for c in layer if c.format == name)
+        for layer, name in zip(layers, found.formats, strict=True)
+    ]
+    assert found.bytes == sum(c.bytes for c in chosen) <= budget
+    assert found.loss == pytest.approx(sum(c.loss for c in chosen))
+    assert found.least_loss <= found.loss + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.9, 1.0])
+def test_the_best_of_all_choices(seed: int, share: float) -> None:
+    layers = made(7, seed, unit=1000)
+    least = sum(min(c.bytes for c in layer) for layer in layers)
+    most = sum(max(c.bytes for c in layer) for layer in layers)
+    budget = int(least + share * (most - least))
+    found = choose_formats(layers, budget)
+    check(layers, budget, found)
+    exact = best(layers, budget)
+    assert found.loss == pytest.approx(exact)
+    assert found.least_loss <= exact + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounded_sizes_lose_at_most_what_is_said(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CELLS", 50)
+    layers = made(6, seed, most=10**6)
+    least = sum(min(c.bytes for c in layer) for layer in layers)
+    most = sum(max(c.bytes for c in layer) for layer in layers)
+    budget = (least + most) // 2
+    unit = -(-(budget - least) // 50)
+    found = choose_formats(layers, budget)
+    check(layers, budget, found)
+    assert found.loss <= best(layers, budget - 6 * unit) + 1e-9
+
+
+def test_a_large_model_is_near_its_bound() -> None:
+    layers = made(200, seed=1, most=10**6)
+    least = sum(min(c.bytes for c in layer) for layer in layers)
+    most = sum(max(c.bytes for c in layer) for layer in layers)
+    budget = int(least + 0.2 * (most - least))
+    found = choose_formats(layers, budget)
+    check(layers, budget, found)
+    worst = sum(max(c.loss for c in layer) for layer in layers)
+    assert found.loss - found.least_loss < 0.005 * (worst - found.least_loss)
+    assert found == choose_formats(layers, budget)
+
+
+def test_the_most_sensitive_layer_stays_higher() -> None:
+    layers = [
+        [Candidate("int4", 4, loss), Candidate("int8", 8, loss / 10)] for loss in (1.0, 9.0, 2.0)
+    ]
+    assert choose_formats(layers, 16).formats == ("int4", "int8", "int4")
+    assert choose_formats(layers, 20).formats == ("int4", "int8", "int8")
+    assert choose_formats(layers, 10**12).formats == ("int8", "int8", "int8")
+
+
+def test_ties_go_to_fewer_bytes_then_to_the_first() -> None:
+    layers = [
+        [Candidate("large", 8, 1.0), Candidate("a", 4, 1.0), Candidate("b", 4, 1.0)],
+        [Candidate("large", 6, 2.0), Candidate("a", 3, 2.0)],
+    ]
+    found = choose_formats(layers, 100)
+    assert found.formats == ("a", "a") and found.bytes == 7
+    one_of_two = [
+        [Candidate("int4", 4, 1.0), Candidate("int8", 10, 0.0)],
+        [Candidate("int4", 4, 1.0), Candidate("int8", 8, 0.0)],
+    ]
+    for order, formats in ((1, ("int4", "int8")), (-1, ("int8", "int4"))):
+        found = choose_formats(one_of_two[::order], 15)
+        assert found.formats == formats and found.bytes == 12
+
+
+def test_more_bytes_never_lose_more() -> None:
+    layers = made(12, seed=3)
+    least = sum(min(c.bytes for c in layer) for layer in layers)
+    losses = [choose_formats(layers, least + extra).loss for extra in range(0, 400, 7)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+def test_what_cannot_be_chosen() -> None:
+    layer = [Candidate("int4", 4, 1.0), Candidate("int8", 8, 0.1)]
+    with pytest.raises(ValueError, match="8 bytes, the budget is 7"):
+        choose_formats([layer, layer], 7)
+    with pytest.raises(ValueError, match="not finite"):
+        choose_formats([[*layer, Candidate("int3", 3, float("nan"))]], 8)
+    with pytest.raises(ValueError, match="no candidate"):
+        choose_formats([layer, []], 100)
+    assert choose_formats([], 0).formats == ()

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from helpers.tiers import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from kvik.kernels.fp8 import ROW as FP8_ROW
+from kvik.kernels.fp8 import SQUARE, WHOLE, Block
 from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import ROW, TENSOR, Grid, Quantised, Scales
+from kvik.quantize.quantised import (
+    E4M3,
+    E5M2,
+    ROW,
+    TENSOR,
+    Grid,
+    Quantised,
+    Scales,
+    dequantise,
+    float8,
+    quantise,
+)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
+def unit_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -19,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("group", [16, ROW, TENSOR])
 def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) -> None:
-    found = rtn(normal(6, 64), Grid(bits, group, symmetric))
+    found = rtn(unit_normal(6, 64), Grid(bits, group, symmetric))
     weight = found.weight()
     assert isinstance(weight, Int4Weight)
     assert torch.equal(weight.dequantized(), found.dequantised())
@@ -31,7 +49,7 @@ def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) 
 @pytest.mark.parametrize("group", [ROW, TENSOR, 64, 16])
 @pytest.mark.parametrize("activations", [True, False])
 def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
-    found = rtn(normal(6, 64), Grid(bits, group, True))
+    found = rtn(unit_normal(6, 64), Grid(bits, group, True))
     weight = found.weight(activations)
     assert isinstance(weight, Int8Weight)
     assert weight.quantize_activations == activations
@@ -43,7 +61,7 @@ def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: boo
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
-    natural = rtn(normal(4, 64), Grid(bits, 32, True))
+    natural = rtn(unit_normal(4, 64), Grid(bits, 32, True))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32
     found = Quantised(natural.q, natural.scales, natural.grid, order)
     weight = found.weight()
@@ -54,7 +72,7 @@ def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
 
 @pytest.mark.parametrize("grid", [Grid(8, ROW, False), Grid(8, 32, False), Grid(5, 2, True)])
 def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
-    found = rtn(normal(4, 64), grid)
+    found = rtn(unit_normal(4, 64), grid)
     weight = found.weight()
     assert isinstance(weight, FloatWeight)
     assert torch.equal(weight.dequantized(), found.dequantised())
@@ -62,7 +80,7 @@ def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_by_order(symmetric: bool) -> None:
-    found = rtn(normal(4, 64), Grid(4, 32, symmetric))
+    found = rtn(unit_normal(4, 64), Grid(4, 32, symmetric))
     order = torch.arange(64) // 32
     same = Quantised(found.q, found.scales, found.grid, order)
     assert torch.equal(same.dequantised(), found.dequantised())
@@ -76,3 +94,303 @@ def test_by_hand() -> None:
     q = torch.tensor([[0, 3, 15, 1]], dtype=torch.uint8)
     found = Quantised(q, scales, Grid(4, 2, False))
     assert found.dequantised().tolist() == [[-1.5, 0.0, 30.0, 2.0]]
+
+
+# The quantiser of all methods: ranges, scales and zero points, group by group.
+
+BITS = range(2, 9)
+FP32: tuple[torch.dtype, ...] = ()
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def steps_of(scales: Scales, width: int) -> Tensor:
+    """[outputs, inputs]."""
+    return scales.scales.repeat_interleave(width, dim=1)
+
+
+def naive(row: list[float], bits: int, symmetric: bool) -> tuple[list[int], float, int]:
+    """Codes, scale and zero point of one group, number by number."""
+    if symmetric:
+        most = 2 ** (bits - 1) - 1
+        scale = max(abs(w) for w in row) / most or 1.0
+        zero = 2 ** (bits - 1)
+        return [zero + max(-most, min(most, round(w / scale))) for w in row], scale, zero
+    most = 2**bits - 1
+    low, high = min(0.0, *row), max(0.0, *row)
+    scale = (high - low) / most or 1.0
+    zero = max(0, min(most, round(-low / scale)))
+    return [max(0, min(most, round(w / scale) + zero)) for w in row], scale, zero
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [4, 12, ROW])
+def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
+    w = normal(5, 24, seed=bits)
+    w[3] = w[3].abs()  # a range that must be stretched to 0
+    grid = Grid(bits, group, symmetric, FP32)
+    found = rtn(w, grid)
+    width = 24 if group == ROW else group
+    for o in range(5):
+        for g in range(24 // width):
+            columns = slice(g * width, (g + 1) * width)
+            codes, scale, zero = naive(w[o, columns].tolist(), bits, symmetric)
+            assert found.q[o, columns].tolist() == codes
+            assert found.scales.scales[o, g].item() == pytest.approx(scale, rel=1e-6)
+            if found.scales.zeros is not None:
+                assert found.scales.zeros[o, g].item() == zero
+            expected = [(q - zero) * scale for q in codes]
+            assert found.dequantised()[o, columns].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_symmetric_steps_are_as_many_below_as_above(bits: int) -> None:
+    """Not -2^(bits-1): the scale is absmax / (2^(bits-1) - 1)."""
+    w = normal(64, 128)
+    w[:, 0], w[:, 1] = -1.0, 0.9
+    most = 2 ** (bits - 1) - 1
+    grid = Grid(bits, ROW, True, FP32)
+    found = rtn(w, grid)
+    assert torch.equal(found.scales.scales, torch.full((64, 1), 1 / most))
+    assert found.scales.zeros is None
+    steps = found.q.int() - grid.middle
+    assert int(steps.min()) == -most and int(steps.max()) <= most
+    mirrored = rtn(-w, grid)
+    assert torch.equal(mirrored.dequantised(), -found.dequantised())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3), (-0.1, 0.9), (0.0, 1.0)])
+def test_asymmetric_ranges_include_zero_which_stays_zero(
+    bits: int, low: float, high: float
+) -> None:
+    w = torch.linspace(low, high, 64)[None].clone()
+    w[0, 5] = 0.0
+    found = rtn(w, Grid(bits, 64, False, FP32))
+    most = 2**bits - 1
+    spread = max(high, 0) - min(low, 0)
+    assert found.scales.scales.item() == pytest.approx(spread / most, rel=1e-6)
+    assert found.scales.zeros is not None and found.scales.zeros.dtype == torch.uint8
+    assert 0 <= int(found.scales.zeros) <= most
+    assert found.dequantised()[0, 5] == 0.0
+    if high > 0:
+        assert int(found.q.max()) == most
+    if low < 0:
+        assert int(found.q.min()) == 0
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_off_by_half_a_step_at_most_and_evenly(bits: int, symmetric: bool) -> None:
+    """Of many even weights the error is uniform within half a step: rms 1/sqrt(12), mean 0."""
+    generator = torch.Generator().manual_seed(bits)
+    w = torch.rand(64, 4096, generator=generator) * 2 - 1
+    w[:, 0], w[:, 1] = -1.0, 1.0
+    grid = Grid(bits, 1024, symmetric, FP32)
+    found = rtn(w, grid)
+    error = (found.dequantised() - w) / steps_of(found.scales, 1024)
+    assert 0.49 < float(error.abs().max()) <= 0.5 + 1e-4
+    assert float(error.square().mean().sqrt()) == pytest.approx(12**-0.5, rel=0.01)
+    assert abs(float(error.mean())) < 5 * 12**-0.5 / math.sqrt(w.numel())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_lie_along_the_inputs_of_one_row(symmetric: bool) -> None:
+    w = normal(3, 96)
+    w[1, 40] = 1e3
+    found = rtn(w, Grid(4, 32, symmetric))
+    assert found.scales.scales.shape == (3, 3)
+    off = (found.dequantised() - w).abs()
+    assert float(off[1, 32:64].max()) > 0.02
+    off[1, 32:64] = 0
+    assert float(off.max()) < 0.006
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_scale_for_the_tensor(symmetric: bool) -> None:
+    w = normal(6, 40)
+    w[2, 3], w[4, 5] = 0.7, -0.3
+    found = rtn(w, Grid(8, TENSOR, symmetric, FP32))
+    expected = 0.7 / 127 if symmetric else 1.0 / 255
+    assert found.scales.scales.shape == (1, 1)
+    assert found.scales.scales.item() == pytest.approx(expected, rel=1e-6)
+    assert float((found.dequantised() - w).abs().max()) <= expected / 2 * 1.001
+    row = rtn(w[2:3], Grid(8, ROW, symmetric, FP32))
+    assert torch.equal(row.scales.scales, found.scales.scales) == symmetric
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float16,), (torch.bfloat16,), (torch.bfloat16, torch.float16)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_are_rounded_by_the_scale_that_is_stored(
+    dtypes: tuple[torch.dtype, ...], symmetric: bool
+) -> None:
+    w = normal(256, 128)
+    found = rtn(w, Grid(4, 32, symmetric, dtypes))
+    for dtype in dtypes:
+        assert torch.equal(found.scales.scales, found.scales.scales.to(dtype).float())
+    steps = steps_of(found.scales, 32)
+    zeros = 8 if found.scales.zeros is None else found.scales.zeros.repeat_interleave(32, dim=1)
+    best = ((w / steps).round() + zeros).clamp(1 if symmetric else 0, 15)
+    assert torch.equal(found.q.float(), best)
+    finer = rtn(w, Grid(4, 32, symmetric, FP32))
+    assert not torch.equal(finer.scales.scales, found.scales.scales)
+    assert not torch.equal(finer.q, found.q)  # these tests would see the other order
+
+
+def test_scales_that_two_formats_hold_even_when_tiny() -> None:
+    """fp16 has few digits left there, and bfloat16 has few everywhere."""
+    w = normal(512, 32) * torch.logspace(-7, 3, 512)[:, None]
+    scales = Grid(4, 32, True, (torch.bfloat16, torch.float16)).fit(w).scales
+    assert torch.equal(scales, scales.half().float())
+    assert torch.equal(scales, scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nothing_to_scale(symmetric: bool) -> None:
+    w = torch.zeros(3, 32)
+    w[1] = 1e-12  # a scale that fp16 does not hold
+    w[2] = 1.0
+    found = rtn(w, Grid(4, 16, symmetric))
+    assert torch.equal(found.scales.scales[:2], torch.ones(2, 2))
+    assert not found.dequantised()[:2].any()
+    torch.testing.assert_close(found.dequantised()[2], w[2], rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_steps_too_small_for_their_digits_stay_in_range(symmetric: bool) -> None:
+    w = torch.full((1, 32), 7e-7)
+    w[0, ::2] *= -1
+    grid = Grid(4, 32, symmetric)
+    found = rtn(w, grid)
+    assert grid.lowest <= int(found.q.min()) and int(found.q.max()) <= grid.highest
+    assert torch.equal(found.dequantised().sign(), w.sign())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -> None:
+    """A scale of 1.4 of the smallest steps of fp16 becomes one of them: 0 would be at code 21."""
+    w = torch.full((1, 8), sign * 15 * 1.4 * 2.0**-24)
+    found = rtn(w, Grid(4, ROW, False))
+    assert found.scales.zeros is not None
+    assert found.scales.zeros.item() == (0 if sign > 0 else 15)
+    assert found.dequantised()[0, 0] == sign * 15 * 2.0**-24
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
+    """As they do in GPTQ, which moves weights after their scales are fixed."""
+    w, grid = normal(4, 32), Grid(4, ROW, symmetric)
+    q = quantise(w * 100, grid.fit(w), grid)
+    assert q.unique()[[0, -1]].tolist() == [1 if symmetric else 0, 15]
+
+
+@pytest.mark.parametrize("group", [16, ROW, TENSOR])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number(bad: float, symmetric: bool, group: int) -> None:
+    w = normal(3, 32)
+    w[2, 31] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        rtn(w, Grid(4, group, symmetric))
+
+
+def test_a_weight_too_large_for_its_scale() -> None:
+    w = torch.full((1, 4), 1e7)
+    with pytest.raises(ValueError, match="too large for scales"):
+        rtn(w, Grid(4, ROW, True))
+    assert rtn(w, Grid(4, ROW, True, FP32)).dequantised().isfinite().all()
+    most = torch.tensor([[torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max]])
+    for symmetric in (True, False):
+        assert rtn(most, Grid(4, ROW, symmetric, FP32)).scales.scales.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0, 1, 9, -4])
+def test_bits_out_of_range(bits: int) -> None:
+    with pytest.raises(ValueError, match="2 to 8 bits"):
+        Grid(bits, 32, True)
+
+
+def test_groups_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="do not divide 48"):
+        rtn(normal(2, 48), Grid(4, 32, True))
+    with pytest.raises(ValueError, match="a group is"):
+        Grid(4, -2, True)
+
+
+def test_bits_per_weight() -> None:
+    assert Grid(4, 128, True).bits_per_weight(64, 256) == 4.125
+    assert Grid(4, 128, False).bits_per_weight(64, 256) == 4.15625
+    assert Grid(4, 128, True, FP32).bits_per_weight(64, 256) == 4.25
+    assert Grid(8, ROW, True, FP32).bits_per_weight(64, 256) == 8.125
+    assert Grid(8, TENSOR, True, FP32).bits_per_weight(64, 256) == 8 + 32 / (64 * 256)
+
+
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    group=st.sampled_from([1, 2, 8, ROW, TENSOR]),
+    seed=st.integers(0, 2**32 - 1),
+    power=st.integers(-6, 4),
+)
+@settings(max_examples=examples(60))
+def test_codes_stay_in_range_and_values_are_their_own_nearest(
+    bits: int, symmetric: bool, group: int, seed: int, power: int
+) -> None:
+    w = normal(4, 16, seed=seed, scale=10.0**power)
+    grid = Grid(bits, group, symmetric, FP32)
+    scales = grid.fit(w)
+    q = quantise(w, scales, grid)
+    assert grid.lowest <= int(q.min()) and int(q.max()) <= grid.highest
+    assert torch.equal(quantise(dequantise(q, scales, grid), scales, grid), q)
+
+
+def test_the_argument_is_left_alone() -> None:
+    w = normal(4, 32).bfloat16()
+    before = w.clone()
+    assert rtn(w, Grid(4, 16, False)).dequantised().dtype == torch.float32
+    assert torch.equal(w, before)
+
+
+# Layers in eight-bit floats, with the scales that a checkpoint can hold.
+
+
+@pytest.mark.parametrize("block", [FP8_ROW, WHOLE, SQUARE, (16, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("number", "digits"), [(E4M3, 3), (E5M2, 2)])
+def test_digits(block: Block, dtype: torch.dtype, number: torch.dtype, digits: int) -> None:
+    w = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) * 0.02
+    found = float8(w, block, dtype, dtype=number)
+    assert found.values.dtype == number and found.input_scale is None
+    assert torch.equal(found.scales, found.scales.to(dtype).float())
+    # digits behind the first, but for the smallest numbers
+    off = (found.dequantised() - w).abs()
+    assert bool((off <= w.abs() * 2.0 ** -(digits + 1) + found.scales.max() * 2**-10 + 1e-9).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_static_scale_reaches_the_largest_input(dtype: torch.dtype) -> None:
+    x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
+    found = float8(torch.ones(8, 24), FP8_ROW, dtype, input_absmax=x.abs().amax(0))
+    assert found.input_scale is not None and found.input_scale.shape == (1,)
+    expected = (x.abs().max() / 448).to(dtype)
+    assert float(found.input_scale) == float(expected)
+    met = found.given(3 * x)  # three times what was seen: cut
+    assert float(met.abs().max()) == pytest.approx(448 * float(expected), rel=1e-6)
+    assert float((found.given(x) - x).norm() / x.norm()) < 0.04
+
+
+def test_e5m2_meets_inputs_as_they_are() -> None:
+    x = torch.randn(5, 24)
+    assert torch.equal(float8(torch.ones(8, 24), WHOLE, dtype=E5M2).given(x), x)
+
+
+def test_weights_that_are_no_numbers() -> None:
+    w = torch.ones(4, 8)
+    w[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        float8(w, FP8_ROW)
