@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.config.memory import DRAW_BYTES, RULES_BYTES
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Draws, Penalties, Truncation
 from kvik.kernels.upload import upload
 from kvik.worker.logits_rules import TokenRules, gather_edits
@@ -107,30 +108,23 @@ class _Need:
     step. Plain integers, because enum flags cost microseconds per operation."""
 
     RANDOM = 1
-    TOP_K = 2
-    TOP_P = 4
-    MIN_P = 8
-    TYPICAL_P = 16
-    PENALTIES = 32
-    TOKEN_RULES = 64
-    LOGPROBS = 128
+    PENALTIES = 2
+    TOKEN_RULES = 4
+    LOGPROBS = 8
+    TRUNCATION = 16  # of the first of `TRUNCATIONS`; the others follow
 
 
+_TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
+_COLUMNS = {one.name: one.facts["column"] for one in PARAMETERS.values() if one.facts["column"]}
+_values = attrgetter(*_COLUMNS)
 _ROW = np.dtype(
     [
-        ("needs", np.uint8),
+        ("needs", np.uint16),
         ("seeded", np.bool_),
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float32),
-        ("typical_p", np.float64),
-        ("repetition", np.float32),
-        ("frequency", np.float32),
-        ("presence", np.float32),
         ("seed", np.uint64),
         ("num_prompt", np.int64),
         ("logprobs", np.int64),
+        *_COLUMNS.items(),
     ]
 )
 
@@ -175,7 +169,6 @@ class SamplingTable:
             stop_ids: cannot be sampled before `params.min_tokens` output tokens.
         """
         self.clear(slot)
-        top_k = params.top_k if params.top_k > 0 else self._vocab_size
         needs = _needs(params, self._vocab_size)
         if needs & _Need.PENALTIES:
             if self._seen is None:
@@ -186,18 +179,13 @@ class SamplingTable:
         self._rows[slot] = (
             needs,
             params.seed is not None,
-            params.temperature,
-            min(top_k, self._vocab_size),
-            params.top_p,
-            params.min_p,
-            params.typical_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
             seed % 2**64,
             len(prompt_token_ids),
             -1 if params.logprobs is None else params.logprobs,
+            *_values(params),
         )
+        if not needs & _TRUNCATION_BITS["top_k"]:
+            self._rows[slot]["top_k"] = self._vocab_size  # what kernels take for "all"
 
     def clear(self, slot: int) -> None:
         self._token_rules.pop(slot, None)
@@ -297,7 +285,7 @@ class SamplingTable:
             return max(1, len(slots))
         step = 0
         if needs & _Need.RANDOM:
-            wide = shares or needs & _Need.TYPICAL_P
+            wide = shares or needs & _TRUNCATION_BITS["typical_p"]
             step = DRAW_BYTES if wide else self._draw_bytes
         if needs & _Need.PENALTIES:
             step = max(step, PENALTY_BYTES)
@@ -412,9 +400,9 @@ class SamplingTable:
         return Penalties(
             rows=self._ids(chosen),
             seen=where,
-            repetition=self._tensor(rows["repetition"][chosen]),
-            frequency=self._tensor(rows["frequency"][chosen]),
-            presence=self._tensor(rows["presence"][chosen]),
+            repetition=self._tensor(rows["repetition_penalty"][chosen]),
+            frequency=self._tensor(rows["frequency_penalty"][chosen]),
+            presence=self._tensor(rows["presence_penalty"][chosen]),
             in_prompt=in_prompt,
             counts=counts,
         )
@@ -464,10 +452,11 @@ class SamplingTable:
         stream: int | NDArray[np.int64],
     ) -> Draws:
         truncation = Truncation(
-            top_k=self._tensor(rows["top_k"]) if needs & _Need.TOP_K else None,
-            top_p=self._tensor(rows["top_p"]) if needs & _Need.TOP_P else None,
-            min_p=self._tensor(rows["min_p"]) if needs & _Need.MIN_P else None,
-            typical_p=self._tensor(rows["typical_p"]) if needs & _Need.TYPICAL_P else None,
+            **{
+                name: self._tensor(rows[name])
+                for name, bit in _TRUNCATION_BITS.items()
+                if needs & bit
+            }
         )
         return Draws(
             temperature=self._tensor(rows["temperature"]),
@@ -486,14 +475,11 @@ def _needs(params: SamplingParams, vocab_size: int) -> int:
     needs = 0
     if not params.greedy:
         needs |= _Need.RANDOM
-        if 0 < params.top_k < vocab_size:
-            needs |= _Need.TOP_K
-        if params.top_p < 1:
-            needs |= _Need.TOP_P
-        if params.min_p > 0:
-            needs |= _Need.MIN_P
-        if params.typical_p < 1:
-            needs |= _Need.TYPICAL_P
+        for one in TRUNCATIONS:
+            if getattr(params, one.name) != one.default:
+                needs |= _TRUNCATION_BITS[one.name]
+        if not 0 < params.top_k < vocab_size:
+            needs &= ~_TRUNCATION_BITS["top_k"]
     if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
         needs |= _Need.PENALTIES
     if TokenRules.needed(params):

@@ -27,12 +27,13 @@ from kvik.attention.triton import TritonAttention
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import heads_sizes
 from kvik.config.speculative import ResolvedSpeculation
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT
 from kvik.kernels.triton.shape_classes import lengths
 from kvik.kernels.upload import upload
 from kvik.models.model_spec import ModelSpec
+from kvik.options import Integer
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.row_graphs import RowFunction
 from kvik.worker.sampler import Sampler
@@ -223,7 +224,8 @@ def heads(function: RowFunction, like: Sequence[Tensor], sizes: Sequence[int]) -
     )
 
 
-_DROPPING = {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9}
+# A value of each rule that drops unlikely tokens.
+_DROPPING = {one.name: 20 if isinstance(one.kind, Integer) else 0.5 for one in TRUNCATIONS}
 _USUAL = ((), ("top_p",), ("top_k", "top_p"))
 _EVERY = tuple(names for n in range(len(_DROPPING) + 1) for names in combinations(_DROPPING, n))
 

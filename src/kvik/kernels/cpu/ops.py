@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from kvik.kernels.torch_ops import TORCH
 
 # Draws by the native kernels, but for the rows that ask for typical_p.
 
+# The rules that the kernels apply; rows with typical_p go to torch.
+RULES = tuple(one.name for one in fields(Truncation) if one.name != "typical_p")
 _Way = Callable[[Tensor], Tensor]  # from row numbers to what is wanted of these rows
 
 
@@ -53,9 +56,7 @@ class Drawing:
             vocab=logits.shape[1],
             temperature=draws.temperature.data_ptr(),
             uniforms=draws.uniforms.data_ptr(),
-            top_k=_address(rules.top_k),
-            top_p=_address(rules.top_p),
-            min_p=_address(rules.min_p),
+            **_addresses(rules),
             ids=ids.data_ptr(),
         )
         return ids
@@ -70,9 +71,7 @@ class Drawing:
             rows=self.native.rows(logits),
             vocab=logits.shape[1],
             temperature=temperature.data_ptr(),
-            top_k=_address(rules.top_k),
-            top_p=_address(rules.top_p),
-            min_p=_address(rules.min_p),
+            **_addresses(rules),
             shares=shares.data_ptr(),
             shares_stride=shares.stride(0),
         )
@@ -95,8 +94,10 @@ def _apart(typical_p: Tensor, typical: _Way, others: _Way) -> Tensor:
     return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
 
 
-def _address(values: Tensor | None) -> int:
-    return 0 if values is None else values.data_ptr()
+def _addresses(rules: Truncation) -> dict[str, int]:
+    """The rules that kernels apply, by the names of their arguments; 0: no row uses it."""
+    values = {name: getattr(rules, name) for name in RULES}
+    return {name: 0 if value is None else value.data_ptr() for name, value in values.items()}
 
 
 def native_ops(native: Native) -> Ops:
