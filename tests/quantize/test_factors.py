@@ -21,7 +21,6 @@ from kvik.quantize.block import Block, unwatched
 from kvik.quantize.calibrate import ModelBlocks
 from kvik.quantize.factors import (
     Folded,
-    awq,
     clip,
     fold_block,
     fold_into_linear,
@@ -33,7 +32,7 @@ from kvik.quantize.factors import (
     smoothing_scales,
 )
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import ROW, TENSOR, Grid, dequantise, quantise
+from kvik.quantize.quantised import ROW, TENSOR, Grid, Quantised, dequantise, quantise
 from kvik.quantize.source import Fold, folds
 from kvik.quantize.statistics import InputStatistics
 
@@ -296,6 +295,21 @@ def test_eight_bits_by_eight_bits_with_outliers() -> None:
 # AWQ: the search minimises what it says, with the quantiser that is used in the end.
 
 INT4 = Grid(4, 32, False)
+
+
+def awq(w: Tensor, scales: Tensor, limits: Tensor | None, grid: Grid) -> Quantised:
+    """W diag(s) in few bits, for a layer that is given x / s.
+
+    Args:
+        w: [outputs, inputs].
+        scales: [inputs], of `search_scaling`.
+        limits: of `search_clip` with W diag(s) and x / s; None: no weight is cut.
+
+    Raises:
+        ValueError: as `Grid.fit`.
+    """
+    scaled = scale_inputs(w, scales)
+    return rtn(scaled if limits is None else clip(scaled, limits), grid)
 
 
 def salient(tokens: int, inputs: int, seed: int) -> Tensor:

@@ -322,14 +322,6 @@ def test_groups_that_do_not_fit() -> None:
         Grid(4, -2, True)
 
 
-def test_bits_per_weight() -> None:
-    assert Grid(4, 128, True).bits_per_weight(64, 256) == 4.125
-    assert Grid(4, 128, False).bits_per_weight(64, 256) == 4.15625
-    assert Grid(4, 128, True, FP32).bits_per_weight(64, 256) == 4.25
-    assert Grid(8, ROW, True, FP32).bits_per_weight(64, 256) == 8.125
-    assert Grid(8, TENSOR, True, FP32).bits_per_weight(64, 256) == 8 + 32 / (64 * 256)
-
-
 @given(
     bits=st.integers(2, 8),
     symmetric=st.booleans(),

@@ -22,7 +22,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockLinear, unwatched
 from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import Progress
+from kvik.quantize.quantised import BYTE, Progress
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.spec.fields import read_json
 
@@ -30,7 +30,7 @@ from kvik.spec.fields import read_json
 #
 # Losses are measured with one layer changed at a time, and taken to add up. Then this is the
 # multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
-# chapter 11): solved by dynamic programming, with the Lagrangian bound to say how good it is.
+# chapter 11), solved by dynamic programming.
 
 CELLS = 1 << 15  # of bytes that the budget is divided into at most
 
@@ -50,16 +50,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """
+    """A format for each layer.
+
     Attributes:
         formats: by layer, in the order given.
-        least_loss: no choice within the budget loses less than this.
+        bytes, loss: of all layers.
     """
 
     formats: tuple[str, ...]
     bytes: int
     loss: float
-    least_loss: float
 
 
 def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice:
@@ -96,7 +96,6 @@ def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice
         formats=tuple(c.format for c in chosen),
         bytes=sum(c.bytes for c in chosen),
         loss=sum(c.loss for c in chosen),
-        least_loss=_lagrangian_bound(layers, budget),
     )
 
 
@@ -131,36 +130,7 @@ def _dynamic_programme(
     return picks[::-1]
 
 
-def _lagrangian_bound(layers: Sequence[Sequence[Candidate]], budget: int) -> float:
-    """The largest lower bound that a price for bytes gives: max over p >= 0 of
-    sum of min (loss + p * bytes) - p * budget.
-
-    It is concave in p, and its slope is the bytes chosen less the budget: bisection finds where
-    that turns from too many to few enough. Any p gives a bound, so the search may stop anywhere.
-    """
-
-    def at(price: float) -> tuple[float, int]:
-        cheapest = [
-            min(layer, key=lambda c: (c.loss + price * c.bytes, c.bytes)) for layer in layers
-        ]
-        over = sum(c.bytes for c in cheapest) - budget
-        return math.fsum(c.loss for c in cheapest) + price * over, over
-
-    bound, over = at(0.0)
-    if over <= 0:
-        return bound
-    losses = [c.loss for layer in layers for c in layer]
-    low, high = 0.0, max(losses) - min(losses)  # per byte: nothing is worth a byte of that price
-    for _ in range(100):
-        price = (low + high) / 2
-        value, over = at(price)
-        bound = max(bound, value)
-        low, high = (price, high) if over > 0 else (low, price)
-    return bound
-
-
 CHOICE = "layer_bits.json"
-BYTE = 8
 
 
 def choose_bits(

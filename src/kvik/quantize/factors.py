@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.quantize.block import BIAS, WEIGHT, Block
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import TENSOR, Grid, Quantised
+from kvik.quantize.quantised import TENSOR, Grid
 from kvik.quantize.source import Fold
 from kvik.quantize.statistics import InputStatistics
 
@@ -193,21 +193,6 @@ def clip(w: Tensor, limits: Tensor) -> Tensor:
     return grouped.clamp(-limits[:, :, None], limits[:, :, None]).view(w.shape)
 
 
-def awq(w: Tensor, scales: Tensor, limits: Tensor | None, grid: Grid) -> Quantised:
-    """W diag(s) in few bits, for a layer that is given x / s.
-
-    Args:
-        w: [outputs, inputs].
-        scales: [inputs], of `search_scaling`.
-        limits: of `search_clip` with W diag(s) and x / s; None: no weight is cut.
-
-    Raises:
-        ValueError: as `Grid.fit`.
-    """
-    scaled = scale_inputs(w, scales)
-    return rtn(scaled if limits is None else clip(scaled, limits), grid)
-
-
 def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
     """mean |x|^alpha, normalised so that the largest and the smallest have the product 1. An input
     that never was anything but 0 counts as the smallest of the others."""
@@ -257,7 +242,8 @@ def fold_block(
     quantises: Callable[[str], bool],
     find: FindScales,
 ) -> Folded:
-    """
+    """Find the factors of each fold and move them into what makes its inputs.
+
     Args:
         folds: with the names of this block's layers.
         statistics: of the inputs of each matrix.

@@ -25,6 +25,7 @@ from kvik.spec.stored_weights import StoredScheme
 # w = (q - zero) * scale, with q an unsigned code of a few bits. Groups run along the inputs of one
 # row, never across rows.
 
+BYTE = 8
 ROW = -1  # `Grid.group`: the whole row
 TENSOR = 0  # `Grid.group`: all weights of the layer
 
@@ -93,12 +94,6 @@ class Grid:
         if inputs % self.group:
             raise ValueError(f"groups of {self.group} do not divide {inputs} inputs")
         return self.group
-
-    def bits_per_weight(self, outputs: int, inputs: int) -> float:
-        """Scales and zero points included, as they are stored."""
-        shared = self.width(inputs) * (outputs if self.group == TENSOR else 1)
-        narrow = min((dtype.itemsize for dtype in self.scale_dtypes), default=4)
-        return self.bits + (8 * narrow + (0 if self.symmetric else self.bits)) / shared
 
     def fit(self, w: Tensor) -> Scales:
         """Steps that reach all of w, [outputs, inputs].
@@ -207,9 +202,6 @@ def float8(
     if input_absmax is not None:
         input_scale = fp8_scale(input_absmax.amax().reshape(1), E4M3).to(scale_dtype).float()
     return Float8(round_fp8(w, scales, dtype, block), scales, block, input_scale)
-
-
-BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
