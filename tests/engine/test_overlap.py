@@ -257,18 +257,14 @@ class Grammar(TokenRules):
 
     MODULUS = 5
 
-    def __init__(self, params, output_token_ids, stop_ids) -> None:
-        super().__init__(params, output_token_ids, stop_ids)
-        self.reads = bool(params.logit_bias)
+    def __init__(self, params, prompt_token_ids, output_token_ids, stop_ids) -> None:
+        super().__init__(params, prompt_token_ids, output_token_ids, stop_ids)
+        self.reads_output = bool(params.logit_bias)
         for token in output_token_ids[-1:]:
             self.append(token)
 
-    @property
-    def reads_output(self) -> bool:
-        return self.reads
-
     def append(self, token: int) -> None:
-        if self.reads:
+        if self.reads_output:
             first = (token + 1) % self.MODULUS
             self.allowed = np.arange(first, 1000, self.MODULUS)
 
@@ -277,7 +273,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
     """Of what a grammar allows, which depends on the token that was sampled last: the host hears of
     that one, and fills the mask, when the next forward has begun, and then sampling begins."""
     llm, copies = overlapping
-    monkeypatch.setattr("kvik.worker.sampling_table.TokenRules", Grammar)
+    monkeypatch.setattr("kvik.worker.sampling_table.RULES", (Grammar,))
     params = SamplingParams(logit_bias={3: 0.5}, seed=7, max_tokens=12, ignore_eos=True)
     (right,) = generate(in_turn, [params])
     ids = right.outputs[0].token_ids

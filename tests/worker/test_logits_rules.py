@@ -17,7 +17,7 @@ def edited(
     logits: Tensor, *requests: tuple[int, SamplingParams, Sequence[int]], stop: frozenset[int]
 ) -> Tensor:
     """Each request: its row, its parameters, its output so far."""
-    rules = [(row, TokenRules(p, output, stop), len(output)) for row, p, output in requests]
+    rules = [(row, [TokenRules(p, (), output, stop)], len(output)) for row, p, output in requests]
     out = logits.clone()
     gather_edits(rules, CPU, {}).apply(out)
     return out
@@ -72,7 +72,7 @@ def test_bad_words_match_transformers() -> None:
 
 
 def test_bad_words_follow_appended_tokens() -> None:
-    rules = TokenRules(SamplingParams(bad_words=((7, 8, 9),)), [7], frozenset())
+    rules = TokenRules(SamplingParams(bad_words=((7, 8, 9),)), (), [7], frozenset())
     assert rules.banned(1) == []
     rules.append(8)
     assert rules.banned(2) == [9]
@@ -82,7 +82,7 @@ def test_bad_words_follow_appended_tokens() -> None:
 
 def test_a_word_begun_in_the_prompt_is_not_bad() -> None:
     """Only the output counts, and there the word is longer than what there is."""
-    assert TokenRules(SamplingParams(bad_words=((1, 2, 3),)), [2], frozenset()).banned(1) == []
+    assert TokenRules(SamplingParams(bad_words=((1, 2, 3),)), (), [2], frozenset()).banned(1) == []
 
 
 @pytest.mark.parametrize(("length", "banned"), [(0, [1, 4]), (2, [1, 4]), (3, []), (9, [])])

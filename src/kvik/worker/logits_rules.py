@@ -14,17 +14,81 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.upload import upload
 
 _Ids = NDArray[np.int64]
+Bias = tuple[_Ids, NDArray[np.float32]]  # ids, each once, and what is added to their logits
 
 
-class TokenRules:
+NO_BIAS: Bias = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+class Rule:
+    """What one request asks for that changes logits of single tokens, worked out on the host.
+
+    Subclasses override what they need; the defaults change nothing. `sampling_table.RULES` lists
+    them.
+
+    Attributes:
+        allowed: ids of the tokens that alone are possible; None: all are.
+        reads_output: the next token's logits depend on the newest ones, which must be appended
+            before it is sampled.
+    """
+
+    allowed: _Ids | None = None
+    reads_output = False
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        stop_ids: frozenset[int],
+    ) -> None:
+        """
+        Args:
+            output_token_ids: what the request had generated before a preemption.
+            stop_ids: cannot be sampled before `params.min_tokens` output tokens.
+        """
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Return whether a request asks for this rule."""
+        return False
+
+    def append(self, token: int) -> None:
+        """Take in the newest output token."""
+
+    def bias(self, supposed: Sequence[int]) -> Bias:
+        """Return (ids, values to add to their logits).
+
+        Args:
+            supposed: the last output tokens, which are drafts and were not appended.
+        """
+        return NO_BIAS
+
+    def banned(self, num_output_tokens: int, supposed: Sequence[int]) -> list[int]:
+        """Return tokens that must not come next.
+
+        Args:
+            num_output_tokens: with those that are `supposed`.
+            supposed: as for `bias`.
+        """
+        return []
+
+
+class TokenRules(Rule):
     """logit_bias, allowed_token_ids, bad_words and min_tokens of one request."""
 
     def __init__(
-        self, params: SamplingParams, output_token_ids: Sequence[int], stop_ids: frozenset[int]
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        stop_ids: frozenset[int],
     ) -> None:
         bias = params.logit_bias or {}
-        self.bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
+        self._bias: Bias = (
+            np.fromiter(bias.keys(), np.int64, len(bias)),
+            np.fromiter(bias.values(), np.float32, len(bias)),
+        )
         allowed = params.allowed_token_ids
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
         self._min_tokens = params.min_tokens
@@ -36,6 +100,7 @@ class TokenRules:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
         self._output = list(output_token_ids) if self._bad_words else []
+        self.reads_output = bool(self._bad_words)  # the words before the last token
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -46,18 +111,14 @@ class TokenRules:
             or params.min_tokens
         )
 
-    @property
-    def reads_output(self) -> bool:
-        """Words of several tokens are banned by those that came before."""
-        return bool(self._bad_words)
-
     def append(self, token: int) -> None:
         if self._bad_words:
             self._output.append(token)
 
+    def bias(self, supposed: Sequence[int]) -> Bias:
+        return self._bias
+
     def banned(self, num_output_tokens: int, supposed: Sequence[int] = ()) -> list[int]:
-        """Tokens that must not come next, after so many output tokens, of which the last are
-        `supposed`: nobody appended them."""
         banned = list(self._bad_tokens)
         if num_output_tokens < self._min_tokens:
             banned += self._stop_ids
@@ -100,26 +161,41 @@ class Edits:
 
 
 def gather_edits(
-    rules: Sequence[tuple[int, TokenRules, int]],
+    rules: Sequence[tuple[int, Sequence[Rule], int]],
     device: torch.device,
     supposed: Mapping[int, Sequence[int]],
 ) -> Edits:
-    """Args:
-    rules: row, its rules, its number of output tokens.
-    supposed: by row, the last of them, if the rules have not heard of them.
+    """Work out the rules of a batch.
+
+    Args:
+        rules: row, its rules, its number of output tokens.
+        supposed: by row, the last of these that the rules have not been given.
     """
-    bias = [(row, r.bias_ids) for row, r, _ in rules]
-    allowed = [(row, r.allowed) for row, r, _ in rules if r.allowed is not None]
-    banned = [
-        (row, np.array(r.banned(count, supposed.get(row, ())), np.int64)) for row, r, count in rules
-    ]
-    values = np.concatenate([r.bias_values for _, r, _ in rules])
+    biases, allowed, banned = [], [], []
+    for row, mine, count in rules:
+        drafts = supposed.get(row, ())
+        biases.append((row, *_added([rule.bias(drafts) for rule in mine])))
+        allowed += [(row, rule.allowed) for rule in mine if rule.allowed is not None]
+        ids = [token for rule in mine for token in rule.banned(count, drafts)]
+        banned.append((row, np.array(ids, np.int64)))
+    values = np.concatenate([values for _, _, values in biases])
     return Edits(
-        bias=(*_flatten(bias, device), upload(values, device)),
+        bias=(*_flatten([(row, ids) for row, ids, _ in biases], device), upload(values, device)),
         allowed=_flatten(allowed, device),
         restricted=upload(np.array([row for row, _ in allowed], np.int64), device),
         banned=_flatten(banned, device),
     )
+
+
+def _added(biases: Sequence[Bias]) -> Bias:
+    """Each token once: on a device the order of two additions to one logit would be open."""
+    some = [one for one in biases if len(one[0])]
+    if len(some) < 2:
+        return some[0] if some else NO_BIAS
+    ids, places = np.unique(np.concatenate([ids for ids, _ in some]), return_inverse=True)
+    values = np.zeros(len(ids), np.float32)
+    np.add.at(values, places, np.concatenate([values for _, values in some]))
+    return ids, values
 
 
 def _flatten(entries: list[tuple[int, _Ids]], device: torch.device) -> tuple[Tensor, Tensor]:

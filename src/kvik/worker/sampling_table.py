@@ -14,7 +14,7 @@ from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Draws, Penalties, Truncation
 from kvik.kernels.upload import upload
-from kvik.worker.logits_rules import TokenRules, gather_edits
+from kvik.worker.logits_rules import Rule, TokenRules, gather_edits
 from kvik.worker.sampling_batch import (
     NOTHING,
     GuessedRows,
@@ -103,6 +103,10 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+# Rules on the host, in the order in which a request's are worked out.
+RULES: tuple[type[Rule], ...] = (TokenRules,)
+
+
 class _Need:
     """What a request asks beyond its most likely token, as bits: one OR over a batch plans its
     step. Plain integers, because enum flags cost microseconds per operation."""
@@ -150,7 +154,7 @@ class SamplingTable:
         self._device = device
         self._rows = np.zeros(max_num_seqs, _ROW)
         self._needs, self._seeded = self._rows["needs"], self._rows["seeded"]  # views
-        self._token_rules: dict[int, TokenRules] = {}  # by slot
+        self._token_rules: dict[int, list[Rule]] = {}  # by slot
         self._seen: SeenTokens | None = None  # large, so made for the first request with penalties
 
     def set(
@@ -175,7 +179,11 @@ class SamplingTable:
                 self._seen = SeenTokens(len(self._rows), self._vocab_size, self._device)
             self._seen.set(slot, prompt_token_ids, output_token_ids)
         if needs & _Need.TOKEN_RULES:
-            self._token_rules[slot] = TokenRules(params, output_token_ids, stop_ids)
+            self._token_rules[slot] = [
+                rule(params, prompt_token_ids, output_token_ids, stop_ids)
+                for rule in RULES
+                if rule.needed(params)
+            ]
         self._rows[slot] = (
             needs,
             params.seed is not None,
@@ -226,7 +234,8 @@ class SamplingTable:
             for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
                 if slot in self._token_rules:
                     try:
-                        self._token_rules[slot].append(token)
+                        for rule in self._token_rules[slot]:
+                            rule.append(token)
                     except Exception as error:
                         failed[i] = error
         return failed
@@ -239,7 +248,9 @@ class SamplingTable:
             slots: [rows].
         """
         rules = self._token_rules
-        return bool(rules) and any(s in rules and rules[s].reads_output for s in slots.tolist())
+        return bool(rules) and any(
+            rule.reads_output for slot in slots.tolist() for rule in rules.get(slot, ())
+        )
 
     def certain(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Which of these requests must not get drafts that were drawn: the greedy ones, and those
@@ -482,7 +493,7 @@ def _needs(params: SamplingParams, vocab_size: int) -> int:
             needs &= ~_TRUNCATION_BITS["top_k"]
     if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
         needs |= _Need.PENALTIES
-    if TokenRules.needed(params):
+    if any(rule.needed(params) for rule in RULES):
         needs |= _Need.TOKEN_RULES
     if params.logprobs is not None:
         needs |= _Need.LOGPROBS
