@@ -46,11 +46,14 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """Attributes:
-    splits: expressions whose matches are words of their own; each is for what the one before left.
-    nfc: text is normalised first.
-    whole_words: a word that is a token is not merged from its bytes.
-    bos: BOS is put first, unless the file says otherwise.
+    """How a tokenizer cuts text into words.
+
+    Attributes:
+        splits: expressions whose matches are words of their own; each is applied to what the one
+            before left.
+        nfc: text is normalised first.
+        whole_words: a word that is a token is not merged from its bytes.
+        bos: BOS is put first, unless the file says otherwise.
     """
 
     splits: tuple[str, ...]

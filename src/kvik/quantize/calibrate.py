@@ -52,7 +52,8 @@ class HiddenFile:
         return max(1, STEP_TOKENS // self.shape[1])
 
     def check(self) -> None:
-        """
+        """Check that the file is complete.
+
         Raises:
             ModelError: the file is not there, or not as it was written.
         """
@@ -110,7 +111,8 @@ class ModelBlocks:
         self._before = declared.block.partition("{}")[0]  # what names of blocks begin with
 
     def check(self) -> None:
-        """
+        """Check that all tensors of all blocks can be used, before any work begins.
+
         Raises:
             ModelError: a tensor of a block is missing, has another shape, or holds NaN or infinity.
         """
@@ -162,7 +164,8 @@ class ModelBlocks:
             yield network.enter(part.flatten().to(self.device), ctx).view(*part.shape, -1)
 
     def block(self, index: int) -> Block:
-        """
+        """Build a block with its weights from the checkpoint.
+
         Raises:
             ModelError: a tensor is missing, or its file cannot be read.
         """
@@ -360,7 +363,8 @@ def quantise_blocks(
 def open_blocks(
     folder: Path, spec: ModelSpec, windows: Tensor | None, device: torch.device
 ) -> ModelBlocks:
-    """
+    """Open a model for reading one block after the other.
+
     Raises:
         ModelError: the model is quantised already, or its files cannot be read.
         ConfigError: windows that the model cannot be given.

@@ -17,7 +17,8 @@ from kvik.quantize.quantised import Grid, Quantised, Scales, quantise
 
 
 def rtn(w: Tensor, grid: Grid) -> Quantised:
-    """
+    """Round each weight to its nearest code.
+
     Args:
         w: [outputs, inputs], any float dtype.
 

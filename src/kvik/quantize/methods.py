@@ -38,7 +38,8 @@ def quantise_layers(
     unclipped: Mapping[str, int],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Result]]:
-    """
+    """Quantise the layers of one matrix by the method of the recipe.
+
     Args:
         weights: [outputs, inputs] of each layer by name, factors put in.
         given: None: nothing is known of the inputs.

@@ -187,7 +187,8 @@ def float8(
     dtype: torch.dtype = E4M3,
     input_absmax: Tensor | None = None,
 ) -> Float8:
-    """
+    """Round a layer to the nearest eight-bit floats.
+
     Args:
         w: [outputs, inputs], any float dtype.
         scale_dtype: what the checkpoint holds scales in; the weights are rounded by such ones.

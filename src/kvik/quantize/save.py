@@ -152,7 +152,8 @@ class Output:
     def save_block(
         self, index: int, tensors: Mapping[str, Tensor | Stored], layers: Sequence[SavedLayer]
     ) -> None:
-        """
+        """Write the shard of a block, and the record of its layers before it.
+
         Raises:
             OSError: it cannot be written.
         """
@@ -229,7 +230,8 @@ HIDDEN_BYTES = 8  # of a number of the calibration's hidden states: two of fp32 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """
+    """What a finished run has saved.
+
     Attributes:
         recipe: with the bits of each layer, where a budget decided them.
         layers: all linear layers of blocks.

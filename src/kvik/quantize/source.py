@@ -155,7 +155,8 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """
+    """Read the head of a model folder, and find its linear layers.
+
     Raises:
         ModelError: a folder that cannot be used, or a model that is quantised already.
     """
