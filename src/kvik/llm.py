@@ -27,7 +27,7 @@ from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
 from kvik.text.chat_template import ChatTemplate
-from kvik.text.tokenizer import Tokenizer, bad_word_ids
+from kvik.text.tokenizer import Tokenizer, spelled
 
 # A progress bar for batches: requests done, output tokens per second.
 
@@ -234,8 +234,7 @@ class LLM:
                 raise ParamError("prompt", "must not be empty")
         else:
             ids = list(prompt)
-        if params.bad_words:
-            params = params.with_changes(bad_words=bad_word_ids(params.bad_words, self._tokenizer))
+        params = spelled(params, self._tokenizer)
         request = EngineRequest(f"llm-{next(self._serial)}", ids, params, pooling=pooling)
         self._client.check(request)
         return request

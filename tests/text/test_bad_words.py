@@ -6,7 +6,7 @@ import pytest
 
 from kvik import LLM, ParamError, SamplingParams
 from kvik.core.sampling_params import SamplingParams as Params
-from kvik.text.tokenizer import bad_word_ids
+from kvik.text.tokenizer import spelled
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def llm():
 
 def test_both_spellings_each_once(llm):
     tokenizer = llm.tokenizer
-    ids = bad_word_ids(("fox", " fox", (5, 6)), tokenizer)
+    ids = spelled(SamplingParams(bad_words=("fox", " fox", (5, 6))), tokenizer).bad_words
     assert set(ids) == {tuple(tokenizer.encode("fox")), tuple(tokenizer.encode(" fox")), (5, 6)}
     assert len(ids) == 3
 
@@ -28,7 +28,7 @@ def test_a_bad_word_is_not_written(llm):
     word = max(free.text.split()[:8], key=len).strip(".,")
     (held,) = llm.generate("Once upon a time", greedy.with_changes(bad_words=[word]))
     assert word in free.text
-    banned = bad_word_ids((word,), llm.tokenizer)
+    banned = spelled(SamplingParams(bad_words=(word,)), llm.tokenizer).bad_words
     tokens = held.outputs[0].token_ids
     for ids in banned:
         assert all(tuple(tokens[i : i + len(ids)]) != ids for i in range(len(tokens)))
@@ -43,8 +43,8 @@ def test_an_empty_word_is_refused(llm, word):
 
 def test_without_a_tokenizer_only_ids():
     with pytest.raises(ParamError, match="no tokenizer"):
-        bad_word_ids(("fox",), None)
-    assert bad_word_ids(((1, 2),), None) == ((1, 2),)
+        spelled(SamplingParams(bad_words=("fox",)), None)
+    assert spelled(SamplingParams(bad_words=((1, 2),)), None).bad_words == ((1, 2),)
 
 
 def test_the_engine_takes_no_words():

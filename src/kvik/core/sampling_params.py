@@ -77,9 +77,17 @@ class LogitBias(Kind):
         return {TOKEN_ID.checked(token): BIAS.checked(bias) for token, bias in value.items()}
 
 
-class BadWords(Kind):
+@dataclass(frozen=True)
+class Words(Kind):
     """Words, or sequences of token ids; None is none. Words become token ids at the frontend
-    (`text/tokenizer.py`); the engine sees ids."""
+    (`text/tokenizer.py`); the engine sees ids.
+
+    Attributes:
+        last: the last token of a word stands for it, inside a text; else all of its tokens do, as
+            they are spelt at the start of a line and after a space.
+    """
+
+    last: bool = False
 
     repeats = True
 
@@ -136,6 +144,7 @@ def _parameter(
     gguf: str = "",
     column: str = "",
     truncates: bool = False,
+    only_with: str = "",
 ) -> Any:
     """Declare a sampling parameter. Its default changes nothing.
 
@@ -146,9 +155,11 @@ def _parameter(
         gguf: its name in the metadata of a GGUF file, below `general.sampling`; "": it has none.
         column: type of a row's value in tensors, as numpy calls it; "": the sampler reads none.
         truncates: tokens are dropped by it, in the order of the declarations.
+        only_with: another parameter, without which it is not used; "": it always is.
     """
-    facts = {"alias": alias, "label": label, "stored": stored, "gguf": gguf}
-    return option(default, kind, help, {**facts, "column": column, "truncates": truncates})
+    facts: dict[str, object] = {"alias": alias, "label": label, "stored": stored, "gguf": gguf}
+    facts |= {"column": column, "truncates": truncates, "only_with": only_with}
+    return option(default, kind, help, facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +254,7 @@ class SamplingParams:
     )
     bad_words: tuple[str | tuple[int, ...], ...] = _parameter(
         (),
-        BadWords(),
+        Words(),
         "words, or token id sequences, that must not be completed",
     )
     min_tokens: int = _parameter(
@@ -314,10 +325,24 @@ class SamplingParams:
     @property
     def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
         """`bad_words` as the engine takes them."""
-        words = tuple(word for word in self.bad_words if not isinstance(word, str))
-        if len(words) < len(self.bad_words):
-            raise ParamError("bad_words", "must be token ids by the time they reach the engine")
-        return words
+        return self.word_ids("bad_words")
+
+    @property
+    def words(self) -> dict[str, tuple[str | tuple[int, ...], ...]]:
+        """The values that hold words, of parameters that are in use."""
+        return {
+            one.name: value
+            for one in WORDS
+            if (value := getattr(self, one.name)) and getattr(self, one.facts["only_with"], True)
+        }
+
+    def word_ids(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return a value that holds words as the engine takes it."""
+        words = getattr(self, name)
+        ids = tuple(word for word in words if not isinstance(word, str))
+        if len(ids) < len(words):
+            raise ParamError(name, "must be token ids by the time they reach the engine")
+        return ids
 
     def with_changes(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced and everything checked again."""
@@ -331,7 +356,7 @@ class SamplingParams:
         ids: list[tuple[str, int]] = [("logit_bias", i) for i in (self.logit_bias or ())]
         ids += [("allowed_token_ids", i) for i in (self.allowed_token_ids or ())]
         ids += [("stop_token_ids", i) for i in self.stop_token_ids]
-        ids += [("bad_words", i) for word in self.bad_word_ids for i in word]
+        ids += [(name, i) for name in self.words for word in self.word_ids(name) for i in word]
         for name, token in ids:
             if token >= vocab_size:
                 raise ParamError(name, f"token id {token} is outside 0..{vocab_size - 1}")
@@ -343,4 +368,5 @@ class SamplingParams:
 
 
 PARAMETERS: Mapping[str, Option] = {one.name: one for one in options_of(SamplingParams)}
+WORDS = tuple(one for one in PARAMETERS.values() if isinstance(one.kind, Words))
 TRUNCATIONS = tuple(one for one in PARAMETERS.values() if one.facts["truncates"])

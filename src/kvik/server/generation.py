@@ -27,11 +27,11 @@ from kvik.server.errors import (
 )
 from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.texts import Texts
-from kvik.text.tokenizer import bad_word_ids
+from kvik.text.tokenizer import spelled
 
 _log = logging.getLogger(__name__)
 
-MAX_BAD_WORD_CHARS = 1 << 16
+MAX_WORD_CHARS = 1 << 16
 MAX_LOGGED = 500  # characters of an engine's error message
 MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
 _FAILED = {
@@ -319,8 +319,8 @@ class Generations:
         params = request.params
         if params.stop and self._tokenizer is None:
             raise ParamError("stop", "needs a tokenizer, and this model has none")
-        if params.bad_words:
-            params = params.with_changes(bad_words=await self._bad_words(params))
+        if params.words:
+            params = await self._spelled(params)
         salt = request.cache_salt
         if not self._limits.share_prefix_cache:
             salt = f"{tenant}\0{salt}"
@@ -336,10 +336,11 @@ class Generations:
             pooling=request.pooling,
         )
 
-    async def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if sum(len(word) for word in params.bad_words) > MAX_BAD_WORD_CHARS:
-            raise ParamError("bad_words", f"at most {MAX_BAD_WORD_CHARS} characters in all")
-        return await asyncio.to_thread(bad_word_ids, params.bad_words, self._tokenizer)
+    async def _spelled(self, params: SamplingParams) -> SamplingParams:
+        for name, words in params.words.items():
+            if sum(map(len, words)) > MAX_WORD_CHARS:
+                raise ParamError(name, f"at most {MAX_WORD_CHARS} characters in all")
+        return await asyncio.to_thread(spelled, params, self._tokenizer)
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with fewer tokens of output under pressure."""

@@ -8,11 +8,12 @@ template. Text is decoded as it was encoded: spaces before punctuation stay.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Library
 
+from kvik.core.sampling_params import WORDS, SamplingParams, Words
 from kvik.errors import ModelError, ParamError
 from kvik.files import regular
 from kvik.text.detokenizer import (
@@ -224,30 +225,39 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:MAX_REASON]
 
 
-# Words that must not appear, as the token sequences that spell them.
+# Words in sampling parameters, as the token sequences that spell them.
 
 
-def bad_word_ids(
-    words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | None
-) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelt at the start of a line and after a space; ids stay as they are.
+def spelled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Return the parameters with token ids in place of words; ids stay as they are.
 
-    A word is banned as the tokenizer would write it. A model may still spell it with other tokens,
+    A word is spelt as the tokenizer would write it. A model may still spell it with other tokens,
     letter by letter, say.
 
     Raises:
         ParamError: a word without a tokenizer to spell it, or one that has no tokens.
     """
-    found: dict[tuple[int, ...], None] = {}  # in order, each once
-    for word in words:
-        if not isinstance(word, str):
-            found[word] = None
-            continue
-        if tokenizer is None:
-            raise ParamError("bad_words", "must be token ids: this model has no tokenizer")
-        bare = word.lstrip()
-        spellings = [tuple(tokenizer.encode(text, False)) for text in (bare, f" {bare}")]
-        if not spellings[0]:
-            raise ParamError("bad_words", f"{word[:40]!r} has no tokens")
-        found.update(dict.fromkeys(spellings))
-    return tuple(found)
+    kinds = {one.name: one.kind for one in WORDS}
+    changes: dict[str, object] = {}
+    for name, words in params.words.items():
+        found: dict[tuple[int, ...], None] = {}  # in order, each once
+        for word in words:
+            if not isinstance(word, str):
+                found[word] = None
+                continue
+            if tokenizer is None:
+                raise ParamError(name, "must be token ids: this model has no tokenizer")
+            last = isinstance(kind := kinds[name], Words) and kind.last
+            found.update(dict.fromkeys(_spellings(word, tokenizer, name, last=last)))
+        changes[name] = tuple(found)
+    return params.with_changes(**changes) if changes else params
+
+
+def _spellings(word: str, tokenizer: Tokenizer, name: str, *, last: bool) -> list[tuple[int, ...]]:
+    """At the start of a line and after a space; or the last token inside a text."""
+    bare = word.lstrip()
+    texts = (f"a{word}",) if last else (bare, f" {bare}")
+    found = [tuple(tokenizer.encode(text, False)) for text in texts]
+    if not found[0]:
+        raise ParamError(name, f"{word[:40]!r} has no tokens")
+    return [ids[-1:] for ids in found] if last else found

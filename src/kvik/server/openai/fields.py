@@ -20,10 +20,10 @@ from kvik.core.sampling_params import (
     MAX_STOP_STRINGS,
     PARAMETERS,
     TOKEN_ID,
-    BadWords,
     LogitBias,
     StopList,
     TokenIds,
+    Words,
 )
 from kvik.errors import ParamError
 from kvik.options import Flag, Integer, Kind, Number
@@ -62,7 +62,7 @@ def json_type(kind: Kind) -> Any:
             return TokenIdList
         case LogitBias():  # JSON has no integers as keys: the ids are strings there
             return dict[int, Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]]
-        case BadWords():
+        case Words():
             return Annotated[list[Word | TokenIdList], Meta(max_length=MAX_LIST_ENTRIES)]
         case StopList():
             return Word | Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
