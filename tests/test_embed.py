@@ -113,12 +113,15 @@ def test_a_prompt_that_is_preempted_half_way_begins_its_sum_anew(folder):
     with LLM(folder, kernels="native", **sizes, **COMMON) as llm:
         (wanted,) = llm.embed(ids)
     with LLM(folder, kernels="native", num_blocks=1 + 14, **sizes, **COMMON) as llm:
-        streams = [llm.stream(tokens(2, seed=i), writing) for i in range(7)]
-        for _ in range(5):
-            next(streams[0])
-        (found,) = llm.embed(ids)
-        for stream in streams:
-            stream.close()
+        for _ in range(10):  # on a busy machine the engine may be done with all that writes
+            streams = [llm.stream(tokens(2, seed=i), writing) for i in range(7)]
+            for _ in range(5):
+                next(streams[0])
+            (found,) = llm.embed(ids)
+            for stream in streams:
+                stream.close()
+            if found.num_preemptions:
+                break
     assert found.num_preemptions > 0
     assert found.embedding == wanted.embedding
 

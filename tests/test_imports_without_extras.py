@@ -1,4 +1,4 @@
-"""An engine needs no package of the server or of recordings: a bare machine may lack them."""
+"""An engine needs no package of the server, of recordings or of GPUs: a machine may lack them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers")
+ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers", "triton")
 CODE = f"""
 import sys
 for name in {ABSENT!r}:

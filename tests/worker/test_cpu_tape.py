@@ -276,7 +276,8 @@ def test_a_model_that_computes_with_torch_runs_eagerly(
     with LLM(**llama) as llm:
         plain = llm.score(PROMPTS)
     assert not caplog.records
-    monkeypatch.setitem(registry.MODELS, "LlamaForCausalLM", Doubling)
+    doubling = replace(registry.ARCHITECTURES["LlamaForCausalLM"], make=Doubling)
+    monkeypatch.setitem(registry.ARCHITECTURES, "LlamaForCausalLM", doubling)
     with caplog.at_level(logging.WARNING), LLM(**llama) as llm:
         assert llm.resolved.runner.attention_backend == "cpu"
         found, scores = llm.generate(PROMPTS, GREEDY), llm.score(PROMPTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
@@ -25,7 +26,7 @@ from kvik.spec.rope import MAX_POSITIONS, read_rope
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the properties that are kept
 class ModelSpec(ModelFacts):
     """Everything the engine needs to know of a model before it loads a byte of its weights."""
 
@@ -87,12 +88,12 @@ class ModelSpec(ModelFacts):
     def family(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
 
-    @property
+    @cached_property
     def declaration(self) -> Declaration:
         """What its network declares."""
         return describe(self.family.make, self)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return self.declaration.num_parameters
 
@@ -101,6 +102,11 @@ class ModelSpec(ModelFacts):
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
+        """See `_linear_layers`, which is kept: planning asks for it many times."""
+        return self._linear_layers
+
+    @cached_property
+    def _linear_layers(self) -> tuple[LinearLayers, ...]:
         """Return all matrices that activations are multiplied with.
 
         Those of Q, K and V that are stored alike are one, and gate and up always are. An embedding

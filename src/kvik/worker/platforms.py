@@ -195,7 +195,7 @@ class TritonPlatform:
     def __init__(self, config: ResolvedConfig) -> None:
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packed import GPU
-        from kvik.worker.warm_up import TritonWarmUps
+        from kvik.worker.triton_warm_ups import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         ops = triton_ops(device)

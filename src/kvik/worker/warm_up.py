@@ -22,15 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, StepLayout
-from kvik.attention.triton import TritonAttention
-from kvik.config.config import ResolvedConfig
-from kvik.config.graph_sizes import heads_sizes
+from kvik.attention.base import StepLayout
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.sampling_params import TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Ops
-from kvik.kernels.triton.attention_shapes import SHORT
-from kvik.kernels.triton.shape_classes import lengths
 from kvik.kernels.upload import upload
 from kvik.models.model_spec import ModelSpec
 from kvik.options import Integer
@@ -40,40 +35,6 @@ from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
 from kvik.worker.sampling_table import DRAFT, SamplingTable
 from kvik.worker.step_inputs import StepSizes
-
-# What Triton would compile for requests, compiled while there are none.
-
-
-class TritonWarmUps:
-    def __init__(
-        self, config: ResolvedConfig, ops: Ops, device: torch.device, backend: AttentionBackend
-    ) -> None:
-        self._config = config
-        self._ops = ops
-        self._device = device
-        self._backend = backend
-
-    def steps(
-        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
-        if not isinstance(self._backend, TritonAttention):
-            return NOTHING  # others gather on their own what the host says there is
-        context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
-        most = min(sizes.tokens, spec.max_context, context)
-        classes = lengths(spec.num_heads, spec.num_kv_heads, most)
-        nodes = [length for length in classes if trees and length <= SHORT]
-        return forwards(network, classes, sizes.samples, block_size, context, nodes)
-
-    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        if self._config.runner.draft_graph_sizes:
-            return NOTHING  # they are compiled as they are captured
-        sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
-        return heads(function, like, sizes)
-
-    def rules(self) -> Resting:
-        config = self._config
-        return rules(self._ops, config.model.vocab_size, self._device, config.speculation)
-
 
 log = logging.getLogger(__name__)
 
