@@ -246,6 +246,26 @@ class SamplingParams:
         gguf="penalty_repeat",
         column="float32",
     )
+    dry_multiplier: float = _parameter(
+        0.0,
+        Number(0, 100),
+        "strength of DRY: tokens that would continue a repetition lose this times dry_base to the "
+        "power of its length beyond dry_allowed_length; 0 is off",
+        label="DRY multiplier",
+    )
+    dry_base: float = _parameter(1.75, Number(1, 100), "see dry_multiplier")
+    dry_allowed_length: int = _parameter(
+        2, Integer(1, MAX_INT32), "repetitions shorter than this many tokens cost nothing"
+    )
+    dry_penalty_last_n: int = _parameter(
+        -1, Integer(-1, MAX_INT32), "tokens that DRY looks back at; -1: all of the context, 0: none"
+    )
+    dry_sequence_breakers: tuple[str | tuple[int, ...], ...] = _parameter(
+        ("\n", ":", '"', "*"),
+        Words(last=True),
+        "words, or token id sequences, whose last token ends a repetition",
+        only_with="dry_multiplier",
+    )
     logit_bias: Mapping[int, float] | None = _parameter(
         None, LogitBias(), "token id -> value added to its logit"
     )

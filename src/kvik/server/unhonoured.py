@@ -24,7 +24,7 @@ _OFF = (0, False)
 _TRUNCATED = f"tokens are cut off with {', '.join(one.name for one in TRUNCATIONS)} alone"
 _TEMPERED = "the temperature is one number: give temperature"
 _PENALISED = (
-    "repetition is penalised with repetition_penalty, presence_penalty and frequency_penalty alone"
+    "repetition is penalised with repetition_penalty, presence_penalty, frequency_penalty and DRY"
 )
 _WHOLE = "penalties count all tokens of the prompt and the output"
 _GUIDED = "there is no guidance by a second prompt"
@@ -100,12 +100,7 @@ SAMPLING: Table = {
     "no_repeat_ngram_size": (_OFF, _PENALISED),
     "penalize_nl": (_OFF, _PENALISED),
     "penalty_prompt": (("", []), _WHOLE),
-    "dry_multiplier": (_OFF, _PENALISED),
-    "dry_base": ((1.75, 1, *_OFF), _PENALISED),
-    "dry_allowed_length": ((2, *_OFF), _PENALISED),
-    "dry_penalty_last_n": ((-1, *_OFF), _PENALISED),
     "dry_range": (_OFF, _PENALISED),
-    "dry_sequence_breakers": (([], "", ["\n", ":", '"', "*"]), _PENALISED),
     # guidance
     "guidance_scale": ((1, *_OFF), _GUIDED),
     "cfg_scale": ((1, *_OFF), _GUIDED),
@@ -159,7 +154,7 @@ def missing(known: Collection[str]) -> Table:
     for one in PARAMETERS.values():
         if one.name in known or one.name == "speculation":  # which changes no answer
             continue
-        harmless = [] if one.default == () else one.default
+        harmless = list(one.default) if isinstance(one.default, tuple) else one.default
         table[one.name] = ((harmless, False), "this route does not take it")
     return table
 

@@ -14,6 +14,7 @@ from kvik.config.memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Draws, Penalties, Truncation
 from kvik.kernels.upload import upload
+from kvik.worker.dry import Dry
 from kvik.worker.logits_rules import Rule, TokenRules, gather_edits
 from kvik.worker.sampling_batch import (
     NOTHING,
@@ -104,7 +105,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 # Rules on the host, in the order in which a request's are worked out.
-RULES: tuple[type[Rule], ...] = (TokenRules,)
+RULES: tuple[type[Rule], ...] = (TokenRules, Dry)
 
 
 class _Need:
