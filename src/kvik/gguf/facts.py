@@ -19,7 +19,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.stored_weights import Rule, StoredQuantization, StoredScheme
+from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
 # Rotary positions of a GGUF file, as config.json says them.
 #
@@ -168,7 +168,7 @@ def stored_quantization(file: GgufFile) -> StoredQuantization | None:
             named.setdefault(tensor.type.name, set()).add(name.removesuffix(WEIGHT))
     if not named:
         return None
-    rules = tuple(Rule(SCHEMES[type], frozenset(layers)) for type, layers in named.items())
+    rules = tuple(StoredRule(SCHEMES[type], frozenset(layers)) for type, layers in named.items())
     return StoredQuantization(METHOD, rules, embeddings=True)
 
 

@@ -267,7 +267,7 @@ class StoredScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StoredRule:
     """Layers that are stored alike.
 
     Attributes:
@@ -306,7 +306,7 @@ class StoredQuantization:
     """
 
     method: str
-    rules: tuple[Rule, ...]
+    rules: tuple[StoredRule, ...]
     embeddings: bool = False
     kv_scales: bool = False
 
@@ -380,7 +380,7 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
     return StoredQuantization(method, tuple(rules), kv_scales=kv_scales)
 
 
-def _awq(fields: Fields, layers: _Layers) -> list[Rule]:
+def _awq(fields: Fields, layers: _Layers) -> list[StoredRule]:
     fields.choice("version", ("gemm", "GEMM"), "gemm")
     scheme = StoredScheme(
         "awq",
@@ -391,7 +391,7 @@ def _awq(fields: Fields, layers: _Layers) -> list[Rule]:
     return [_skipped(fields, "modules_to_not_convert"), _rest(scheme)]
 
 
-def _gptq(fields: Fields, layers: _Layers) -> list[Rule]:
+def _gptq(fields: Fields, layers: _Layers) -> list[StoredRule]:
     if fields.boolean("is_marlin_format", False):
         raise fields.error("is_marlin_format", "must be false: convert the weights to gptq")
     rules = []
@@ -401,11 +401,11 @@ def _gptq(fields: Fields, layers: _Layers) -> list[Rule]:
         left = pattern.startswith("-:")
         scheme = None if left else _gptq_scheme(fields.changed(changes))
         expression = pattern.removeprefix("-:" if left else "+:")
-        rules.append(Rule(scheme, layers.matching(fields, "dynamic", (expression,))))
+        rules.append(StoredRule(scheme, layers.matching(fields, "dynamic", (expression,))))
     if not fields.boolean("lm_head", False):
-        rules.append(Rule(None, within=frozenset({HEAD})))
+        rules.append(StoredRule(None, within=frozenset({HEAD})))
     scheme, names = _gptq_scheme(fields), _chosen(fields, "modules_in_block_to_quantize")
-    return [*rules, Rule(scheme, within=frozenset(names)) if names else _rest(scheme)]
+    return [*rules, StoredRule(scheme, within=frozenset(names)) if names else _rest(scheme)]
 
 
 def _gptq_scheme(fields: Fields) -> StoredScheme:
@@ -424,7 +424,7 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
     )
 
 
-def _fp8(fields: Fields, layers: _Layers) -> list[Rule]:
+def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     number = fields.choice("fmt", (*E4M3, *E5M2), E4M3[0])
     if "scale_fmt" in fields:
         fields.choice("scale_fmt", ("float",))
@@ -437,12 +437,12 @@ def _fp8(fields: Fields, layers: _Layers) -> list[Rule]:
     return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
 
 
-def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[Rule]:
+def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     skipped = _skipped(fields, "modules_to_not_convert")
     return [skipped, _rest(StoredScheme("fp8", 8, fp8_activations="token"))]
 
 
-def _compressed_tensors(fields: Fields, layers: _Layers) -> list[Rule]:
+def _compressed_tensors(fields: Fields, layers: _Layers) -> list[StoredRule]:
     sparsity = fields.inside("sparsity_config")
     if sparsity.raw("format") not in (None, "dense"):
         raise sparsity.error("format", f"must be dense, not {shown(sparsity.raw('format'))}")
@@ -455,12 +455,12 @@ def _compressed_tensors(fields: Fields, layers: _Layers) -> list[Rule]:
         group = groups.inside(name)
         scheme = _compressed_scheme(group, fields)
         # a name goes before a pattern, and that before a class of layers
-        named.append(Rule(scheme, _named(group, "targets")))
-        matched.append(Rule(scheme, _matched(group, "targets", layers)))
+        named.append(StoredRule(scheme, _named(group, "targets")))
+        matched.append(StoredRule(scheme, _matched(group, "targets", layers)))
         rest += [_rest(scheme)] if LINEAR in group.strings("targets") else []
     if LINEAR in fields.strings("ignore"):
         return []
-    return [Rule(None, ignored), *named, *matched, *rest]
+    return [StoredRule(None, ignored), *named, *matched, *rest]
 
 
 def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
@@ -569,15 +569,15 @@ def _chosen(fields: Fields, key: str) -> list[str]:
     raise fields.error(key, f"must be lists of names, not {shown(value)}")
 
 
-def _skipped(fields: Fields, *keys: str) -> Rule:
+def _skipped(fields: Fields, *keys: str) -> StoredRule:
     """The head, and what is named, is left as it was."""
     names = (name.strip(".") for key in keys for name in fields.strings(key))
-    return Rule(None, within=frozenset({HEAD, *names}))
+    return StoredRule(None, within=frozenset({HEAD, *names}))
 
 
-def _rest(scheme: StoredScheme | None) -> Rule:
+def _rest(scheme: StoredScheme | None) -> StoredRule:
     """For every layer."""
-    return Rule(scheme, every=True)
+    return StoredRule(scheme, every=True)
 
 
 def _named(fields: Fields, key: str) -> frozenset[str]:
@@ -591,7 +591,7 @@ def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
     return layers.matching(fields, key, (target.removeprefix(REGEX) for target in targets))
 
 
-METHODS: Mapping[str, Callable[[Fields, _Layers], list[Rule]]] = {
+METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,

@@ -3,7 +3,7 @@
 Without rules: the largest logit of each chunk; the weights of each chunk; then one program of a row
 finds the chunk, and in it the token, at which the running sum exceeds u times the total. Three
 launches, and twice the row's logits: the second time, if they fit, from L2. A rule adds a search
-(`draw_search.py`). Weights are never written to memory.
+(the search, below). Weights are never written to memory.
 
 A row's token depends on that row alone. Tokens of equal logits are dropped from the highest id on;
 weights are compared by the logits they are made of, whose order rounding does not change.
