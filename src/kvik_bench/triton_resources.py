@@ -39,8 +39,8 @@ from kvik.kernels.triton import (
     norm,
     penalties,
     rotary,
+    rounding,
     rows,
-    token_rounding,
 )
 from kvik.kernels.triton.launch import Loop, Resources
 
@@ -60,7 +60,7 @@ RESOURCES: tuple[Resources, ...] = (
     *penalties.RESOURCES,
     *rotary.RESOURCES,
     *rows.RESOURCES,
-    *token_rounding.RESOURCES,
+    *rounding.RESOURCES,
 )
 
 SM_90 = GPUTarget("cuda", 90, 32)

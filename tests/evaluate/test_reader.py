@@ -14,8 +14,7 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import PROMPT_ROWS
 from kvik.core.plan import SchedulerOutput
 from kvik.errors import ConfigError
-from kvik.evaluate.reader import Reader, check_room, read_together, resolve_reader
-from kvik.evaluate.windows import Window
+from kvik.evaluate.windows import Reader, Window, check_room, read_together, resolve_reader
 
 WINDOW = 200
 VOCAB = 2048

@@ -22,9 +22,8 @@ from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
 from kvik.worker.captures import Captured, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import EngineNetwork
+from kvik.worker.graphs import CapturedRows, EngineNetwork, RowFunction, RowGraph
 from kvik.worker.platforms import NativePlatform
-from kvik.worker.row_graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.step_inputs import DeviceInputs, StepSizes
 
 CPU = torch.device("cpu")

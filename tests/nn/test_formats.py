@@ -18,8 +18,7 @@ from torch import Tensor
 from kvik.kernels.weights import Int8Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor
-from kvik.nn.formats.dense import Dense
+from kvik.nn.formats.base import Dense, LinearShape, Shard, StoredTensor
 from kvik.spec.stored_weights import StoredScheme
 
 

@@ -10,7 +10,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import FloatWeight
-from kvik.nn.linear import Linear
+from kvik.nn.layers import Linear
 from kvik_bench.kernel_cases import filled_matrix
 
 

@@ -20,8 +20,7 @@ from kvik.kernels.weights import (
     Weight,
 )
 from kvik.nn import parts
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError, WeightFormat
-from kvik.nn.formats.dense import Dense
+from kvik.nn.formats.base import Dense, LinearShape, Shard, StoredTensor, TensorError, WeightFormat
 from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.spec.weights import LayerScheme, layer_scheme
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvik.errors import ConfigError
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bits import lessen
-from kvik.nn.formats.gptq import natural_index
+from kvik.nn.formats.integers import natural_index
 from kvik.quantize.layouts import layouts, quantization_config
 from kvik.quantize.quantised import Float8, Grid, Quantised, Scales, float8
 from kvik.quantize.recipe import Recipe

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvik.worker.adaptive import FIRST, DraftControl, StepFigures
-from kvik.worker.loss_budget import LEAST, SHARE, LossBudget
+from kvik.worker.adaptive import FIRST, LEAST, SHARE, DraftControl, LossBudget, StepFigures
 
 DRAFTS, SLOTS, STEPS = 5, 6, 400
 

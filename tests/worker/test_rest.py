@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvik.worker.adaptive import DraftControl, StepFigures
-from kvik.worker.loss_budget import SHARE
+from kvik.worker.adaptive import SHARE, DraftControl, StepFigures
 
 DRAFTS, PLAIN = 4, 0.01
 SLOTS = np.array([0])

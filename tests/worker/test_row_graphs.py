@@ -7,7 +7,7 @@ from helpers.captured import Again
 from torch import Tensor
 
 from kvik.worker.captures import OFTEN, GraphMemory
-from kvik.worker.row_graphs import CapturedRows, EagerRows
+from kvik.worker.graphs import CapturedRows, EagerRows
 
 calls: list[int] = []
 

@@ -66,8 +66,7 @@ class BeforeAfter:
 
     def _check(self) -> None:
         from kvik.evaluate.quality import prepare
-        from kvik.evaluate.reader import longest_window, resolve_reader
-        from kvik.evaluate.windows import choose_window
+        from kvik.evaluate.windows import choose_window, longest_window, resolve_reader
         from kvik.launch import resolve_config
 
         try:

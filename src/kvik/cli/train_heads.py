@@ -98,8 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kvik.evaluate.reader import longest_window
-    from kvik.evaluate.windows import read_texts
+    from kvik.evaluate.windows import longest_window, read_texts
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.training.heads import check_place, train_heads, windows_of
 

@@ -14,15 +14,19 @@ import torch
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.distributions import compared, losses
-from kvik.evaluate.reader import (
+from kvik.evaluate.windows import (
     Reader,
+    Window,
     check_room,
+    choose_window,
+    count_scored,
+    cut,
     loaded_reader,
     longest_window,
+    prompt_prefix,
     read_together,
     resolve_reader,
 )
-from kvik.evaluate.windows import Window, choose_window, count_scored, cut, prompt_prefix
 from kvik.model_files import model_files
 from kvik.text.tokenizer import Tokenizer
 

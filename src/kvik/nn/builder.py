@@ -16,12 +16,20 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
-from kvik.nn.attention import Attention
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
 from kvik.nn.formats.registry import choose_format
-from kvik.nn.linear import MLP, GatedMLP, Heads, Linear
-from kvik.nn.norm import Embedding, LayerNorm, MatrixEmbedding, RMSNorm
+from kvik.nn.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    GatedMLP,
+    Heads,
+    LayerNorm,
+    Linear,
+    MatrixEmbedding,
+    RMSNorm,
+)
 from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kvik.errors import ConfigError, shown
 from kvik.kernels.fp8 import SQUARE
-from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.compressed_tensors import WEIGHT, IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import BLOCK_SCALE, Fp8
-from kvik.nn.formats.gptq import Gptq
+from kvik.nn.formats.integers import Awq, Gptq
 from kvik.nn.formats.registry import FORMATS
 from kvik.quantize.quantised import Float8, Quantised
 from kvik.quantize.recipe import ROW, Recipe

@@ -17,8 +17,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.config.memory import PROMPT_ROWS
 from kvik.errors import ConfigError, ModelError
-from kvik.evaluate.reader import Reader, loaded_reader, resolve_reader
-from kvik.evaluate.windows import Window, cut, prompt_prefix
+from kvik.evaluate.windows import Reader, Window, cut, loaded_reader, prompt_prefix, resolve_reader
 from kvik.files import working_folder, writing_whole_folder
 from kvik.nn.safetensors_writer import write_safetensors
 from kvik.text.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ConfigError
-from kvik.evaluate.reader import Reader
-from kvik.evaluate.windows import Window
+from kvik.evaluate.windows import Reader, Window
 
 Progress = Callable[[str, float], None]  # what is being done, and the share that is
 HELD_OUT = 16  # one window of so many is kept out of training

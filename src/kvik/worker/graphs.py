@@ -7,10 +7,12 @@ and knows nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
@@ -18,7 +20,98 @@ from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.spec.declare import ForwardContext, Model
 from kvik.spec.kv import KVGroup
+from kvik.worker.captures import SPARSEST, Capturer, Captures, GraphMemory
 from kvik.worker.input_batch import InputBatch
+
+# Functions of rows, as draft heads are: called each time, or captured at a ladder of rows.
+
+RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], waiting for nothing
+
+
+class RowGraph(Protocol):
+    def run(self, *inputs: Tensor) -> Tensor:
+        """What the function makes of the inputs; valid until it is called again."""
+        ...
+
+    def rest(self) -> bool:
+        """See `Graph.rest`."""
+        ...
+
+
+class EagerRows:
+    def __init__(self, function: RowFunction) -> None:
+        self._function = function
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        return self._function(*inputs)
+
+    def rest(self) -> bool:
+        return False
+
+
+class CapturedRows:
+    def __init__(
+        self,
+        function: RowFunction,
+        like: Sequence[Tensor],
+        sizes: Sequence[int],
+        capturer: Capturer,
+        clock: Callable[[], float],
+        memory: GraphMemory,
+    ) -> None:
+        """
+        Args:
+            function: no row of its result depends on others. It may do on its first call what
+                cannot be captured.
+            like: its inputs, of any number of rows.
+            sizes: numbers of rows, ascending.
+            memory: see `Captures`.
+        """
+        self._function = function
+        self._inputs = [_rows(sizes[-1], tensor) for tensor in like]
+        self._output: Tensor | None = None  # of every size, in the first rows
+        self._captures = Captures(
+            capturer, sizes, lambda size: lambda: self._call(size), clock, memory
+        )
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        self._captures.prepare()
+        rows, sizes = len(inputs[0]), self._captures.sizes
+        at = bisect_left(sizes, rows)
+        if at == len(sizes):
+            return self._function(*inputs)
+        replay = self._captured(sizes[at])
+        if replay is None or self._output is None:
+            return self._function(*inputs)
+        for there, tensor in zip(self._inputs, inputs, strict=True):
+            there[:rows].copy_(tensor)
+        replay()
+        return self._output[:rows]
+
+    def rest(self) -> bool:
+        return self._captures.rest()
+
+    def _captured(self, best: int) -> Callable[[], None] | None:
+        """Of the size that fits best, or of one that is not much larger; None: there is none."""
+        captures = self._captures
+        replay = captures.captured.get(best)
+        if replay is None:
+            captures.miss(best)
+            sizes = (size for size in captures.sizes if best < size <= SPARSEST * best)
+            replay = next(
+                (captures.captured[size] for size in sizes if size in captures.captured), None
+            )
+        return replay
+
+    def _call(self, size: int) -> None:
+        found = self._function(*(tensor[:size] for tensor in self._inputs))
+        if self._output is None:
+            self._output = _rows(self._captures.sizes[-1], found)
+        self._output[:size].copy_(found)
+
+
+def _rows(count: int, like: Tensor) -> Tensor:
+    return torch.zeros(count, *like.shape[1:], dtype=like.dtype, device=like.device)
 
 
 @frozen

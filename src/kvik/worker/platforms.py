@@ -24,8 +24,15 @@ from kvik.kernels.select import select as select_ops
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import Eager, EngineNetwork, Graph
-from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction, RowGraph
+from kvik.worker.graphs import (
+    CapturedRows,
+    Eager,
+    EagerRows,
+    EngineNetwork,
+    Graph,
+    RowFunction,
+    RowGraph,
+)
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.warm_up import NoWarmUps, WarmUps
 

@@ -18,8 +18,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT
 from kvik.kernels.triton.shape_classes import lengths
 from kvik.models.model_spec import ModelSpec
-from kvik.worker.graphs import EngineNetwork
-from kvik.worker.row_graphs import RowFunction
+from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.step_inputs import StepSizes
 from kvik.worker.warm_up import NOTHING, Resting, forwards, heads, rules
 

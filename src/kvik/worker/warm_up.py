@@ -29,8 +29,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.models.model_spec import ModelSpec
 from kvik.options import Integer
-from kvik.worker.graphs import EngineNetwork
-from kvik.worker.row_graphs import RowFunction
+from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
 from kvik.worker.sampling_table import DRAFT, SamplingTable

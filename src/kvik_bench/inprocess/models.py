@@ -15,8 +15,13 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.evaluate.quality import Change, Progress, Quality, Reading, check_same, prepare, read
-from kvik.evaluate.reader import check_room, loaded_reader, longest_window, resolve_reader
-from kvik.evaluate.windows import choose_window
+from kvik.evaluate.windows import (
+    check_room,
+    choose_window,
+    loaded_reader,
+    longest_window,
+    resolve_reader,
+)
 from kvik.launch import resolve_config
 from kvik.spec.kv import AUTO, formats_of
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs

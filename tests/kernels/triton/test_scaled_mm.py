@@ -18,8 +18,8 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
 from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.packed import GPU
+from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
-from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight
 from kvik_bench.kernel_cases import filled_matrix
 

@@ -18,12 +18,10 @@ from helpers.stored_layers import (
 from torch import Tensor
 
 from kvik.kernels.weights import Weight
-from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp8 import Fp8
-from kvik.nn.formats.gptq import Gptq
-from kvik.nn.formats.integers import Codes
+from kvik.nn.formats.integers import Awq, Codes, Gptq
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.parts import weight_kind
 from kvik.spec.stored_weights import StoredScheme

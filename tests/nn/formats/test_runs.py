@@ -9,10 +9,9 @@ import torch
 from helpers.stored_layers import awq_config, compressed_config, gptq_config, read
 from helpers.stored_models import multiplied_out, rounded
 
-from kvik.nn.formats.awq import Awq
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
-from kvik.nn.formats.gptq import Gptq
+from kvik.nn.formats.integers import Awq, Gptq
 from kvik.nn.formats.registry import FORMATS
 
 INT8 = {"num_bits": 8, "strategy": "channel", "group_size": None}

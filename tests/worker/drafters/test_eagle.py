@@ -12,8 +12,8 @@ from kvik.worker.captures import GraphMemory
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.eagle import EagleDrafter
+from kvik.worker.graphs import CapturedRows, EagerRows, RowFunction
 from kvik.worker.request_table import RequestTable
-from kvik.worker.row_graphs import CapturedRows, EagerRows, RowFunction
 
 VOCAB = 50
 TREES = [

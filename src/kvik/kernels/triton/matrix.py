@@ -36,6 +36,7 @@ from kvik.kernels.triton.packed import (
     span_of,
     unfilled,
 )
+from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.scaled_mm import (
     TOKEN_STEP,
     Library,
@@ -44,7 +45,6 @@ from kvik.kernels.triton.scaled_mm import (
     product_of_blocks,
     product_of_wholes,
 )
-from kvik.kernels.triton.token_rounding import round_tokens
 from kvik.kernels.triton.words import (
     E4M3,
     INT4,

@@ -8,11 +8,196 @@ high [rows, half], the halves that a rotation mixes; elements behind its end are
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvik.kernels.kv_rounding import LEAST as _LEAST
 from kvik.kernels.kv_rounding import MOST as _MOST
+from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
+
+# x rounded to eight bits, a scale for each token and group of inputs: what int8 and E4M3 matrices
+# are multiplied with.
+#
+# Scales are absmax / 127 or / 448, by an IEEE division, and 1 where all is 0; integers are
+# rounded half to even. A token that holds NaN or infinity gets a scale that is NaN, and so a
+# result that is; where the scale is given, infinity is cut off, and NaN is NaN in E4M3 too, as a
+# library that knows one scale for all tokens sees nothing else of it. Floor: memory; x is read
+# twice, the second time from a cache.
+
+MOST_STEPS = 4096  # numbers of a program at a time: of a token, of several, or of several groups
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def _codes(x, scale, E4M3: tl.constexpr):
+    """-> int32 in -127..127, or the bits of E4M3. scale: broadcasts to x."""
+    q = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    q = tl.where(q == q, q, 0.0)  # the scale says that it is none
+    if E4M3:
+        return tl.where(x == x, e4m3_bits(tl.clamp(q, -448.0, 448.0)), 0x7F)
+    return nearest(q).to(tl.int32)
+
+
+@triton.jit
+def _scale(size, nothing, E4M3: tl.constexpr):
+    """absmax -> scale; nothing: 0, or NaN if a number is no number or infinite."""
+    most: tl.constexpr = 448.0 if E4M3 else 127.0
+    scale = tl.div_rn(size, tl.full(size.shape, most, tl.float32))
+    return tl.where(scale == 0.0, 1.0, scale) + nothing
+
+
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
+def round_tokens_kernel(
+    x,
+    scale_of_all,
+    out,
+    scales,
+    tokens,
+    inputs,
+    filled,
+    x_stride,
+    E4M3: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [tokens / TOKENS]; x [tokens, inputs], out [tokens, filled] bytes, scales [tokens].
+    scale_of_all: [1] fp32, or None: one for each token."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    here = token < tokens
+    rows, here_too = x + token[:, None] * x_stride, here[:, None]
+    k = tl.arange(0, BLOCK)[None, :]
+    if scale_of_all is None:
+        sizes = tl.zeros((TOKENS, BLOCK), tl.float32)
+        nothing = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for start in range(0, inputs, BLOCK):
+            at = start + k
+            wide = tl.load(rows + at, mask=here_too & (at < inputs), other=0.0).to(tl.float32)
+            sizes = tl.maximum(sizes, tl.abs(wide))
+            nothing = tl.where(_finite(wide), nothing, float("nan"))
+        scale = _scale(tl.max(sizes, 1), tl.sum(nothing, 1), E4M3)
+    else:
+        scale = tl.load(scale_of_all + tl.zeros((TOKENS,), tl.int32))
+        nothing = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for start in range(0, filled, BLOCK):
+        at = start + k
+        wide = tl.load(rows + at, mask=here_too & (at < inputs), other=0.0).to(tl.float32)
+        codes = _codes(wide, scale[:, None], E4M3)
+        to = out + token[:, None] * filled + at
+        tl.store(to, codes.to(tl.int8), mask=here_too & (at < filled))
+        if scale_of_all is not None:
+            nothing = tl.where(wide == wide, nothing, float("nan"))
+    if scale_of_all is not None:
+        scale += tl.sum(nothing, 1)
+    tl.store(scales + token, scale, mask=here)
+
+
+# Else steps of one token, and of 16 n, would compile anew.
+@triton.jit(do_not_specialize=["tokens"])
+def round_groups_kernel(
+    x,
+    out,
+    scales,
+    tokens,
+    inputs,
+    filled,
+    groups,
+    x_stride,
+    GROUP: tl.constexpr,
+    E4M3: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """grid [tokens * groups / GROUPS]; BLOCK >= GROUP. scales: [groups, tokens]"""
+    number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    token, group = (number // groups).to(tl.int64), number % groups
+    here = number < tokens * groups
+    within = tl.arange(0, BLOCK)[None, :]
+    at = group[:, None] * GROUP + within
+    inside = here[:, None] & (within < GROUP)
+    rows = x + token[:, None] * x_stride
+    wide = tl.load(rows + at, mask=inside & (at < inputs), other=0.0).to(tl.float32)
+    nothing = tl.sum(tl.where(_finite(wide), 0.0, float("nan")), 1)
+    scale = _scale(tl.max(tl.abs(wide), 1), nothing, E4M3)
+    codes = _codes(wide, scale[:, None], E4M3)
+    to = out + token[:, None] * filled + at
+    tl.store(to, codes.to(tl.int8), mask=inside & (at < filled))
+    tl.store(scales + group * tokens + token, scale, mask=here)
+
+
+def round_tokens(
+    x: Tensor, filled: int, group: int, e4m3: bool, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """
+    Args:
+        x: [tokens, inputs]; rows may be strided.
+        filled: inputs of the result, those beyond x are 0.
+        group: inputs that share a scale; 0: all of a token.
+        scale: [1] fp32 for all; None: found here. Only without groups.
+
+    Returns:
+        codes [tokens, filled] int8 or float8_e4m3fn, scales [tokens], or [groups, tokens] fp32.
+    """
+    tokens, inputs = x.shape
+    out = torch.empty(tokens, filled, dtype=torch.int8, device=x.device)
+    shape = (ceil_div(filled, group), tokens) if group else (tokens,)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    stride = x.stride(0)
+    if tokens and group:
+        block = power_of_two(group)
+        count = max(
+            1, MOST_STEPS // block
+        )  # however few there are, or each number would be compiled
+        grouped: Any = round_groups_kernel[(ceil_div(scales.numel(), count),)]
+        grouped(x, out, scales, tokens, inputs, filled, shape[0], stride, group, e4m3, count, block)
+    elif tokens:
+        block = min(MOST_STEPS, power_of_two(filled))
+        count = max(1, MOST_STEPS // block)
+        whole: Any = round_tokens_kernel[(ceil_div(tokens, count),)]
+        whole(
+            x, scale, out, scales, tokens, inputs, filled, stride, e4m3, count, block, num_warps=8
+        )
+    return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales
+
+
+_BF16, _INT8, _FP32 = (f"*{TYPES[t]}" for t in (torch.bfloat16, torch.int8, torch.float32))
+_INTEGERS = dict.fromkeys(("tokens", "inputs", "filled", "groups", "x_stride"), "i32")
+_TYPES = {"x": _BF16, "out": _INT8, "scales": _FP32, **_INTEGERS}
+
+RESOURCES = (
+    Resources(
+        round_tokens_kernel,
+        "bf16 to E4M3 by a given scale",
+        {**_TYPES, "scale_of_all": _FP32},
+        {"E4M3": True, "TOKENS": 1, "BLOCK": MOST_STEPS},
+        num_warps=8,
+        aligned=frozenset({"inputs", "filled", "x_stride"}),
+    ),
+    Resources(
+        round_tokens_kernel,
+        "bf16 to int8",
+        _TYPES,
+        {"scale_of_all": None, "E4M3": False, "TOKENS": 1, "BLOCK": MOST_STEPS},
+        num_warps=8,
+        aligned=frozenset({"inputs", "filled", "x_stride"}),
+    ),
+    Resources(
+        round_groups_kernel,
+        "bf16 to E4M3 in groups of 128",
+        _TYPES,
+        {"GROUP": 128, "E4M3": True, "GROUPS": MOST_STEPS // 128, "BLOCK": 128},
+        aligned=frozenset({"inputs", "filled", "groups", "x_stride"}),
+    ),
+)
+
 
 LEAST = tl.constexpr(_LEAST)
 MOST = tl.constexpr(_MOST)

@@ -8,13 +8,11 @@ from types import MappingProxyType
 import torch
 
 from kvik.errors import ModelError, shown
-from kvik.nn.formats.awq import Awq
-from kvik.nn.formats.base import LinearShape, WeightFormat
+from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
 from kvik.nn.formats.blocks import Blocks
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
-from kvik.nn.formats.dense import Dense
 from kvik.nn.formats.fp8 import Fp8
-from kvik.nn.formats.gptq import Gptq
+from kvik.nn.formats.integers import Awq, Gptq
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # The format of a layer in a layout, made from its scheme, its shape, and the shapes of its tensors.

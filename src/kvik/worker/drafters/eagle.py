@@ -13,8 +13,8 @@ from torch import Tensor
 from kvik.kernels.upload import upload
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
-from kvik.worker.row_graphs import EagerRows, RowFunction, RowGraph
 
 
 class EagleNetwork(Protocol):

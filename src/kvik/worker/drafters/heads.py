@@ -20,8 +20,8 @@ from kvik.nn.safetensors import read_header
 from kvik.spec.declare import ForwardContext, Model
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
-from kvik.worker.row_graphs import EagerRows, RowFunction, RowGraph
 
 # A tree of drafts from heads that read the model's last hidden state (models/medusa.py).
 

@@ -24,11 +24,10 @@ from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import MedusaDrafter, load_eagle, load_medusa, tree_of
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
-from kvik.worker.graphs import EngineNetwork
+from kvik.worker.graphs import EngineNetwork, RowFunction, RowGraph
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
-from kvik.worker.row_graphs import RowFunction, RowGraph
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepSizes

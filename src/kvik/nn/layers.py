@@ -1,0 +1,221 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend, HeadNorms
+from kvik.kernels.ops import Ops
+from kvik.kernels.weights import Matrix
+from kvik.spec.declare import ForwardContext
+
+# Normalisation layers.
+
+# Embeddings at the bottom of a model.
+
+
+class Embedding:
+    """A table of vectors: of tokens, or of positions."""
+
+    __slots__ = ("ops", "table")
+
+    def __init__(self, ops: Ops, table: Tensor) -> None:
+        self.ops = ops
+        self.table = table  # [rows, hidden]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width."""
+        rows, width = self.table.shape
+        return rows, width
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [tokens] -> [tokens, hidden]."""
+        return self.ops.gather_rows(self.table, ids)
+
+    def add(self, ids: Tensor, x: Tensor) -> Tensor:
+        """x [tokens, hidden] and the vectors of ids [tokens] -> their sum."""
+        return self.ops.add(x, self(ids))
+
+
+class MatrixEmbedding:
+    """Vectors of tokens that are rows of a matrix: because it is the head's too (Press and Wolf
+    2017), or because it is stored in a format that kernels unpack."""
+
+    __slots__ = ("dtype", "matrix", "ops", "tied")
+
+    def __init__(self, ops: Ops, matrix: Matrix, dtype: torch.dtype, tied: bool) -> None:
+        self.ops = ops
+        self.matrix = matrix
+        self.dtype = dtype  # of the vectors
+        self.tied = tied  # the matrix is the head's
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width."""
+        return self.matrix.spec.rows, self.matrix.spec.inputs
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [tokens] -> [tokens, hidden]."""
+        return self.ops.matrix_rows(self.matrix, ids, self.dtype)
+
+
+class RMSNorm:
+    """x / rms(x) * weight (Zhang and Sennrich 2019), over the last axis."""
+
+    __slots__ = ("eps", "ops", "weight")
+
+    def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
+        self.ops = ops
+        self.weight = weight
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> [..., dim]."""
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, dim] -> residual + norm(x)."""
+        return self.ops.add(residual, self(x))
+
+
+class LayerNorm:
+    """(x - mean) / std * weight + bias (Ba et al. 2016), over the last axis."""
+
+    __slots__ = ("bias", "eps", "ops", "weight")
+
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self.ops = ops
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> [..., dim]."""
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [tokens, dim] -> residual + norm(x)."""
+        return self.ops.add(residual, self(x))
+
+
+# Attention over the paged cache, as a model sees it.
+
+
+class Attention:
+    """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
+
+    __slots__ = ("backend", "group", "layer", "scale")
+
+    def __init__(self, backend: AttentionBackend, layer: int, group: int, scale: float) -> None:
+        self.backend = backend
+        self.layer = layer
+        self.group = group  # KV group of the layer
+        self.scale = scale
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: ForwardContext,
+        rotation: Tensor | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> Tensor:
+        """Normalise and turn q and k, store k and v, attend.
+
+        Args:
+            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+            rotation: [tokens, head_dim] fp32, of `Rope.at`; None where nothing turns.
+            norms: of the heads of q and k, with one eps; None: none.
+
+        Returns:
+            [tokens, heads * head_dim].
+        """
+        kv, metadata = ctx.kv[self.layer], ctx.metadata[self.group]
+        by: HeadNorms | None = None
+        if norms is not None:
+            of_q, of_k = norms
+            by = HeadNorms(of_q.weight, of_k.weight, of_q.eps)
+        out = self.backend.run(q, k, v, kv, metadata, self.scale, rotation, by)
+        return out.flatten(1)
+
+
+# Queries, keys and values: projections of one input, cut into heads.
+
+
+class Heads:
+    """Several projections of x. Neighbours whose weights are stored alike are one matrix; of
+    others each keeps its own format."""
+
+    __slots__ = ("head_dim", "heads", "linears")
+
+    def __init__(
+        self, linears: Sequence[Linear], heads: Sequence[tuple[int, ...]], head_dim: int
+    ) -> None:
+        """
+        Args:
+            heads: of the projections that each of `linears` makes.
+        """
+        self.linears = linears
+        self.heads = heads
+        self.head_dim = head_dim
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
+        found: list[Tensor] = []
+        for linear, heads in zip(self.linears, self.heads, strict=True):
+            together = linear(x).view(-1, sum(heads), self.head_dim)
+            found += together.split_with_sizes(heads, 1)
+        return found
+
+
+# Feed-forward blocks.
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)) + residual (SwiGLU, Shazeer 2020).
+
+    Gate and up are one matrix product, with the activation behind it.
+    """
+
+    __slots__ = ("down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        return self.down(self.gate_up(x), residual)
+
+
+class MLP:
+    """down(gelu(up(x))) + residual, with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+
+    __slots__ = ("down", "up")
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        self.up = up
+        self.down = down
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        return self.down(self.up(x), residual)
+
+
+class Linear:
+    """y = activation(x W^T + b) + residual."""
+
+    __slots__ = ("matrix", "ops")
+
+    def __init__(self, ops: Ops, matrix: Matrix) -> None:
+        self.ops = ops
+        self.matrix = matrix
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs]."""
+        return self.ops.linear(x, self.matrix, residual)
