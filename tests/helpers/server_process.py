@@ -36,6 +36,7 @@ class Held:
 class ServerProcess:
     process: subprocess.Popen[str]
     port: int
+    key: str = ""  # sent with each GET
 
     @property
     def url(self) -> str:
@@ -51,7 +52,8 @@ class ServerProcess:
     def get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
-            connection.request("GET", path)
+            headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+            connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

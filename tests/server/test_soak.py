@@ -8,7 +8,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from helpers.server_process import POOLED, ServerProcess, server_process
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WARM_UP, REQUESTS, AT_ONCE = 400, 2000, 40
+PRESSED = 800  # requests to a pool that is too short for all
+POOL = str(36 * 16 * 2 * 3072)  # 36 blocks of float32, 576 tokens
 MIB = 1 << 20
 # Answers to what was well asked, to what was not, and to what came too late.
 FINE, WRONG, LATE = {200}, {400, 404, 405, 413, 415, 422}, {200, 429, 503, 504}
@@ -27,8 +30,8 @@ Behaviour = Callable[["Client"], Awaitable[None]]
 class Client:
     """One connection of one user."""
 
-    def __init__(self, port: int, dice: random.Random) -> None:
-        self.port, self.dice = port, dice
+    def __init__(self, port: int, dice: random.Random, keys: Sequence[str] = ()) -> None:
+        self.port, self.dice, self.keys = port, dice, keys
         self.statuses: Counter[int] = Counter()
 
     async def send(
@@ -39,10 +42,11 @@ class Client:
         """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        key = f"Authorization: Bearer {self.dice.choice(self.keys)}\r\n" if self.keys else ""
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
             "Content-Type: application/json\r\n"
-            f"Content-Length: {len(data) if length is None else length}\r\n\r\n"
+            f"{key}Content-Length: {len(data) if length is None else length}\r\n\r\n"
         )
         writer.write(head.encode() + data)
         return reader, writer
@@ -198,8 +202,8 @@ BEHAVIOURS: list[tuple[Behaviour, int]] = [
 ]
 
 
-async def crowd(port: int, count: int, seed: int) -> Counter[int]:
-    client = Client(port, random.Random(seed))
+async def crowd(port: int, count: int, seed: int, keys: Sequence[str] = ()) -> Counter[int]:
+    client = Client(port, random.Random(seed), keys)
     places = asyncio.Semaphore(AT_ONCE)
     kinds, weights = zip(*BEHAVIOURS, strict=True)
 
@@ -244,3 +248,23 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
             assert now.memory <= then.memory + 16 * MIB
         ended = server.post("/v1/completions", {"prompt": "The", "max_tokens": 3})
         assert ended[0] == 200
+
+
+@linux
+@pytest.mark.full
+def test_a_short_pool_drafts_and_several_tenants_leave_nothing_behind(tmp_path: Path) -> None:
+    """Requests of three keys preempt each other, draft, share prefixes and pin them."""
+    keys = ("ada-key-000000000000", "bob-key-000000000000", "eve-key-000000000000")
+    file = tmp_path / "keys"
+    lines = [f"{name}: {key}" for name, key in zip(("ada", "bob", "eve"), keys, strict=True)]
+    file.write_text("\n".join([*lines, "boss: root-key-0000 admin"]))
+    flags = ("--kv-cache-memory", POOL, "--spec-method", "suffix", "--api-key-file", str(file))
+    with server_process("--max-num-seqs", "16", "--max-model-len", "512", *flags) as server:
+        server.key = "root-key-0000"
+        statuses = asyncio.run(crowd(server.port, PRESSED, 3, keys))
+        after = at_rest(server)
+        assert after["kv_cache_usage_perc"] == 0.0 and after["queued_tokens"] == 0
+        assert after["num_preemptions_total"] > 0
+        assert after["spec_decode_num_draft_tokens_total"] > 0
+        assert statuses[200] > 0.4 * PRESSED
+        assert server.get("/health")[0] == 200
