@@ -5,7 +5,7 @@ order, so torch's kernels (cuDNN's, FlashAttention's) can take them, which read 
 Everything else stays with the kernels that do.
 
 cuDNN plans its kernels anew for each shape. So prompts are lengthened to multiples of a number,
-which makes few shapes: causal queries do not see the keys behind them, and nobody looks at the
+which makes few shapes: causal queries do not see the keys behind them, and nothing reads the
 results of the queries that were added.
 """
 
@@ -90,7 +90,7 @@ class FreshPrompts:
         length, slots = end - start, layout.slot_mapping
         padded = -(-length // self._padded) * self._padded
         if padded == length:
-            # Tokens that are stored nowhere (-1) are nobody's.
+            # Tokens that are stored nowhere (-1) belong to no sequence.
             return FreshPrompt(start, end, None, slots[start:end].clamp(min=0))
         tokens = torch.arange(start, start + padded, device=slots.device).clamp_(max=end - 1)
         return FreshPrompt(start, end, tokens, slots.index_select(0, tokens).clamp_(min=0))

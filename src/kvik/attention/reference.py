@@ -3,7 +3,7 @@
 Query at position p sees key j iff j <= p and, with a window of w keys, p - w < j. Positions of a
 sequence's queries are the last ones of its context, so a chunk behind a cached prefix is aligned
 bottom-right. KV head h serves the query heads h * group .. h * group + group - 1. In a tree a query
-sees of this step's keys its ancestors and itself, and a node's position is told by its depth.
+sees of this step's keys its ancestors and itself, and a node's position follows from its depth.
 """
 
 from __future__ import annotations

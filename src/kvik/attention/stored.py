@@ -19,7 +19,7 @@ def store(
         slot_mapping: [tokens].
 
     Returns:
-        k and v as whoever reads them from the cache will see them.
+        k and v as a later read of the cache returns them.
     """
     if kv.k_scales is None or kv.v_scales is None:
         stored = k.to(kv.k.dtype), v.to(kv.v.dtype)

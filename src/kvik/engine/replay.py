@@ -119,7 +119,7 @@ class Replay:
     def run(self, events: Iterable[Event], progress: Callable[[int], None]) -> Replayed:
         """
         Args:
-            progress: is told the number of each step that was played.
+            progress: called with the number of each step that was played.
 
         Raises:
             RecordError: the file is damaged.

@@ -65,7 +65,7 @@ def _read(file: FileIO, start: int, size: int, buffer: np.ndarray) -> np.ndarray
 
 # How many rows of a tensor are worked on at a time.
 
-ROW_MULTIPLE = 32  # kernels lay rows together in tiles of so many
+ROW_MULTIPLE = 32  # kernels lay rows together in tiles of this size
 
 
 def run_length(most: int) -> int:

@@ -120,7 +120,7 @@ def write_weights(
     """All that `storage` gave, one part behind the other.
 
     Args:
-        advance: is told how many bytes were written.
+        advance: called with the number of bytes that were written.
 
     Raises:
         OSError: they cannot be.

@@ -1,4 +1,4 @@
-"""How many bits each layer gets when only so many are there on average: by measured sensitivity.
+"""How many bits each layer gets within an average: by measured sensitivity.
 
 The layers of one matrix (q, k and v, say) have the same bits, or no kernel could multiply them
 together. What a matrix loses is measured at the output of its block, where the residual stream is
@@ -26,7 +26,7 @@ from kvik.quantize.quantised import BYTE, Progress
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.spec.fields import read_json
 
-# Which format each layer gets when not all can have the best: the least loss in so many bytes.
+# Which format each layer gets when not all can have the best: the least loss within a budget.
 #
 # Losses are measured with one layer changed at a time, and taken to add up. Then this is the
 # multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",

@@ -36,7 +36,7 @@ BITS: Mapping[Method, tuple[int, ...]] = {
 }
 ROW = -1  # `group_size`: a scale for each output
 TENSOR = 0  # `group_size` of fp8: one scale
-SQUARE = 128  # `group_size` of fp8: a scale for each block of so many outputs and inputs
+SQUARE = 128  # `group_size` of fp8: a scale for each block of this many outputs and inputs
 GROUPS = (128, 64, 32)  # what "auto" chooses from
 MANY = 8  # bits of the layers that lose most, with a budget
 

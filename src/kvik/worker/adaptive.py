@@ -99,7 +99,7 @@ _STANDS = 4  # steps that a choice holds for, while drafts gain and the requests
 _REST = 8  # steps until it is looked again whether anything may be tried
 _PROBE = 2  # drafts for one request, to see how they fare
 _SAME = 8  # times in a row that it is the same request: a drafter may have to read its text first
-_SURPRISE = 2.0  # a step so many times longer than expected, or shorter, is looked into
+_SURPRISE = 2.0  # a step this many times longer or shorter than expected is examined
 _MOST = 4.0  # steps: most that making drafts, or deciding on them, counts as
 _HELD_UP = 0.25  # of a step, that making drafts is always granted
 _FOLLOW = 0.2  # how far what deciding takes follows a measurement
@@ -155,7 +155,7 @@ class DraftControl:
             0,
             0.0,
         )  # steps without drafts that were not looked at, and theirs
-        self._rest = 0  # so many need not be looked at
+        self._rest = 0  # checks that need not be looked at
         self._without = 0  # steps with drafts since the last one without
         self._longest = _OFTEN  # of those until the next one without
         self._deciding = 0.0  # seconds that it takes
@@ -191,7 +191,7 @@ class DraftControl:
             requests: that sampled. seconds, pure: see `StepFigures`.
 
         Returns:
-            Whether to ask for `limits`; else nobody gets any.
+            Whether to ask for `limits`; else no request gets drafts.
         """
         self._rested += 1
         self._time += min(seconds, self._ceiling)
@@ -208,7 +208,7 @@ class DraftControl:
         return may and self._costs.num_plain(requests) >= _LEARN
 
     def decided(self, seconds: float) -> None:
-        """It took so long to find that nobody gets drafts."""
+        """Take in how long it took to find that no request gets drafts."""
         # If it takes much longer than before, something else held it up.
         seconds = min(seconds, 2 * self._deciding or self._ceiling / _MOST)
         if self._weighed:
@@ -261,7 +261,7 @@ class DraftControl:
             self._without += 1
             if not expected / _SURPRISE < ratio < expected * _SURPRISE:
                 self._without = self._longest  # perhaps a step without drafts has changed as well
-        else:  # its time is that of prompts, too, or nobody knows what it would be without
+        else:  # its time is that of prompts, too, or its time without drafts is unknown
             time, tokens = expected, tokens if known else 1.0
         usual = self._costs.making_at(requests, step.asked)
         if not self._reading:  # what takes much longer was held up by something else

@@ -1,6 +1,6 @@
-"""What a GPU is told to do, captured once and begun again as a whole: by size, when it is worth it.
+"""The work of a GPU in a step, captured once and replayed as a whole: by size, where it pays.
 
-While nobody asks for anything all sizes are captured, one after the other. What is missing then is
+While the engine is idle all sizes are captured, one after the other. What is missing then is
 captured between steps: a size when it has been wanted often enough, the most frequent first, and
 never for more than a small share of the time. Nor are more captured than fit into the memory that
 was put aside for them: the largest first, in whose memory the others find room.
@@ -25,12 +25,12 @@ from kvik.core.plan import GraphCounts
 
 
 class GraphMemory:
-    """Of all graphs of an engine together. What a driver keeps of one nobody says beforehand, so
+    """Of all graphs of an engine together. What a driver keeps of one is not known beforehand, so
     the plan guesses; whatever the truth is, no more are captured than fit into the plan.
 
     Attributes:
         planned, taken: bytes.
-        graphs: so many were captured.
+        graphs: how many were captured.
     """
 
     def __init__(self, planned: int, step: int) -> None:
@@ -68,7 +68,7 @@ class GraphMemory:
         return not self._full
 
     def keeps(self, size: int, left: int) -> bool:
-        """One more was captured. One that nobody expected to be so large is only kept where a step
+        """One more was captured. One that is larger than expected is only kept where a step
         could still be allocated as a whole.
 
         Args:
@@ -85,7 +85,7 @@ class GraphMemory:
         return True
 
     def _close(self, next_size: int) -> None:
-        """next_size: bytes of the one that is not captured; 0: nobody knows."""
+        """next_size: bytes of the one that is not captured; 0: unknown."""
         self._full = True
         log.warning(
             "no more steps are captured: %d CUDA graphs take %s of the GPU%s, and %s are planned "
@@ -102,7 +102,7 @@ log = logging.getLogger(__name__)
 
 OFTEN = 4  # times that a size was wanted after which it is captured: its kernels are compiled then
 SHARE = 0.1  # of the time that capturing may take
-SPARSEST = 2  # nothing is padded to more than so many times the size that fits best
+SPARSEST = 2  # nothing is padded to more than this many times the size that fits best
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class CudaCapturer:
     The first call, which only warms up, is made on the stream that steps run on: the allocator
     keeps what is freed for the stream that it was allocated on, so that this call takes what eager
     steps have left there, and leaves it to them. On the capturing stream, or any other, it would
-    leave behind as much again that nobody uses. A library's workspace is of a stream too: that of
+    leave behind as much again unused. A library's workspace is of a stream too: that of
     the capturing one is allocated within the first capture, in the pool, and serves the others. So
     an engine has one capturer for all that it captures.
 

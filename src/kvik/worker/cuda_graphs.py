@@ -64,7 +64,7 @@ class DecodeGraphs:
         return self._captures.captured
 
     def prepare(self) -> None:
-        """Nobody needs what lies in the inputs any more."""
+        """The contents of the inputs are no longer needed."""
         self._captures.prepare()
 
     def rest(self) -> bool:

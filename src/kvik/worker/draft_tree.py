@@ -1,6 +1,6 @@
 """A tree of drafts that is the same for every request: only its tokens change from step to step.
 
-Node 0 is the newest token of a request; all others are drafts, and a node's drafts are told by the
+Node 0 is the newest token of a request; all others are drafts, and a node's drafts follow from the
 path to it: at depth d the `ranks`-th likeliest token of what predicts d tokens ahead. Parents stand
 before their children, so the first n nodes of a tree are a tree as well.
 
@@ -45,12 +45,12 @@ class DraftTree:
 
     @staticmethod
     def chain(drafts: int) -> DraftTree:
-        """One path of so many drafts."""
+        """Return one path of a number of drafts."""
         return DraftTree(tuple(range(-1, drafts)), (0,) * (drafts + 1))
 
     @staticmethod
     def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:
-        """The tree of at most so many drafts that accepts most, as in Medusa (Cai et al. 2024,
+        """The tree of at most this many drafts that accepts most, as in Medusa (Cai et al. 2024,
         section 2.3): a node is worth the product of the accuracies along its path, and grows where
         the next node is worth most. Its nodes fall in worth, so its first n are the best n.
 
@@ -122,7 +122,7 @@ class DraftTree:
         return self.parents == tuple(range(-1, self.drafts))
 
     def first(self, drafts: int) -> DraftTree:
-        """The tree of the first so many drafts; it may have fewer."""
+        """The tree of the first `drafts` drafts; it may have fewer."""
         return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
 
     def path(self, node: int) -> list[int]:

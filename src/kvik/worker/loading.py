@@ -44,7 +44,7 @@ def build_weights(
     """Load a model and write its weights.
 
     Args:
-        progress: is told how many bytes of how many are written.
+        progress: called with the bytes that are written, and all bytes.
 
     Raises:
         ModelError: the weights do not fit the model.

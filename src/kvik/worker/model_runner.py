@@ -290,7 +290,7 @@ class ModelRunner:
         self._running: deque[RunningStep] = deque()
 
     def begin(self, plan: SchedulerOutput) -> RunningStep:
-        """Compute one step, as far as nobody has to wait for it. Steps are begun in the order of
+        """Compute one step as far as the host need not wait for it. Steps are begun in the order of
         their plans.
 
         Raises:

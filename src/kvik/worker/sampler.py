@@ -268,7 +268,7 @@ class Sampled:
     Attributes:
         token_ids: [rows] int64; meaningless in bad rows, but a token.
         bad_rows: rows that are known to be bad.
-        unseen: largest logits [rows] that nobody has looked at: a row is bad where one is not
+        unseen: largest logits [rows] that were not checked yet: a row is bad where one is not
             finite; and why it is.
         scores: of the rows that `logprobs` says.
         logprobs: row -> how many of the most likely tokens to report.

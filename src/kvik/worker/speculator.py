@@ -235,7 +235,7 @@ class Speculator:
             requests: that sampled. seconds, pure: see `observe`.
 
         Returns:
-            Whether `propose` is due; else nobody gets drafts.
+            Whether `propose` is due; else no request gets drafts.
         """
         return self.control.passed(requests, seconds, pure=pure)
 

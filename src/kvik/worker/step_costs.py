@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 _RECENT = 25  # steps without drafts that count
 _RATE = 0.1  # of a curve, at least: how far it follows a measurement
 _PRIOR = 1.5  # measurements that the guess before the first counts for, the first one included
-_FAR = 2.0  # a measurement moves a curve as at most so many times what it says
+_FAR = 2.0  # a measurement counts as at most this many times what the curve says
 _NEAR = 0.25  # or as so much more
-_CLIP = 2.0  # a step counts as at most so many times, or as little as, what the curve says then
+_CLIP = 2.0  # the same bound, above and below, for a whole step
 _ACCIDENTS = 3  # in a row are none
 _FORGET = 0.998  # of what is known of drafts, in each step
 _SLOPE = 0.5  # more drafts cost half of what the last ones did, until they are measured
@@ -40,7 +40,7 @@ class StepCosts:
         self._excused: list[float] = []  # of the last steps with drafts, what did not count
 
     def observe_plain(self, requests: int, seconds: float, steps: int = 1) -> None:
-        """A step without drafts, the last of so many. Nearly all are, where drafts do not pay: it
+        """A step without drafts, the last of `steps`. Nearly all are, where drafts do not pay: it
         is only noted."""
         found = self._plain.get(requests)
         if found is None:
@@ -54,7 +54,7 @@ class StepCosts:
     def observe_drafts(
         self, requests: int, drafts: int, judging: float, asked: int, making: float
     ) -> float:
-        """A step that judged so many drafts in all, after at most `asked` were made for a request.
+        """A step that judged drafts, after at most `asked` were made for a request.
 
         Args:
             judging, making: times of the step and of making the drafts, over a step without.
@@ -103,7 +103,7 @@ class StepCosts:
         return self._judging_of(requests).upto(drafts)
 
     def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Of making at most so many drafts for a request, likewise."""
+        """Of making at most this many drafts for a request, likewise."""
         return self._making_of(requests).upto(drafts)
 
     def judging_at(self, requests: int, drafts: int) -> float:
@@ -204,8 +204,8 @@ class _Curve:
         self._draw()
 
     def _read(self, drafts: int) -> tuple[float, int, float]:
-        """What so many drafts cost; the point at or above them; how far they are from the one below
-        it, of the way."""
+        """What a number of drafts costs; the point at or above it; the share of the way to it from
+        the one below."""
         places, heights = self._places, self._heights
         drafts = min(drafts, places[-1])
         above = max(1, bisect_left(places, drafts))
@@ -234,6 +234,6 @@ class _Curve:
 
 
 def _size_of(requests: int) -> int:
-    """Batches that are told apart: all small ones, then in steps of an eighth."""
+    """Batches that are distinguished: all small ones, then in steps of an eighth."""
     shift = max(0, requests.bit_length() - 4)
     return requests >> shift << shift

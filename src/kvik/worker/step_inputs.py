@@ -15,7 +15,7 @@ from kvik.config.graph_sizes import GraphSize
 from kvik.frozen import frozen
 from kvik.kernels.upload import upload
 
-# How results come from the device to the host while steps run, and nobody waits.
+# How results come from the device to the host while steps run, without a wait.
 #
 # On a CPU both are the same memory. On a GPU a copy that the host does not wait for needs pinned
 # memory on its side, and a result may be read only once its copy has arrived.
@@ -200,7 +200,7 @@ class DeviceInputs:
         self.send()
 
     def whole(self, name: str, rows: int) -> Tensor:
-        """The first so many entries of an input, whatever the step has of them."""
+        """The first entries of an input, as many as asked, whatever the step has of them."""
         if name in self._tables:
             return self._tables[name].whole[:rows]
         return self._tensors[name][:rows]
@@ -222,7 +222,7 @@ class _BlockTable:
         return self.whole[:rows, :width]
 
     def send(self) -> None:
-        """The corner lies in one piece on its way, because only such a copy waits for nobody."""
+        """The corner lies in one piece on its way, because only such a copy does not wait."""
         if self._put is not None:
             rows, width = self._put
             corner = self._corner[: rows * width]

@@ -32,7 +32,7 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def notices(threads: int) -> list[str]:
-    """What a user of so many threads should know about this build on this machine."""
+    """What a user of this many threads should know about this build on this machine."""
     found = [
         f"the native kernels for {isa} compute wrongly on this machine and are not used"
         for isa in _native.rejected_instruction_sets()
@@ -45,7 +45,7 @@ def notices(threads: int) -> list[str]:
 class Native:
     """Kernels of one instruction set, and the threads that run them. Not for two threads at once.
 
-    Whoever calls has checked shapes and types: kernels read what they are pointed at.
+    The caller has checked shapes and types: kernels read what they are pointed at.
     """
 
     def __init__(self, threads: int, isa: str | None = None) -> None:

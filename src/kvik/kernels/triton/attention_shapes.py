@@ -130,7 +130,7 @@ def block_d(head_dim: int) -> int:
 
 
 def most_queries(group: int, kv_heads: int) -> int:
-    """Up to so many queries a sequence takes the split kernel: those of a tree always, and others
+    """Up to this many queries a sequence takes the split kernel: those of a tree always, and others
     while their tiles alone would leave half of a GPU idle.
 
     It does not depend on the batch, so that a sequence's answer does not depend on its company.
@@ -156,7 +156,7 @@ def most_splits(context: int, tiles: int) -> int:
 
 @triton.jit
 def split(seen, tiles):
-    """(keys of a split, number of splits), of a sequence that sees so many keys.
+    """(keys of a split, number of splits), of a sequence that sees a number of keys.
 
     A function of the sequence alone. Sequences of few keys have few splits; of many, as many as
     spread a single one over a GPU.

@@ -96,7 +96,7 @@ class Gptq:
 
     def _zeros(self, words: Tensor, rows: slice) -> Tensor:
         """[rows, groups]."""
-        first = rows.start // WORD  # so many outputs fill words with codes of any bits
+        first = rows.start // WORD  # this many outputs fill words with codes of any bits
         bits = self.scheme.bits
         own = words[:, first * bits : -(-rows.stop // WORD) * bits]
         zeros = unpack_gptq_zeros(restore(own, bits) if self.scheme.lessened else own, bits)

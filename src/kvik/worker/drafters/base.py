@@ -64,7 +64,7 @@ class Drafts:
     def first(limits: np.ndarray, table: np.ndarray, tree: DraftTree) -> Drafts:
         """
         Args:
-            limits: [rows] int64. table: [rows, drafts], of which each row gets at most so many.
+            limits: [rows] int64. table: [rows, drafts], of which each row gets at most its limit.
         """
         most = table.shape[1]
         return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)

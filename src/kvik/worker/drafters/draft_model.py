@@ -129,7 +129,7 @@ class Forwards:
         total, ends = int(starts[-1]), computed + chunks
         self._starts, self._chunks, self._ends = starts, chunks, ends.astype(np.int32)
 
-        # How many rows get more than so many drafts, which is how many the forward before has.
+        # Rows that get more than i drafts, which is how many the forward before has.
         wanted = drafts.tolist()
         most = wanted[0]
         alike = wanted[-1] == most  # as nearly always
@@ -194,7 +194,7 @@ class Forwards:
         """Whose the tokens of the next forwards are.
 
         Args:
-            chunks: [rows], tokens of each. starts: [rows + 1]. sampling: so many, the first.
+            chunks: [rows], tokens of each. starts: [rows + 1]. sampling: how many sample.
         """
         put, rows = self._network.inputs.put, len(chunks)
         self._sizes = int(starts[-1]), rows  # tokens and rows
@@ -289,7 +289,7 @@ class FilledBlocks:
         """Count as computed what the next blocks of some slots hold. The newest token is never
         counted: its logits are wanted."""
         table, size = self._table, self._table.block_size
-        self.note(np.arange(len(self._whole)))  # whoever may hold them
+        self.note(np.arange(len(self._whole)))  # whichever requests hold them
         for slot in slots.tolist():
             whole = int(self._whole[slot])
             if whole * size != table.num_computed[slot]:
@@ -336,7 +336,7 @@ class FilledBlocks:
 # The drafts of a draft model, from its logits.
 
 _PLAIN = SamplingBatch()
-Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, which nobody waits for
+Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, without a wait for it
 
 
 class Guessing:

@@ -69,7 +69,7 @@ class MedusaDrafter:
 
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # what Medusa's own training saves
-# Of heads that nobody measured: a guess, falling with the depth and with the rank.
+# Of heads that were not measured: a guess, falling with the depth and with the rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
 
 
@@ -126,7 +126,7 @@ def load_eagle(
 
 
 def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
-    """The tree of at most so many drafts that accepts most.
+    """The tree of at most this many drafts that accepts most.
 
     Raises:
         ModelError: by their accuracies the heads are never right.

@@ -268,7 +268,7 @@ class _Outputs:
 
 
 class TenantOutputs:
-    """Earlier outputs, by tenant: nobody's drafts show what another tenant's requests said.
+    """Earlier outputs, by tenant: drafts never show what another tenant's requests said.
 
     Memory is bounded: an automaton that is full replaces the one before it, and tenants who have
     not been seen for long are forgotten.
