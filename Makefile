@@ -17,7 +17,7 @@ help:
 	@echo "make test          run the fast tests: on every edit"
 	@echo "make test-full     run all tests: before a merge"
 	@echo "make test-nightly  run all tests with ten times the examples, drawn anew"
-	@echo "make check         ruff, mypy"
+	@echo "make check         ruff, mypy, and the form of sources and documents"
 	@echo "make bench         measure the bundled model here (kvik bench)"
 	@echo "make clean         remove .venv, build and caches"
 
@@ -41,6 +41,7 @@ check: $(VENV)/.kvik-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --tier=check
 
 bench: $(VENV)/.kvik
 	for verb in latency throughput startup batching techniques; do $(BIN)/kvik bench $$verb || exit 1; done

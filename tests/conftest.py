@@ -23,7 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=tiers.TIERS, default="fast", help="see helpers/tiers.py")
+    parser.addoption(
+        "--tier", choices=(*tiers.TIERS, tiers.CHECK), default="fast", help="see helpers/tiers.py"
+    )
     parser.addoption("--seed", help="of what is drawn (nightly tier: a new one by default)")
     parser.addoption("--no-limits", action="store_true", help="without helpers/limits.py")
     parser.addoption("--fuzz-seconds", default=10, help="how long tests that draw go on")
@@ -35,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("exploring" if explores else "repeatable")
     if explores:
         config.option.hypothesis_seed = str(tiers.seed())
-    if tiers.tier() != "fast" and not config.getoption("--no-limits"):
+    if tiers.tier() in ("full", "nightly") and not config.getoption("--no-limits"):
         whole_run = config.args == config.getini("testpaths")
         config.pluginmanager.register(Limits(whole_run=whole_run))
 

@@ -48,6 +48,7 @@ def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
     assert result.stdout.strip()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_files_that_a_document_names_exist(document: Path) -> None:
     """`docs/structure.md` and the like in code quotes, relative to the root or to the package."""
@@ -57,6 +58,7 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     assert not missing
 
 
+@pytest.mark.check
 def test_every_folder_is_in_the_structure() -> None:
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     package = ROOT / "src" / "kvik"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.check
+
 # Functions that may take **options and hand them on; each checks every name it is given.
 HANDS_ON_KEYWORDS = {
     "kvik.llm:LLM.__init__",

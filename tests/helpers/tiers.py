@@ -3,6 +3,8 @@
 - **fast** (`make test`): tests without a mark. A table of more than eight cases that is the product
   of several axes runs a cover of it: each value of each axis at least once.
 - **full** (`make test-full`): also tests marked `full`, whole products and all examples.
+- **check** (`make check`): tests marked `check`, which look at the form of sources and documents.
+  They belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`; ten times the examples, drawn from
   a new seed that the header of the run shows (`--seed` repeats it).
 
@@ -20,6 +22,7 @@ from collections import defaultdict
 import pytest
 
 TIERS = ("fast", "full", "nightly")
+CHECK = "check"
 SMALL = 8  # cases of one function that are never thinned
 FEWEST_EXAMPLES = 25
 
@@ -58,7 +61,9 @@ def examples(full: int) -> int:
 
 def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
     """Return the items that the tier `chosen` runs, in their order."""
-    later = TIERS[TIERS.index(chosen) + 1 :]
+    if chosen == CHECK:
+        return [item for item in items if item.get_closest_marker(CHECK)]
+    later = (*TIERS[TIERS.index(chosen) + 1 :], CHECK)
     items = [item for item in items if not any(map(item.get_closest_marker, later))]
     if chosen != "fast":
         return items

@@ -7,6 +7,10 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "server-contract.md").read_text(encoding="utf-8")
 ROWS = {int(n): row for n, row in re.findall(r"^\| (\d+) \|(.*)\|$", TEXT, re.MULTILINE)}

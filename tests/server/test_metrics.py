@@ -274,6 +274,7 @@ def test_an_engine_that_was_started_again_counts_anew() -> None:
     assert found["kvik:flops_per_second"] == 0.0
 
 
+@pytest.mark.check
 def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
     tool = runpy.run_path(str(DOCS.parent / "tools" / "grafana_dashboard.py"))
     text = (DOCS / "grafana-dashboard.json").read_text()
@@ -326,6 +327,7 @@ def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None
         assert ("disturbed" in line) is disturbed
 
 
+@pytest.mark.check
 def test_the_documentation_says_what_each_limit_means() -> None:
     rows = re.findall(r"^\| `([\w ]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
     assert set(WHAT_HELPS) <= set(rows)
