@@ -85,6 +85,8 @@ def pytest(arguments: Sequence[str], tier: str) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return True, "timed out"
+    if done.returncode not in (0, 1, 2):  # passed, failed, or could not be imported
+        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-500:]}")
     lines = done.stdout.splitlines()
     return done.returncode != 0, next((x for x in lines if x.startswith(("FAILED", "ERROR"))), "")
 
