@@ -31,7 +31,7 @@ def build_engine(
     """
     Args:
         output: a folder that is not there yet, is empty, or is an engine folder, which is replaced.
-        progress: is told how many bytes of how many are written.
+        progress: called with the bytes that are written, and all bytes.
 
     Raises:
         KvikError: the model, an option or the output cannot be used; nothing was written.

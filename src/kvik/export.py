@@ -49,7 +49,7 @@ class Export:
     def write(self, path: Path, advance: Callable[[int], None]) -> None:
         """
         Args:
-            advance: is told of bytes that were written.
+            advance: called with the number of bytes that were written.
 
         Raises:
             ModelError: weights that cannot be, or that the type cannot hold; or the file cannot be

@@ -102,16 +102,15 @@ class ModelSpec(ModelFacts):
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """See `_linear_layers`, which is kept: planning asks for it many times."""
-        return self._linear_layers
-
-    @cached_property
-    def _linear_layers(self) -> tuple[LinearLayers, ...]:
         """Return all matrices that activations are multiplied with.
 
         Those of Q, K and V that are stored alike are one, and gate and up always are. An embedding
         that is stored quantised and is not the head is one too.
         """
+        return self._linear_layers
+
+    @cached_property  # planning asks for them many times
+    def _linear_layers(self) -> tuple[LinearLayers, ...]:
         declaration, stored_as = self.declaration, self.quantization
         found: Counter[LinearLayers] = Counter()
         embedding = declaration.embedding

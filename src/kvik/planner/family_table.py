@@ -62,7 +62,7 @@ class Family:
     positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
     sinks: a learned logit for each head.
     windows: layers have a sliding window where config.json says so.
-    pattern: one layer in so many sees everything, the others a window; 0: all have the window.
+    pattern: one layer in this many sees everything, the others a window; 0: all have the window.
     """
 
     model_types: tuple[str, ...] = ()

@@ -125,7 +125,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
     """Return the memory of a setting's requests at their full context, and what would fit.
 
     Raises:
-        ConfigError: the model cannot be shared by so many devices, or an unknown format.
+        ConfigError: the model cannot be shared by this many devices, or an unknown format.
     """
     planner = _Planner.of(shape, at)
     part, footprint, limit = planner.part, planner.fit.footprint, planner.fit.limit.size

@@ -157,7 +157,7 @@ def set_up(
         seqs, budget: `max_num_seqs`, and `max_num_batched_tokens` or None for the engine's choice.
 
     Raises:
-        ConfigError: the model cannot be shared by so many devices.
+        ConfigError: the model cannot be shared by this many devices.
     """
     at = replace(at, context=traffic.context, batch=1)
     memory = memory_of(shape, at)

@@ -23,7 +23,7 @@ class AttentionRow:
     kv_per_token, kv_total: bytes, of a token and of the whole batch at its context; the model's,
         not a device's.
     ceiling: tokens/s of decode, all requests together; None: the device's speed is unknown in
-        this format, or these heads cannot be shared by so many.
+        this format, or these heads cannot be shared by this many.
     own: this is what the model has.
     """
 

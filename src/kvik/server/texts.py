@@ -228,7 +228,7 @@ class _Worker:
 INLINE_CHARS = 2048  # tokenised in the event loop: a thread would take longer to wake
 THREADS = 2
 # The longest entries of a vocabulary are runs of spaces or of one character, of about 100 bytes: a
-# text has at least one token for so many bytes.
+# text has at least one token for this many bytes.
 MAX_BYTES_PER_TOKEN = 128
 # Usual text has 3 to 5 bytes a token. Of a text with more than this for each token of the context,
 # the beginning is tokenised first.

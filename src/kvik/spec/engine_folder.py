@@ -22,7 +22,7 @@ from kvik.spec.fields import Fields, read_json
 MANIFEST = "engine.json"
 WEIGHTS = "weights.bin"
 FORMAT = 1  # of the manifest and of the head of the weights
-# The first page of the weights: so many bytes that only this build has, then zeros.
+# The first page of the weights: a seal that only this build has, then zeros.
 SEAL_BYTES, HEAD_BYTES = 32, 4096
 ALIGNMENT = 4096
 

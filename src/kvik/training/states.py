@@ -17,7 +17,7 @@ from kvik.errors import ConfigError
 from kvik.evaluate.windows import Reader, Window
 
 Progress = Callable[[str, float], None]  # what is being done, and the share that is
-HELD_OUT = 16  # one window of so many is kept out of training
+HELD_OUT = 16  # one window of this many is kept out of training
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class RunningStep:
         errors: by row, of those found so far.
         scored, pooled: of the prompts that it reads, where wanted.
         launched, expected: its tokens, if it samples any and has no drafts.
-        result: what came of it, once it is known.
+        result: the step's output, once it is known.
     """
 
     plan: SchedulerOutput

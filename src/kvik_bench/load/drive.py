@@ -163,7 +163,7 @@ class Level:
     """One load of a test."""
 
     label: str
-    connections: int  # at most so many at a time
+    connections: int  # at most this many at a time
     load: Callable[[str], Load]  # for a seed
 
 

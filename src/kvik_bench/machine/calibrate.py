@@ -129,7 +129,7 @@ class _Engine:
         self.close = engine.client.close
 
     def step_seconds(self, batch: int, tokens: int, flushed: int) -> float:
-        """A step with one token for each of `batch` sequences, so many bytes read before it."""
+        """A step with one token for each of `batch` sequences, after reading a number of bytes."""
         for _ in range(batch):
             self._add(PROMPT, tokens)
         while True:  # until every prompt is through

@@ -100,7 +100,7 @@ class Engines:
 
     Attributes:
         absent: what was asked for by name and cannot be run -> the reason.
-        left_out: adapters that nobody asked for and that cannot be run.
+        left_out: adapters that were not asked for and cannot be run.
         threads: what the file says.
     """
 
