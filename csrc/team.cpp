@@ -6,7 +6,10 @@
 #include <cstdlib>
 #include <new>
 
-#ifdef _OPENMP
+#if defined(__SANITIZE_THREAD__)
+#include <thread>
+#include <vector>
+#elif defined(_OPENMP)
 #include <omp.h>
 #endif
 #if defined(__x86_64__)
@@ -116,6 +119,18 @@ void free_team(TeamShared* shared) { delete shared; }
 void run_team(TeamShared* shared, int threads, void (*body)(void*, Team&), void* context) {
     for (auto& counter : shared->counters) counter.value.store(0, std::memory_order_relaxed);
     threads = threads < kMaxThreads ? threads : kMaxThreads;
+#if defined(__SANITIZE_THREAD__)
+    // ThreadSanitizer does not see how the runtime of OpenMP starts and joins threads.
+    std::vector<std::thread> others;
+    for (int rank = 1; rank < threads; rank++)
+        others.emplace_back([=] {
+            Team team{rank, threads, shared, 0};
+            body(context, team);
+        });
+    Team team{0, threads, shared, 0};
+    body(context, team);
+    for (auto& other : others) other.join();
+#else
 #ifdef _OPENMP
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
@@ -128,6 +143,7 @@ void run_team(TeamShared* shared, int threads, void (*body)(void*, Team&), void*
 #endif
     Team team{0, 1, shared, 0};
     body(context, team);
+#endif
 }
 
 }  // namespace kvik

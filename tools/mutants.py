@@ -5,22 +5,30 @@
     python tools/mutants.py --run --tier full c07 s04   these faults only
 
 `tests/mutants.toml` lists the faults. A run edits files of the working tree, so it wants a clean
-one of its own, and puts each file back. A fault of `csrc/` compiles the kernels again, twice.
+one of its own, and puts each file back. For a fault of `csrc/` the kernels of one instruction set
+are compiled in a folder of their own, and stand in for the installed ones while its tests run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvik.kernels.cpu import _native
+
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers.building import build_extension  # noqa: E402
+
 TABLE = ROOT / "tests" / "mutants.toml"
 SOURCES = {".py", ".cpp", ".hpp"}
 TIMED_OUT = 1800.0  # seconds; a fault may make a test hang
@@ -98,25 +106,33 @@ def run(mutants: Sequence[Mutant], tier: str, *, nearby: bool) -> int:
         (path,) = mutant.places()
         text, began = path.read_text(encoding="utf-8"), time.monotonic()
         native = path.is_relative_to(ROOT / "csrc")
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(path.write_text, text, encoding="utf-8")
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
             if native:
-                compile_kernels()
+                stack.enter_context(kernels_compiled_again())
             killed, by = pytest(mutant.tests, tier)
             if not killed and not nearby:
                 killed, by = pytest([], tier)
-        finally:
-            path.write_text(text, encoding="utf-8")
-            if native:
-                compile_kernels()
         survivors += not killed and not mutant.gap
         facts = {"mutant": mutant.id, "killed": killed, "by": by}
         print(json.dumps({**facts, "seconds": round(time.monotonic() - began)}), flush=True)
     return survivors
 
 
-def compile_kernels() -> None:
-    subprocess.run(["make", "--silent", ".venv/.kvik-test"], cwd=ROOT, check=True)
+@contextlib.contextmanager
+def kernels_compiled_again() -> Iterator[None]:
+    """Put kernels compiled from `csrc/` as it is now in place of the installed ones."""
+    best = next(name for name in _native.instruction_sets() if name != "amx")
+    extension = build_extension("mutants", f"-DKVIK_ISAS={best}")
+    installed = Path(_native.__file__)
+    aside = installed.with_name("installed-kernels")
+    installed.rename(aside)
+    try:
+        shutil.copy(extension, installed)
+        yield
+    finally:
+        aside.replace(installed)
 
 
 def main() -> int:
@@ -124,7 +140,7 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="faults (all)")
     parser.add_argument("--check", action="store_true", help="only look whether all can be applied")
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--tier", default="fast", choices=("fast", "full"))
+    parser.add_argument("--tier", default="fast", choices=("fast", "full", "nightly"))
     parser.add_argument("--nearby", action="store_true", help="run only the tests each row names")
     arguments = parser.parse_args()
     mutants = [m for m in load() if not arguments.ids or m.id in arguments.ids]

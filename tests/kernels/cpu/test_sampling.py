@@ -42,6 +42,7 @@ RULES: list[dict[str, float]] = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"top_k": 20, "top_p": 0.8},
+    {"top_k": 20, "min_p": 1.0},
     {"top_k": 500, "top_p": 0.95, "min_p": 0.02, "temperature": 0.6},
 ]
 

@@ -1,9 +1,11 @@
 """The tests of this folder once more, with kernels that the compiler's sanitizers watch: a read or
-write outside of a buffer, a misaligned or undefined operation ends the run."""
+write outside of a buffer, a misaligned or undefined operation, or a race between two threads of a
+team ends the run."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,42 +23,57 @@ pytestmark = [
 ]
 
 
-def test_kernels_stay_within_their_buffers() -> None:
-    # libstdc++ must be there when libasan looks for the functions that throw.
-    libraries = [runtime_library("libasan.so"), runtime_library("libstdc++.so.6")]
+# Only products know of AMX: all else of the emulation is what avx512_bf16 runs. And what starts
+# another Python finds the installed kernels there.
+CHOSEN = "(not amx_emulated or test_amx or test_linear or test_pack) and not compiler_of_torch"
+
+
+def run_watched(
+    sanitizers: str, library: str, variables: dict[str, str], *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the tests of this folder with kernels built with `sanitizers`, whose runtime is
+    `library`."""
+    # libstdc++ must be there when the runtime looks for the functions that throw.
+    libraries = [runtime_library(library), runtime_library("libstdc++.so.6")]
     if None in libraries:
         pytest.skip("needs the sanitizers of gcc")
-    variables = {
-        "LD_PRELOAD": " ".join(map(str, libraries)),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
-    # What this machine cannot run is not compiled, nor `amx`: no sanitizer sees what its
-    # instructions read and write, and the emulation runs the same code with copies in their place.
-    isas = [name for name in _native.instruction_sets() if name != "amx"]
-    emulate = "ON" if "avx512_bf16" in isas else "OFF"  # which it is made of
-    options = (f"-DKVIK_ISAS={';'.join(isas)}", f"-DKVIK_EMULATE_AMX={emulate}")
-    extension = build_extension("sanitize", "-DKVIK_SANITIZE=ON", *options)
-    # Only products know of AMX: all else of the emulation is what avx512_bf16 runs. And what starts
-    # another Python finds the installed kernels there.
-    once = "(not amx_emulated or test_amx or test_linear or test_pack) and not compiler_of_torch"
+    name = f"sanitize-{sanitizers.replace(',', '-')}"
+    extension = build_extension(name, f"-DKVIK_SANITIZE={sanitizers}", *options)
     # A sanitizer ends the process: what pytest had captured until then would be lost.
-    arguments = [
-        "-v",
-        "-x",
-        "--capture=no",
-        "--tier=full",
-        "--no-limits",
-        f"--ignore={__file__}",
-        "-k",
-        once,
-    ]
-    arguments.append(str(Path(__file__).parent))
+    flags = ["-v", "-x", "--capture=no", "--tier=full", "--no-limits", "-k", CHOSEN]
+    arguments = [*flags, f"--ignore={__file__}", str(Path(__file__).parent)]
+    variables = variables | {"LD_PRELOAD": " ".join(map(str, libraries))}
     done = run_tests(extension, arguments, variables)
     report = f"{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
     assert done.returncode == 0, report
     assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, report
-    if emulate == "ON":  # nowhere else is the emulation tested
+    return done
+
+
+def native_isas() -> list[str]:
+    """Return the instruction sets that this machine runs, without AMX: no sanitizer sees what its
+    instructions read and write, and the emulation runs the same code with copies in their place."""
+    return [name for name in _native.instruction_sets() if name != "amx"]
+
+
+def test_kernels_stay_within_their_buffers() -> None:
+    isas = native_isas()
+    emulate = "avx512_bf16" in isas  # which the emulation is made of
+    done = run_watched(
+        "address,undefined",
+        "libasan.so",
+        {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        f"-DKVIK_ISAS={';'.join(isas)}",
+        f"-DKVIK_EMULATE_AMX={'ON' if emulate else 'OFF'}",
+    )
+    if emulate:  # nowhere else is the emulation tested
         for file in ("test_amx", "test_linear", "test_pack"):
             emulated = re.findall(rf"{file}\.py::\S*amx_emulated\S* (\w+)", done.stdout)
             assert set(emulated) == {"PASSED"}, (file, emulated)
+
+
+@pytest.mark.nightly
+def test_threads_of_a_team_do_not_race() -> None:
+    # torch's own threads are not watched, and what they copy would look like a race.
+    best = native_isas()[0]
+    run_watched("thread", "libtsan.so", {"OMP_NUM_THREADS": "1"}, f"-DKVIK_ISAS={best}")
