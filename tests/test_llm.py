@@ -281,6 +281,18 @@ def test_a_closed_llm_says_so():
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[5, 6]], GREEDY)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.render_chat([{"role": "user", "content": "Hello"}])
+
+
+def test_the_template_process_ends_with_the_llm():
+    llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64)
+    assert llm._chat_template is None
+    llm.render_chat([{"role": "user", "content": "Hello"}])
+    process = llm._chat_template._process._process
+    assert process.poll() is None
+    llm.close()
+    assert process.poll() is not None
 
 
 def graph_of(llm: LLM):

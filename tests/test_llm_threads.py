@@ -199,12 +199,15 @@ def in_fork(work: Callable[[], str]) -> str:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_says_that_it_has_no_engine_and_can_load_one(llm: LLM) -> None:
     (right,) = llm.generate("Once upon a time", KINDS[0])
+    hello = [{"role": "user", "content": "Hello"}]
+    rendered = llm.render_chat(hello)
     stream = llm.stream("Once upon a time", KINDS[0])
     uses: list[Callable[[], object]] = [
         lambda: llm.generate("Once", KINDS[0]),
         lambda: next(stream),
         llm.stats,
         lambda: llm.stream("Once"),
+        lambda: llm.render_chat(hello),
     ]
     for use in uses:
         told = in_fork(lambda use=use: str(use()))
@@ -217,3 +220,4 @@ def test_a_fork_says_that_it_has_no_engine_and_can_load_one(llm: LLM) -> None:
 
     assert in_fork(load) == right.text
     assert "".join(delta.text for delta in stream) == right.text
+    assert llm.render_chat(hello) == rendered

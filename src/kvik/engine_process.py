@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvik.child_process import python_command
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import EngineHost
-from kvik.engine.process import Supervisor, python_command, restart_policy
+from kvik.engine.process import Supervisor, restart_policy
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import EngineStart, HostSocket, Unusable, frame, to_start
 from kvik.errors import KvikError

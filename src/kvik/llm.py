@@ -191,10 +191,13 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The prompt that the model's chat template makes of a conversation."""
+        self._engine.check_usable()
         if self._chat_template is None:
+            tokenizer = self.tokenizer
             self._chat_template = ChatTemplate(
-                self.tokenizer.chat_template, self.tokenizer.bos_token, self.tokenizer.eos_token
+                tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
             )
+            finalize(self, self._chat_template.close)
         return self._chat_template.render(messages)
 
     def stats(self) -> EngineStats:
@@ -203,6 +206,8 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Calls that other threads
         wait for raise `RuntimeError`."""
+        if self._chat_template is not None:
+            self._chat_template.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:

@@ -13,10 +13,6 @@ pytestmark = pytest.mark.check
 # Functions that may take **options and hand them on; each checks every name it is given.
 HANDS_ON_KEYWORDS = {
     "kvik.llm:LLM.__init__",
-    # hooks whose signatures jinja2 prescribes
-    "kvik.text.sandbox:BoundedEnvironment.call",
-    "kvik.text.sandbox:BoundedEnvironment._charged.run",
-    "kvik.text.sandbox:BoundedEnvironment.wrap_str_format.charged",
     "kvik.core.sampling_params:SamplingParams.with_changes",
 }
 
@@ -135,7 +131,7 @@ def test_the_environment_is_read_in_one_place(sources: dict[str, Any]) -> None:
 
 def test_python_is_started_in_one_place(sources: dict[str, Any]) -> None:
     """There the current folder is kept out of its path. Adapters of other engines are scripts."""
-    allowed = ("kvik.engine.process", "kvik_bench.peers.engine_entries")
+    allowed = ("kvik.child_process", "kvik_bench.peers.engine_entries")
     others = {name: s for name, s in sources.items() if name not in allowed}
     assert not violations(others, interpreters)
 

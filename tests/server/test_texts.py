@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import uvloop
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -25,7 +20,6 @@ from kvik.model_files import model_files
 from kvik.server import texts as module
 from kvik.server.texts import INLINE_CHARS, Templates, Texts
 from kvik.text.chat_template import ChatTemplate
-from kvik.text.template_process import TemplateSource
 from kvik.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -111,6 +105,18 @@ def test_a_conversation_is_rendered_as_its_template_does(tokenizer: Tokenizer) -
     template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
     found = with_texts(tokenizer, lambda texts: texts.render(messages))
     assert found == template.render(messages)
+    template.close()
+
+
+def test_an_invalid_template_refuses_conversations(tokenizer: Tokenizer) -> None:
+    tokenizer = Tokenizer(tokenizer.library, chat_template="{% if %}")
+
+    async def use(texts: Texts) -> None:
+        reason = "messages: cannot be rendered: chat_template: is not a valid template: "
+        with pytest.raises(ParamError, match=reason):
+            await texts.render(said())
+
+    with_texts(tokenizer, use)
 
 
 def test_without_a_tokenizer_prompts_must_be_ids() -> None:
@@ -201,11 +207,6 @@ SOURCE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ mood or '' }}"
 )
-# Answers nothing, ever.
-DEAF = (sys.executable, "-c", "import time; time.sleep(60)")
-# Ends before it has answered.
-MORTAL = (sys.executable, "-c", "import sys; sys.stdin.buffer.read(4)")
-BABBLER = (sys.executable, "-c", "import sys; sys.stdout.buffer.write(b'\\xff' * 99)")
 
 
 def said(text: str = "hello") -> list[dict[str, object]]:
@@ -213,31 +214,20 @@ def said(text: str = "hello") -> list[dict[str, object]]:
 
 
 def with_templates(
-    use: Callable[[Templates], Awaitable[T]],
-    source: str = SOURCE,
-    *,
-    workers: int = 2,
-    seconds: float = 10.0,
-    command: tuple[str, ...] | None = None,
-    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    use: Callable[[Templates], Awaitable[T]], source: str = SOURCE, workers: int = 2
 ) -> T:
     async def run() -> T:
-        made = TemplateSource(source, "<s>", None)
-        if command is None:
-            templates = Templates(made, workers=workers, seconds=seconds)
-        else:
-            templates = Templates(made, workers=workers, seconds=seconds, command=command)
+        templates = Templates(lambda: ChatTemplate(source, "<s>", None), workers)
         try:
             return await use(templates)
         finally:
             await templates.close()
-            assert not templates._live
+            assert all(one._process is None for one in templates._live)
 
-    with asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(run())
+    return asyncio.run(run())
 
 
-def test_a_process_renders_as_the_template_does() -> None:
+def test_conversations_are_rendered_as_by_the_template() -> None:
     async def use(templates: Templates) -> list[str]:
         return [
             await templates.render(said()),
@@ -245,11 +235,10 @@ def test_a_process_renders_as_the_template_does() -> None:
             await templates.render(said(), variables={"mood": "!"}),
         ]
 
-    here = ChatTemplate(SOURCE, "<s>", None)
     assert with_templates(use) == [
-        here.render(said()),
-        here.render(said("é 😀"), add_generation_prompt=False),
-        here.render(said(), variables={"mood": "!"}),
+        "<s><user>hello\n<assistant>",
+        "<s><user>é 😀\n",
+        "<s><user>hello\n<assistant>!",
     ]
 
 
@@ -278,15 +267,6 @@ def test_refusals_come_back_by_name() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a" * 3 + "\udfff"])
-def test_half_a_surrogate_pair_is_refused(text: str) -> None:
-    async def use(templates: Templates) -> None:
-        with pytest.raises(ParamError, match="messages: must be JSON values of valid Unicode"):
-            await templates.render(said(text))
-
-    with_templates(use)
-
-
 def test_nesting_without_end_is_refused() -> None:
     deep: dict[str, object] = {}
     for _ in range(100_000):
@@ -301,69 +281,19 @@ def test_nesting_without_end_is_refused() -> None:
         deep = deep.pop("x", {})  # type: ignore[assignment]
 
 
-def test_what_takes_too_long_is_killed_and_the_next_one_is_served() -> None:
-    async def use(templates: Templates) -> float:
-        before = time.monotonic()
-        with pytest.raises(ParamError, match=r"rendering them takes more than 0\.2 seconds"):
-            await templates.render(said())
-        assert not templates._live
-        return time.monotonic() - before
-
-    assert with_templates(use, seconds=0.2, command=DEAF) < 10
-
-
-@pytest.mark.parametrize("command", [MORTAL, BABBLER])
-def test_a_process_that_dies_or_babbles_fails_one_rendering(command: tuple[str, ...]) -> None:
-    async def use(templates: Templates) -> None:
-        for _ in range(3):
-            with pytest.raises(ParamError, match="the chat template fails on them"):
-                await templates.render(said())
-
-    with_templates(use, command=command)
-
-
-def test_a_rendering_that_is_cancelled_leaves_no_answer_for_the_next_one() -> None:
+def test_a_cancelled_rendering_ends_its_process() -> None:
     async def use(templates: Templates) -> str:
-        first = asyncio.create_task(templates.render(said("first")))
-        await asyncio.sleep(0.01)
-        first.cancel()
+        endless = asyncio.create_task(templates.render(said("cat")))
+        await asyncio.sleep(0.5)
+        (template,) = templates._live
+        endless.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await first
+            await endless
+        assert template not in templates._live and template._process is None
         return await templates.render(said("second"))
 
-    assert "second" in with_templates(use, workers=1)
-
-
-@pytest.mark.parametrize("loop", [None, uvloop.new_event_loop])
-@pytest.mark.parametrize("noticed", [False, True])
-def test_a_process_that_was_killed_while_idle_is_replaced(
-    noticed: bool, loop: Callable[[], asyncio.AbstractEventLoop] | None
-) -> None:
-    async def use(templates: Templates) -> list[str]:
-        texts = [await templates.render(said())]
-        (worker,) = templates._live
-        os.kill(worker._process.pid, signal.SIGKILL)
-        if noticed:
-            await worker._process.wait()
-            await asyncio.sleep(0.05)  # for its pipes
-        texts.append(await templates.render(said()))
-        assert worker not in templates._live
-        return texts
-
-    first, second = with_templates(use, loop=loop)
-    assert first == second
-
-
-@pytest.mark.parametrize("module", ["resource", "jinja2", "kvik"])
-def test_no_code_of_the_current_folder_is_run(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = tmp_path / "ran"
-    (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit(1)")
-    monkeypatch.chdir(tmp_path)
-
-    async def use(templates: Templates) -> str:
-        return await templates.render(said())
-
-    assert with_templates(use)
-    assert not ran.exists()
+    source = (
+        "{% if 'cat' in messages[0].content %}{% for a in range(99999) %}"
+        "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    assert with_templates(use, source, workers=1) == "second"

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvik.errors import KvikError, ModelError, ParamError
-from kvik.text import sandbox
 from kvik.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from kvik.text.template_process import compiled
 
 HERE = Path(__file__).parent / "templates"
 GOLDEN = json.loads((HERE / "golden.json").read_text("utf-8"))
 USER = [{"role": "user", "content": "hi"}]
 
 
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, "<s>", "</s>")
+Make = Callable[..., ChatTemplate]
+
+
+@pytest.fixture
+def template() -> Iterator[Make]:
+    """Makes chat templates, whose processes end with the test."""
+    made: list[ChatTemplate] = []
+
+    def make(
+        source: str, bos: str | None = "<s>", eos: str | None = "</s>", **options: Any
+    ) -> ChatTemplate:
+        made.append(ChatTemplate(source, bos, eos, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 @pytest.mark.parametrize("conversation", ["simple", "system", "tool_use"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_real_templates(name: str, conversation: str, add_generation_prompt: bool) -> None:
+def test_real_templates(
+    name: str, conversation: str, add_generation_prompt: bool, template: Make
+) -> None:
     context = json.loads((HERE / f"{conversation}.json").read_text("utf-8"))
     source = (HERE / f"{name}.jinja").read_text("utf-8")
-    chat = ChatTemplate(source, context["bos_token"], context["eos_token"])
+    chat = template(source, context["bos_token"], context["eos_token"])
     expected = GOLDEN[name][conversation + ("+prompt" if add_generation_prompt else "")]
     if "error" in expected:
         with pytest.raises(ParamError) as caught:
@@ -74,15 +97,23 @@ def test_real_templates(name: str, conversation: str, add_generation_prompt: boo
     ],
 )  # fmt: skip
 def test_language(source: str, expected: str) -> None:
-    assert template(source).render(USER) == expected
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "messages": USER,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    assert compiled(source).render(names) == expected
 
 
-def test_missing_special_tokens_are_undefined() -> None:
-    chat = ChatTemplate("{{ bos_token }}{{ bos_token is defined }}", None, None)
+def test_missing_special_tokens_are_undefined(template: Make) -> None:
+    chat = template("{{ bos_token }}{{ bos_token is defined }}", None, None)
     assert chat.render(USER) == "False"
 
 
-def test_variables_and_tools() -> None:
+def test_variables_and_tools(template: Make) -> None:
     chat = template("{{ enable_thinking }}{{ tools[0].function.name }}{{ add_generation_prompt }}")
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat.render(USER, False, tools, {"enable_thinking": False}) == "FalsefFalse"
@@ -92,7 +123,7 @@ def test_variables_and_tools() -> None:
         chat.render(USER, variables={"x": [object()]})
 
 
-def test_tool_messages_pass_through() -> None:
+def test_tool_messages_pass_through(template: Make) -> None:
     chat = template("{{ messages | tojson }}")
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"n": 1}}]},
@@ -102,7 +133,7 @@ def test_tool_messages_pass_through() -> None:
     assert json.loads(chat.render(messages)) == messages
 
 
-def test_text_parts_become_one_text() -> None:
+def test_text_parts_become_one_text(template: Make) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}]
     assert template("{{ messages[0].content }}").render(messages) == "a\nb"
@@ -129,12 +160,12 @@ def test_text_parts_become_one_text() -> None:
         ([{"role": "user", "content": "x", 5: 5}], "strings as names, not int"),
     ],
 )
-def test_malformed_messages(messages: object, message: str) -> None:
+def test_malformed_messages(messages: object, message: str, template: Make) -> None:
     with pytest.raises(ParamError, match="^messages: .*" + message):
         template("{{ messages }}").render(messages)  # type: ignore[arg-type]
 
 
-def test_nesting_is_bounded() -> None:
+def test_nesting_is_bounded(template: Make) -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -142,7 +173,7 @@ def test_nesting_is_bounded() -> None:
         template("x").render([{"role": "user", "content": "x", "deep": deep}])
 
 
-def test_errors_of_the_template_are_one_short_line() -> None:
+def test_errors_of_the_template_are_one_short_line(template: Make) -> None:
     chat = template("{{ raise_exception('roles must\n alternate' + 'x' * 1000) }}")
     with pytest.raises(ParamError) as caught:
         chat.render(USER)
@@ -162,12 +193,12 @@ def test_model_without_a_template() -> None:
     "source",
     ["{% if %}", "{{ x | no_such_filter }}", "{% for x in y %}", "{{ " + "(" * 5000, "{{ 'a' }"],
 )
-def test_invalid_templates(source: str) -> None:
+def test_invalid_templates(source: str, template: Make) -> None:
     with pytest.raises(ModelError, match="^chat_template: is not a valid template: "):
-        template(source)
+        template(source).render(USER)
 
 
-def test_template_size_is_bounded() -> None:
+def test_template_size_is_bounded(template: Make) -> None:
     with pytest.raises(ModelError, match="chat_template: must have at most"):
         template("x" * (MAX_TEMPLATE_CHARS + 1))
 
@@ -188,7 +219,7 @@ def test_template_size_is_bounded() -> None:
         "{% import '/etc/passwd' as x %}",
     ],
 )
-def test_nothing_leaves_the_sandbox(source: str) -> None:
+def test_nothing_leaves_the_sandbox(source: str, template: Make) -> None:
     try:
         text = template(source).render(USER)
     except KvikError:
@@ -256,26 +287,95 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_WORK", 4 << 20)  # an eighth: the time of the test
-    with pytest.raises(KvikError):
-        template(BOMBS[name]).render(USER)
+def test_bombs(name: str, template: Make) -> None:
+    with pytest.raises(ParamError, match="^messages: "):
+        template(BOMBS[name], seconds=0.15).render(USER)
 
 
-def test_budget_is_fresh_for_every_render(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_WORK", 1 << 20)
-    chat = template("{% for i in range(60000) %}a{% endfor %}")
-    assert [len(chat.render(USER)) for _ in range(4)] == [60_000] * 4
+# Ends before it has answered; answers no rendering; answers with no frames.
+MORTAL = "sys.stdin.buffer.read(4)"
+DEAF = "sys.stdout.buffer.write(bytes(4)); sys.stdout.flush(); time.sleep(60)"
+BABBLER = "sys.stdout.buffer.write(b'\\xff' * 99)"
 
 
-def test_long_conversations_are_in_budget() -> None:
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (MORTAL, "the chat template fails on them"),
+        (BABBLER, "the chat template fails on them"),
+        (DEAF, r"rendering them takes more than 0\.2 seconds"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_replaced(
+    program: str, reason: str, template: Make
+) -> None:
+    command = (sys.executable, "-c", f"import sys, time; {program}")
+    chat = template("x", seconds=0.2, command=command)
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ParamError, match=reason):
+            chat.render(USER)
+        assert chat._process is None
+    assert time.monotonic() - start < 10
+
+
+def test_a_bomb_leaves_the_template_usable(template: Make) -> None:
+    chat = template(
+        "{% for a in range(messages[0].content | int) %}{% for b in range(99999) %}{% endfor %}"
+        "{% endfor %}ok",
+        seconds=0.5,
+    )
+    quick, endless = ([{"role": "user", "content": text}] for text in ("1", "99999"))
+    for _ in range(2):
+        assert chat.render(quick) == "ok"
+        with pytest.raises(ParamError, match=r"takes more than 0\.5 seconds"):
+            chat.render(endless)
+
+
+def test_the_process_stays_until_close(template: Make) -> None:
+    chat = template("{{ messages[0].content }}")
+    assert chat._process is None
+    assert chat.render(USER) == chat.render(USER) == "hi"
+    first = chat._process
+    assert first is not None
+    os.kill(first._process.pid, signal.SIGKILL)  # while it is idle
+    assert chat.render(USER) == "hi"
+    second = chat._process
+    assert second is not None and second is not first
+    chat.close()
+    chat.close()
+    assert second._process.returncode is not None
+    with pytest.raises(RuntimeError, match="closed"):
+        chat.render(USER)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a" * 3 + "\udfff"])
+def test_half_a_surrogate_pair_is_refused(text: str, template: Make) -> None:
+    with pytest.raises(ParamError, match="messages: must be JSON values of valid Unicode"):
+        template("x").render([{"role": "user", "content": text}])
+    with pytest.raises(ParamError, match="messages: must be valid Unicode"):
+        template(f"{{{{ {json.dumps(text)} }}}}").render(USER)
+
+
+@pytest.mark.parametrize("module", ["resource", "jinja2", "kvik"])
+def test_no_code_of_the_current_folder_is_run(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Make
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    assert template("x").render(USER) == "x"
+    assert not ran.exists()
+
+
+def test_long_conversations_are_in_budget(template: Make) -> None:
     source = (HERE / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text("utf-8")
     messages = [{"role": role, "content": "word " * 200} for role in ("user", "assistant")] * 500
     text = template(source).render(messages)
     assert text.count("<|im_start|>") == 1002  # system and the answer to come
 
 
-def test_threads_share_a_template() -> None:
+def test_threads_share_a_template(template: Make) -> None:
     chat = template("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
     results: list[str] = []
 

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,14 +26,6 @@ TAIL = 2000  # characters of the last output of the process that are kept
 _POLL_SECONDS = 0.01  # between two looks whether the process has ended
 _REAP = 10.0  # seconds; the memory of a large model is not freed at once
 _READ = 1 << 16
-
-
-def python_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module of kvik in a new Python process.
-
-    With -P, so that files of the current folder, which anyone may have written, are not imported.
-    """
-    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 class EngineProcess:

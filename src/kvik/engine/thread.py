@@ -139,6 +139,12 @@ class EngineThread:
             raise error
         return found  # type: ignore[return-value]
 
+    def check_usable(self) -> None:
+        """Raise `RuntimeError` if the engine is closed, or this process is a fork."""
+        self._check_process()
+        if self._stopping:
+            raise RuntimeError("this LLM is closed")
+
     def close(self) -> None:
         """Fail the calls that wait, free the engine, and end the thread; safe to call twice."""
         if os.getpid() != self._process:
@@ -156,10 +162,9 @@ class EngineThread:
             )
 
     def _post(self, work: Callable[[], None]) -> None:
-        self._check_process()
+        self._check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
-            if self._stopping:
-                raise RuntimeError("this LLM is closed")
+            self.check_usable()
             self._posted.append(work)
         self._woken.set()
 

@@ -6,16 +6,12 @@ import asyncio
 import copy
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 
-import msgspec
-
-from kvik.engine.process import python_command
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.text.chat_template import ChatTemplate
-from kvik.text.template_process import LENGTH_BYTES, Rendered, Rendering, TemplateSource, framed
 from kvik.text.tokenizer import Tokenizer
 
 
@@ -96,37 +92,23 @@ class TextQuota:
                 del self._reserved[tenant]
 
 
-COMMAND = python_command("kvik.text.template_process")
 WORKERS = 2  # so that a slow rendering does not delay a short one
-SECONDS = 3.0  # for one rendering
-MAX_TEXT = 64 << 20  # bytes of one rendering
 
 
 class Templates:
-    """Renders conversations in processes that are killed when they take too long.
-
-    Processes start when they are needed and stay.
+    """Renders conversations in threads, each with a `ChatTemplate` and its process.
 
     Args:
-        source: a template that `ChatTemplate` accepted.
-        seconds: for one rendering.
-        command: of the processes, for tests.
+        make: makes a `ChatTemplate`. They are made when they are needed, and stay.
+        workers: how many may render at once.
     """
 
-    def __init__(
-        self,
-        source: TemplateSource,
-        *,
-        workers: int = WORKERS,
-        seconds: float = SECONDS,
-        command: Sequence[str] = COMMAND,
-    ) -> None:
-        self._source = source
-        self._seconds = seconds
-        self._command = command
+    def __init__(self, make: Callable[[], ChatTemplate], workers: int = WORKERS) -> None:
+        self._make = make
         self._places = FairSemaphore(workers)
-        self._idle: list[_Worker] = []
-        self._live: set[_Worker] = set()
+        self._threads = ThreadPoolExecutor(workers, "template")
+        self._idle: list[ChatTemplate] = []
+        self._live: set[ChatTemplate] = set()
 
     async def render(
         self,
@@ -136,93 +118,32 @@ class Templates:
         variables: Mapping[str, object] | None = None,
         tenant: str = "",
     ) -> str:
-        """Render as `ChatTemplate.render` does.
-
-        Raises:
-            ParamError: also when it takes too long or too much memory.
-        """
-        try:
-            frame = framed(Rendering(messages, add_generation_prompt, None, variables))
-        except (RecursionError, UnicodeEncodeError, TypeError, OverflowError):
-            raise ParamError("messages", "must be JSON values of valid Unicode") from None
+        """Render as `ChatTemplate.render` does, and raise what it raises."""
+        loop = asyncio.get_running_loop()
         async with self._places.acquire(tenant):
-            rendered = await self._ask(frame)
-        if rendered.error:
-            raise ParamError(rendered.field, rendered.error)
-        return rendered.text
+            template = self._idle.pop() if self._idle else self._make()
+            self._live.add(template)
+            try:
+                return await loop.run_in_executor(
+                    self._threads,
+                    template.render,
+                    messages,
+                    add_generation_prompt,
+                    None,
+                    variables,
+                )
+            except asyncio.CancelledError:
+                self._live.discard(template)
+                template.close()
+                raise
+            finally:
+                if template in self._live:
+                    self._idle.append(template)
 
     async def close(self) -> None:
-        for worker in list(self._live):
-            await self._kill(worker)
-
-    async def _ask(self, frame: bytes) -> Rendered:
-        while True:
-            worker = self._idle.pop() if self._idle else None
-            is_new = worker is None
-            try:
-                worker = worker or await self._start()
-                rendered = await asyncio.wait_for(worker.ask(frame), self._seconds)
-            except BaseException as error:
-                # Also when cancelled: the next rendering would read this answer.
-                if worker is not None:
-                    await self._kill(worker)
-                if isinstance(error, TimeoutError):
-                    reason = f"rendering them takes more than {self._seconds:g} seconds"
-                    raise ParamError("messages", reason) from None
-                if isinstance(error, (EOFError, OSError)) and not is_new:
-                    continue  # it may have died while it was idle
-                if isinstance(error, (EOFError, OSError, msgspec.DecodeError)):
-                    raise ParamError("messages", "the chat template fails on them") from None
-                raise
-            self._idle.append(worker)
-            return rendered
-
-    async def _start(self) -> _Worker:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-            start_new_session=True,
-        )
-        worker = _Worker(process)
-        self._live.add(worker)
-        worker.write(framed(self._source))
-        return worker
-
-    async def _kill(self, worker: _Worker) -> None:
-        self._live.discard(worker)
-        await worker.kill()
-
-
-class _Worker:
-    """One process, which renders one conversation at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        assert process.stdin is not None and process.stdout is not None
-        self._stdin, self._stdout = process.stdin, process.stdout
-
-    def write(self, frame: bytes) -> None:
-        self._stdin.write(frame)
-
-    async def ask(self, frame: bytes) -> Rendered:
-        """Render; raises EOFError or OSError when the process has ended."""
-        if self._stdin.is_closing():  # some event loops raise RuntimeError on a write to it
-            raise EOFError
-        self._stdin.write(frame)
-        await self._stdin.drain()
-        size = int.from_bytes(await self._stdout.readexactly(LENGTH_BYTES), "big")
-        if size > MAX_TEXT:
-            raise EOFError
-        return msgspec.msgpack.decode(await self._stdout.readexactly(size), type=Rendered)
-
-    async def kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-        self._stdin.close()
-        await self._process.wait()
+        for template in self._live:
+            template.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 INLINE_CHARS = 2048  # tokenised in the event loop: a thread would take longer to wake
@@ -251,7 +172,15 @@ class Texts:
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
-        self._templates, self._no_template = _templates(tokenizer)
+        self._templates: Templates | None = None
+        self._no_template = "this model has no tokenizer"
+        if tokenizer is not None:
+            source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+            try:
+                ChatTemplate(*source)
+                self._templates = Templates(lambda: ChatTemplate(*source))
+            except ModelError as error:
+                self._no_template = str(error)
         self._tenant = ""
 
     def of(self, tenant: str) -> Texts:
@@ -306,13 +235,16 @@ class Texts:
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
         num_chars = sum(len(str(message.get("content"))) for message in messages)
-        with self._quota.reserve(self._tenant, num_chars):
-            return await self._templates.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
-                tenant=self._tenant,
-            )
+        try:
+            with self._quota.reserve(self._tenant, num_chars):
+                return await self._templates.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=variables,
+                    tenant=self._tenant,
+                )
+        except ModelError as error:
+            raise ParamError("messages", f"cannot be rendered: {error}") from None
 
     async def render_to_continue(
         self,
@@ -365,15 +297,3 @@ class Texts:
             f"{self.max_model_len} (max_model_len)",
             overflow=Overflow(self.max_model_len, at_least, counted=False),
         )
-
-
-def _templates(tokenizer: Tokenizer | None) -> tuple[Templates | None, str]:
-    """The renderer of conversations, or why there is none."""
-    if tokenizer is None:
-        return None, "this model has no tokenizer"
-    source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    try:
-        ChatTemplate(*source)
-    except ModelError as error:
-        return None, f"chat_template: {error.message}"
-    return Templates(TemplateSource(*source)), ""

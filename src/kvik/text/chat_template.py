@@ -1,32 +1,58 @@
 """Chat templates: messages in, the prompt's text out.
 
 A template is a jinja2 program that comes with the model (`chat_template` in Hugging Face folders).
-It writes BOS and the other special tokens itself, so its text is encoded without adding any.
+It writes BOS and the other special tokens itself, so its text is encoded without adding any. It is
+untrusted, so `kvik.text.template_process` runs it in a process with limits: this file checks what
+the template gets, and kills the process when an answer takes too long.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from jinja2 import TemplateError
+import msgspec
 
+from kvik.child_process import python_command
 from kvik.errors import ModelError, ParamError
-from kvik.text.sandbox import BoundedEnvironment
+from kvik.text.template_process import MAX_TEXT, Rendered, TemplateSource, framed, read_frame
 
 MAX_TEMPLATE_CHARS = 256 << 10  # the largest public ones have about 20,000
 MAX_MESSAGES = 65_536
-MAX_REASON = 300  # characters of the template's own words in an error
+SECONDS = 3.0  # for one rendering; the first one compiles the template
+START_SECONDS = 60.0  # for the process to import what it needs, on a busy machine
+MAX_ANSWER = 4 * MAX_TEXT + (1 << 10)  # bytes
+COMMAND = python_command("kvik.text.template_process")
 
 
 class ChatTemplate:
-    """The compiled chat template of one model; threads may share it.
+    """The chat template of one model, rendered by a process of its own; threads may share it.
+
+    The process starts with the first rendering and stays until `close`. One that took too long or
+    that ended is replaced by the next rendering.
+
+    Args:
+        source: the template, or None if the model has none.
+        seconds: for one rendering.
+        command: that starts the process.
 
     Raises:
-        ModelError: the model has no template, or it is too long or not valid jinja2.
+        ModelError: the model has no template, or it is too long.
     """
 
-    def __init__(self, source: str | None, bos_token: str | None, eos_token: str | None) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        bos_token: str | None,
+        eos_token: str | None,
+        *,
+        seconds: float = SECONDS,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         if source is None:
             raise ModelError(
                 "chat_template",
@@ -35,12 +61,13 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError("chat_template", f"must have at most {MAX_TEMPLATE_CHARS} characters")
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._tokens = {name: token for name, token in tokens.items() if token is not None}
-        self._environment = BoundedEnvironment()
-        try:
-            self._template = self._environment.from_string(source)
-        except Exception as error:  # constants are folded while compiling, so anything may happen
-            raise ModelError("chat_template", f"is not a valid template: {_brief(error)}") from None
+        self._source = TemplateSource(source, {k: v for k, v in tokens.items() if v is not None})
+        self._seconds = seconds
+        self._command = command
+        self._lock = threading.Lock()  # one rendering at a time
+        self._process: _TemplateProcess | None = None
+        self._closed = False
+        self._parent = os.getpid()
 
     def render(
         self,
@@ -49,7 +76,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """Render the prompt of a conversation.
 
         Args:
             messages: each has a `role` and a `content`: a string or a list of text parts, or
@@ -59,22 +86,111 @@ class ChatTemplate:
             variables: further names for the template, such as `enable_thinking`.
 
         Raises:
-            ParamError: the messages are malformed, or the template refuses them or fails.
+            ParamError: the messages are malformed, or the template refuses them, fails, or takes
+                too much time or memory.
+            ModelError: the template is not valid jinja2.
         """
-        names: dict[str, Any] = {**self._tokens, **_plain_mapping("variables", variables or {})}
+        names = {**self._source.tokens, **_plain_mapping("variables", variables or {})}
         names["messages"] = _check_messages(messages)
         names["tools"] = None if tools is None else _check_tools(tools)
         names["documents"] = names.get("documents")
         names["add_generation_prompt"] = add_generation_prompt
-        self._environment.start()
         try:
-            return self._template.render(names)
-        except TemplateError as error:
-            reason = f"the chat template refuses them: {_brief(error)}"
-            raise ParamError("messages", reason) from None
-        except Exception as error:  # the template is an untrusted program: it may fail in any way
-            reason = f"the chat template fails on them: {_brief(error)}"
-            raise ParamError("messages", reason) from None
+            frame = framed(names)
+        except (RecursionError, UnicodeEncodeError, OverflowError):
+            raise ParamError("messages", "must be JSON values of valid Unicode") from None
+        with self._lock:
+            rendered = self._ask(frame)
+        if rendered.field == "chat_template":
+            raise ModelError(rendered.field, rendered.error)
+        if rendered.error:
+            raise ParamError(rendered.field, rendered.error)
+        return rendered.text
+
+    def close(self) -> None:
+        """End the process. Another thread's rendering fails at once, and so do all later ones."""
+        if os.getpid() != self._parent:
+            return  # the process belongs to the one that this is a fork of
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end_process()
+
+    def _ask(self, frame: bytes) -> Rendered:
+        while True:
+            is_new = self._process is None
+            try:
+                process = self._process = self._process or _TemplateProcess(self._command)
+                if self._closed:
+                    raise RuntimeError("this chat template is closed")
+                if is_new:
+                    process.exchange(framed(self._source), START_SECONDS)
+                return msgspec.msgpack.decode(process.exchange(frame, self._seconds), type=Rendered)
+            except BaseException as error:
+                # Also after Ctrl-C: the next rendering would read this answer.
+                self._end_process()
+                if isinstance(error, TimeoutError):
+                    reason = f"rendering them takes more than {self._seconds:g} seconds"
+                    raise ParamError("messages", reason) from None
+                if isinstance(error, (EOFError, OSError)) and not is_new:
+                    continue  # it may have died while it was idle
+                if isinstance(error, (EOFError, OSError, msgspec.DecodeError)):
+                    raise ParamError("messages", "the chat template fails on them") from None
+                raise
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _TemplateProcess:
+    """A process that answers frames, one at a time."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._is_late = False
+
+    def exchange(self, frame: bytes, seconds: float) -> bytes:
+        """Send a frame and return the answer.
+
+        Raises:
+            TimeoutError: there was none in time; the process has been killed.
+            EOFError, OSError: the process has ended, or its answer is too long.
+        """
+        timer = threading.Timer(seconds, self._kill_late)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._stdin.write(frame)
+            self._stdin.flush()
+            return read_frame(self._stdout, MAX_ANSWER)
+        except (EOFError, OSError):
+            if self._is_late:
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        """Make `exchange` fail in the thread that calls it."""
+        self._process.kill()
+
+    def end(self) -> None:
+        self.kill()
+        with suppress(OSError):  # what was not sent
+            self._stdin.close()
+        self._stdout.close()
+        self._process.wait()
+
+    def _kill_late(self) -> None:
+        self._is_late = True
+        self.kill()
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:
@@ -138,8 +254,3 @@ def _plain_key(field: str, key: object) -> str:
     if type(key) is not str:
         raise ParamError(field, f"must have strings as names, not {type(key).__name__}")
     return key
-
-
-def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

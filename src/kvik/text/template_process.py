@@ -1,48 +1,45 @@
-"""Chat templates in a process that can be killed: `python -m kvik.text.template_process`.
+"""Renders a chat template in a process with limits: `python -m kvik.text.template_process`.
 
-A template is an untrusted program. Its sandbox bounds its work, and this process bounds the rest:
-the parent kills it when an answer takes too long, and the system refuses it more memory. It reads
-frames from stdin, a length in 4 bytes and msgpack: the template first, then renderings, each of
-which is answered on stdout. It ends at the end of stdin.
+The sandbox of jinja2 keeps a template away from the interpreter, and this process bounds what it
+may use: the system refuses it more memory, an answer has a maximum length, and the parent
+(`ChatTemplate`) kills it when one takes too long. It reads frames from stdin, a length
+in 4 bytes and msgpack: the template first, then the names of one rendering each, and answers every
+frame on stdout. It ends at the end of stdin.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from datetime import datetime
+from typing import IO
 
 import msgspec
-
-from kvik.errors import KvikError
-from kvik.text.chat_template import ChatTemplate
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH_BYTES = 4
-MAX_MEMORY = 1 << 30
+MAX_TEXT = 32 << 20  # characters of one rendered conversation
+MAX_MEMORY = 768 << 20
+MAX_REASON = 300  # characters of the template's own words in an error
+ORPHAN_SECONDS = 60  # for one answer, if the parent is no longer there to end this process
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
-    """The arguments of `ChatTemplate`."""
+    """The first message to the process: a template, and the special tokens it may name."""
 
-    source: str | None
-    bos_token: str | None
-    eos_token: str | None
-
-
-class Rendering(msgspec.Struct, frozen=True, array_like=True):
-    """The arguments of `ChatTemplate.render`."""
-
-    messages: Sequence[Mapping[str, object]]
-    add_generation_prompt: bool = True
-    tools: Sequence[Mapping[str, object]] | None = None
-    variables: Mapping[str, object] | None = None
+    source: str
+    tokens: dict[str, str]
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True):
-    """The text, or which field is wrong and why."""
+    """The answer of the process: the text, or which field is wrong and why."""
 
     text: str = ""
     field: str = ""
@@ -50,50 +47,136 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def framed(message: object) -> bytes:
-    """Encode a message as a frame."""
+    """Encode a message as a frame: its length, then msgpack."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read the body of the next frame; None at the end."""
-    size = stream.read(LENGTH_BYTES)
-    if len(size) < LENGTH_BYTES:
-        return None
-    return stream.read(int.from_bytes(size, "big"))
+def read_frame(stream: IO[bytes], most: int) -> bytes:
+    """Read the body of the next frame.
+
+    Raises:
+        EOFError: the stream has ended, or the frame has more than `most` bytes.
+    """
+    size = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "big")
+    if size > most:
+        raise EOFError
+    return _read_exactly(stream, size)
 
 
-def answer(template: ChatTemplate, data: bytes) -> Rendered:
+def _read_exactly(stream: IO[bytes], size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`: marks what the assistant wrote; it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("content"), [], [], body).set_lineno(line)
+
+    def content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def compiled(source: str) -> Template:
+    """Compile a template as the libraries of model authors do.
+
+    Raises:
+        Exception: of any kind, as constants are computed while compiling.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", GenerationTag],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source)
+
+
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as the model saw it in training: without HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> None:
+    """Refuse the conversation, for the reason that the template gives."""
+    raise TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def render(template: Template, data: bytes) -> Rendered:
+    """Render the names in one frame."""
     try:
-        asked = msgspec.msgpack.decode(data, type=Rendering)
-        text = template.render(
-            asked.messages, asked.add_generation_prompt, asked.tools, asked.variables
-        )
-        return Rendered(text)
-    except KvikError as error:
-        return Rendered(field=error.field, error=error.message)
-    except (MemoryError, RecursionError, msgspec.DecodeError) as error:
-        kind = type(error).__name__
-        return Rendered(field="messages", error=f"the chat template fails on them: {kind}")
+        text = template.render(msgspec.msgpack.decode(data))
+        if len(text) > MAX_TEXT:
+            raise TemplateError(f"their text has more than {MAX_TEXT} characters")
+        text.encode()
+    except TemplateError as error:
+        return failed("messages", "the chat template refuses them", error)
+    except UnicodeEncodeError:  # half a surrogate pair
+        return Rendered(field="messages", error="must be valid Unicode")
+    except Exception as error:  # the template is an untrusted program: it may fail in any way
+        return failed("messages", "the chat template fails on them", error)
+    return Rendered(text)
+
+
+def failed(field: str, what: str, error: Exception) -> Rendered:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if len(reason) > MAX_REASON:
+        reason = reason[: MAX_REASON - 3] + "..."
+    return Rendered(field=field, error=f"{what}: {reason}")
+
+
+def serve() -> None:
+    """Answer the frames of stdin.
+
+    Raises:
+        EOFError: there are no more.
+    """
+    frames, answers = sys.stdin.buffer, sys.stdout.buffer
+    source = msgspec.msgpack.decode(read_frame(frames, sys.maxsize), type=TemplateSource)
+    answers.write(framed(Rendered()))
+    answers.flush()
+    template: Template | None = None
+    while True:
+        data = read_frame(frames, sys.maxsize)
+        signal.alarm(ORPHAN_SECONDS)
+        try:
+            template = template or compiled(source.source)
+            reply = render(template, data)
+        except Exception as error:
+            reply = failed("chat_template", "is not a valid template", error)
+        answers.write(framed(reply))
+        answers.flush()
+        signal.alarm(0)
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    frames, answers = sys.stdin.buffer, sys.stdout.buffer
-    first = read_frame(frames)
-    if first is None:
-        return 0
-    made = msgspec.msgpack.decode(first, type=TemplateSource)
-    template = ChatTemplate(made.source, made.bos_token, made.eos_token)
-    while (data := read_frame(frames)) is not None:
-        try:
-            reply = framed(answer(template, data))
-        except UnicodeEncodeError:  # half a surrogate pair, which is no valid text
-            reply = framed(Rendered(field="messages", error="must be valid Unicode"))
-        answers.write(reply)
-        answers.flush()
+    with suppress(EOFError):
+        serve()
     return 0
 
 

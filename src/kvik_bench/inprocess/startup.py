@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from kvik.child_process import python_command
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.engine.process import python_command
 from kvik.errors import KvikError
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device
