@@ -194,8 +194,8 @@ def serve_paced(model: str) -> None:
     from kvik.engine.wire import EngineStart
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.model_files import model_files
+    from kvik.server.access import Keys
     from kvik.server.app import all_routes, make_app
-    from kvik.server.keys import Keys
     from kvik.server.metrics import RequestMetricsObserver
     from kvik.server.run import Port, bind, serve
     from kvik.server.server import assemble
@@ -289,8 +289,8 @@ def show(name: str, values: Sequence[float], form: str) -> None:
 def run_engine(fd: int) -> None:
     """The engine's process, paced."""
     from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
-    from kvik.engine.executor import Executor
     from kvik.engine.host import EngineHost
+    from kvik.engine.loop import Executor
     from kvik.engine.wire import HostSocket, to_start
     from kvik.launch import load_loop
 

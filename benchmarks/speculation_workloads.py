@@ -27,7 +27,7 @@ from statistics import median
 
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer

@@ -26,9 +26,8 @@ from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.core.config import CacheConfig, SchedulerConfig
-from kvik.engine.client import Engine, InprocClient, Sleep
 from kvik.engine.core import EngineCore
-from kvik.engine.loop import EngineLoop
+from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
 from kvik.errors import ConfigError, ModelError
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.launch import resolve_config
 from kvik_bench.inprocess.inproc import loaded
 from kvik_bench.inprocess.rounds import Watch

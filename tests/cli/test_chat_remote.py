@@ -23,8 +23,8 @@ from kvik.cli.chat_backends import RemoteBackend, first_model
 from kvik.cli.main import main
 from kvik.cli.remote_server import RemoteServer
 from kvik.errors import ConfigError
+from kvik.server.access import read_keys
 from kvik.server.app import openai_routes
-from kvik.server.keys import read_keys
 
 END = event(choices=[], usage=usage(7, 2, prompt_tokens_details={"cached_tokens": 3})) + DONE
 HELLO = Reply([delta("Hel"), delta("lo", "stop"), END])

@@ -37,7 +37,7 @@ from kvik.cli.top import (
 from kvik.config.env import server_environment
 from kvik.errors import KvikError
 from kvik.server import engine_view, native
-from kvik.server.keys import read_keys
+from kvik.server.access import read_keys
 from kvik.server.route import Route
 from kvik.server.server import Server
 

@@ -7,7 +7,7 @@ import pytest
 from kvik.core import invariants, scheduler
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
-from kvik.engine.client import InprocClient
+from kvik.engine.loop import InprocClient
 from kvik.errors import CapacityError, ParamError
 
 

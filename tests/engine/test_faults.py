@@ -8,8 +8,7 @@ import pytest
 
 from kvik import LLM, RequestOutput, SamplingParams
 from kvik.core import scheduler
-from kvik.text.detokenizer import Detokenizer
-from kvik.text.stop_strings import StopStrings
+from kvik.text.detokenizer import Detokenizer, StopStrings
 from kvik.worker import prompt_logprobs
 from kvik.worker.logits_rules import TokenRules
 from kvik.worker.sampling_table import SamplingTable

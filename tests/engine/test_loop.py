@@ -11,8 +11,7 @@ import pytest
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
-from kvik.engine.client import InprocClient
-from kvik.engine.loop import EngineLoop
+from kvik.engine.loop import EngineLoop, InprocClient
 from kvik.engine.stats import LoopTime
 
 

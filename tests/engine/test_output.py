@@ -11,8 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport, TokenLogprobs
 from kvik.engine.output import OutputProcessor
-from kvik.text.detokenizer import Detokenizer
-from kvik.text.stop_strings import StopTable
+from kvik.text.detokenizer import Detokenizer, StopTable
 from kvik.text.tokenizer import Tokenizer
 
 REPORT = RequestReport(1.0, 2.0, 3.0, 7.0, num_cached_tokens=4, num_preemptions=1)

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvik.errors import CapacityError, Overflow, OverloadError, ParamError
+from kvik.server.access import read_keys
 from kvik.server.app import App, AppConfig
-from kvik.server.body import read_body
-from kvik.server.keys import read_keys
-from kvik.server.route import Route, caller_of
+from kvik.server.route import Route, caller_of, read_body
 from kvik.server.server import Drain
 
 KEY = {"authorization": "Bearer right"}

@@ -15,8 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
 from kvik.server.admission import Admission
-from kvik.server.generation import GenerationRequest, Generations, RequestLimits
-from kvik.server.observer import GenerationRecord
+from kvik.server.generation import GenerationRecord, GenerationRequest, Generations, RequestLimits
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 

@@ -13,8 +13,7 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, Pin, RequestDelta
-from kvik.engine.client import Engine
-from kvik.engine.executor import Executor
+from kvik.engine.loop import Engine, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.stats import EngineStats

@@ -23,9 +23,8 @@ from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.engine.core import EngineCore
-from kvik.engine.executor import Executor
 from kvik.engine.host import EngineHost
-from kvik.engine.loop import EngineLoop
+from kvik.engine.loop import EngineLoop, Executor
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import HostSocket
 from kvik.models.model_spec import ModelSpec

@@ -14,10 +14,10 @@ from helpers.served_engine import FakeExecutor, make_engine
 from kvik.config.config import ResolvedConfig
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
+from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.app import make_app
 from kvik.server.generation import Generations, RequestLimits
-from kvik.server.keys import Keys
 from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.texts import Texts

@@ -12,9 +12,9 @@ from helpers.served_engine import ServedEngine, bundled, make_engine
 
 from kvik.config.server_config import ServerConfig
 from kvik.model_files import model_files
+from kvik.server.access import Keys
 from kvik.server.app import App, make_app
-from kvik.server.keys import Keys
-from kvik.server.observer import Observer
+from kvik.server.generation import Observer
 from kvik.server.route import Route
 from kvik.server.server import Server, assemble
 from kvik.server.texts import Texts

@@ -12,9 +12,9 @@ from helpers.http_server import HttpServer, ask, http_server
 
 from kvik.config.server_config import ServerConfig
 from kvik.engine.remote import EngineState
+from kvik.server.access import read_keys
 from kvik.server.admin import make_admin_app
 from kvik.server.app import App
-from kvik.server.keys import read_keys
 from kvik.server.server import Server
 
 ADMIN = {"authorization": "Bearer boss"}

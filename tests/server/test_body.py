@@ -17,12 +17,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvik.errors import OverloadError
-from kvik.server import body
+from kvik.server import route as body
+from kvik.server.access import Keys
 from kvik.server.app import App, AppConfig
-from kvik.server.body import parse_json, read_body
 from kvik.server.errors import HttpError
-from kvik.server.keys import Keys
-from kvik.server.route import BodyBudget, BodyLimits, Route
+from kvik.server.route import BodyBudget, BodyLimits, Route, parse_json, read_body
 from kvik.server.server import Drain
 
 LIMITS = BodyLimits(max_bytes=1 << 20, max_values=10_000, max_keys=1000, max_depth=20)

@@ -12,8 +12,8 @@ from helpers.raw_http import read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
+from kvik.server.access import read_keys
 from kvik.server.app import openai_routes
-from kvik.server.keys import read_keys
 
 BODY = '{"prompt": [1, 2, 3, 4], "max_tokens": 100, "ignore_eos": true, "stream": true}'
 QUEUE = 32

@@ -8,8 +8,8 @@ import pytest
 from helpers.http_server import ask
 from helpers.story_site import NAMES, Site, story_site
 
+from kvik.server.access import read_keys
 from kvik.server.app import all_routes
-from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetricsObserver
 
 KEY = {"authorization": "Bearer right"}

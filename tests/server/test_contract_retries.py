@@ -25,9 +25,9 @@ from kvik.errors import (
     ParamError,
     UnavailableError,
 )
+from kvik.server.access import Keys
 from kvik.server.app import App, AppConfig, openai_routes
 from kvik.server.errors import HttpError, aborted, deadline_exceeded, failed, model_not_found
-from kvik.server.keys import Keys
 from kvik.server.route import Route
 from kvik.server.server import Drain
 

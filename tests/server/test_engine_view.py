@@ -19,9 +19,9 @@ from helpers.story_site import Site, story_site
 
 from kvik.engine.remote import EngineState
 from kvik.server import native
+from kvik.server.access import read_keys
 from kvik.server.app import all_routes
 from kvik.server.engine_view import EngineFeed, EngineView
-from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server

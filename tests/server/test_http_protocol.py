@@ -14,11 +14,10 @@ from helpers.http_server import HttpServer, ask, http_server, raw, until_head
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvik.server.access import Keys
 from kvik.server.app import App, AppConfig
-from kvik.server.body import read_body
 from kvik.server.http_protocol import ConnectionLimits
-from kvik.server.keys import Keys
-from kvik.server.route import BodyLimits, Route
+from kvik.server.route import BodyLimits, Route, read_body
 from kvik.server.run import bind
 from kvik.server.server import Drain
 

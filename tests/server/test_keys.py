@@ -10,7 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from kvik.errors import ConfigError
-from kvik.server.keys import Keys, read_keys
+from kvik.server.access import Keys, read_keys
 
 
 def who(keys: Keys, **headers: str) -> str | None:

@@ -29,8 +29,8 @@ from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS
 from kvik.server.app import openai_routes
+from kvik.server.generation import GenerationRecord
 from kvik.server.metrics import Metrics, RequestMetricsObserver
-from kvik.server.observer import GenerationRecord
 from kvik.server.server import Drain, Server
 
 DOCS = Path(__file__).parents[2] / "docs"

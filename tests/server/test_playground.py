@@ -9,8 +9,8 @@ import pytest
 from helpers import chromium
 from helpers.story_site import Site, story_site
 
+from kvik.server.access import read_keys
 from kvik.server.app import all_routes
-from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetricsObserver
 
 pytestmark = [

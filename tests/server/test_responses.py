@@ -23,7 +23,6 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.server import native
 from kvik.server.admission import Degradation
-from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest, RequestLimits
 from kvik.server.native import GenerateFormat, GenerateRequest
 from kvik.server.openai.answers import TokenNames, Usage
@@ -43,7 +42,7 @@ from kvik.server.responses import (
     event,
     json_event,
 )
-from kvik.server.route import Route, caller_of
+from kvik.server.route import Route, caller_of, read_body
 
 NAMES = TokenNames(None)
 

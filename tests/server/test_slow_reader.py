@@ -15,11 +15,10 @@ from starlette.requests import Request
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine import host
 from kvik.server import generation as generation_module
-from kvik.server.body import read_body
 from kvik.server.generation import GenerationRequest
 from kvik.server.native import GenerateFormat, GenerateRequest
 from kvik.server.responses import StreamReply, StreamTimeouts
-from kvik.server.route import Route
+from kvik.server.route import Route, read_body
 
 PADDING = b"x" * 200_000
 

@@ -19,8 +19,8 @@ from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.errors import ConfigError
 from kvik.server.app import all_routes
+from kvik.server.generation import GenerationRecord, Observer
 from kvik.server.metrics import RequestMetricsObserver
-from kvik.server.observer import GenerationRecord, Observer
 from kvik.server.tracing import Tracing, otlp_exporter
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -7,7 +7,7 @@ from helpers.tiers import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvik.text.stop_strings import StopStrings, StopTable
+from kvik.text.detokenizer import StopStrings, StopTable
 
 seeded = settings(max_examples=examples(500), suppress_health_check=[HealthCheck.too_slow])
 letters = st.text(alphabet="abé🦊", max_size=40)

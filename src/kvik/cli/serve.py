@@ -24,18 +24,16 @@ from kvik.cli.terminal import visible
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.env import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
-from kvik.engine.printer import Printer
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
+from kvik.server.access import Keys, is_loopback, read_keys
 from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.app import all_routes, make_app
-from kvik.server.guards import is_loopback
-from kvik.server.keys import Keys, read_keys
+from kvik.server.generation import Observer
 from kvik.server.metrics import RequestMetricsObserver
-from kvik.server.observer import Observer
-from kvik.server.run import Port, bind, serve
+from kvik.server.run import Port, Printer, bind, serve
 from kvik.server.server import assemble, model_names
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter

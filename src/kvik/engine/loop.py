@@ -4,13 +4,55 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine.core import EngineCore
-from kvik.engine.executor import Executor
 from kvik.engine.stats import EngineStats, LoopTime
+from kvik.text.tokenizer import Tokenizer
+
+# The interface between the trunks: how plans reach what computes them.
+
+
+class Executor(Protocol):
+    """Runs plans in the order of submission. The simulator implements it without a model.
+
+    Attributes:
+        depth: steps worth having in flight: 1 where compute happens in `submit`.
+        in_turn: a step can be planned only with the result of the one before it, as where drafts
+            follow from its tokens. A step in flight still overlaps with the delivery of deltas.
+    """
+
+    depth: int
+    in_turn: bool
+
+    def submit(self, plan: SchedulerOutput) -> object:
+        """Begin a step. Returns a handle for `result`."""
+        ...
+
+    def result(self, handle: object) -> ModelRunnerOutput:
+        """Wait for a step; results are asked for in the order of submission.
+
+        Raises:
+            Exception: the step as a whole failed; the executor can take the next one.
+        """
+        ...
+
+    def rest(self) -> bool:
+        """Use a moment without work to make later steps faster.
+
+        Returns:
+            Whether there is more of this to do.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Free everything. Safe to call twice."""
+        ...
 
 
 class LoopObserver:
@@ -214,3 +256,63 @@ class _Watch:
     def read(self, now: float) -> LoopTime:
         self.turn(self._doing, now)
         return LoopTime(**self._seconds)
+
+
+# An engine in this process, as a frontend uses it.
+
+
+class InprocClient:
+    """Takes requests and returns their deltas; polling runs the steps of the engine."""
+
+    def __init__(self, loop: EngineLoop, sleep: Sleep) -> None:
+        self._loop = loop
+        self._sleep = sleep
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `ParamError` or `CapacityError` if the request can never be served."""
+        self._loop.core.check(request)
+
+    def add(self, request: EngineRequest) -> None:
+        """Check and queue a request; raises `CapacityError` if the queue is full."""
+        self._loop.add(request)
+
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        self._loop.end(request_id, index, reason, error)
+
+    def poll(self, timeout: float | None = None) -> list[RequestDelta]:
+        """Return the deltas since the last call; waits up to `timeout` seconds for some."""
+        idle = self._loop.idle_seconds()
+        if idle:  # the policy waits for more requests: do not spin
+            self._sleep(idle if timeout is None else min(idle, timeout))
+        return self._loop.step()
+
+    @property
+    def has_requests(self) -> bool:
+        return self._loop.has_work
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class Sleep(Protocol):
+    def __call__(self, seconds: float, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine and what a frontend needs to know of its model."""
+
+    resolved: ResolvedConfig
+    client: InprocClient
+    tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
+    default_params: SamplingParams
+    executor: Executor

@@ -22,8 +22,7 @@ from kvik.core.types import (
     RequestSpeculation,
     TokenLogprobs,
 )
-from kvik.text.detokenizer import Detokenizer
-from kvik.text.stop_strings import StopStrings, StopTable
+from kvik.text.detokenizer import Detokenizer, StopStrings, StopTable
 from kvik.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.types import RequestDelta
 from kvik.engine.core import EngineCore
-from kvik.engine.executor import Executor
+from kvik.engine.loop import Executor
 from kvik.engine.recorder import (
     Added,
     CacheReset,

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvik.core.types import EngineRequest, FinishReason
-from kvik.engine.client import Engine, Sleep
+from kvik.engine.loop import Engine, Sleep
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
 
 LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch

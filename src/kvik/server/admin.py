@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.server.app import App, AppConfig
-from kvik.server.body import post
 from kvik.server.errors import HttpError
 from kvik.server.health import routes as health
 from kvik.server.responses import json_response
-from kvik.server.route import Route
+from kvik.server.route import Route, post
 from kvik.server.server import Drain, Server
 
 LOOPBACK = "127.0.0.1"

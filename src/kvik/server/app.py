@@ -22,13 +22,11 @@ from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from kvik.errors import KvikError, UnavailableError
-from kvik.server import engine_view, health, native, openapi, playground
-from kvik.server.anthropic import messages
+from kvik.server import anthropic, engine_view, health, native, pages
+from kvik.server.access import Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
-from kvik.server.guards import Hosts, Origins
-from kvik.server.keys import Caller, Keys
 from kvik.server.metrics import Metrics, RequestMetricsObserver
-from kvik.server.openai import chat, completions, embeddings, invocations, models, tokenize
+from kvik.server.openai import chat, completions, embeddings, invocations, models
 from kvik.server.route import (
     DEFAULT_LIMITS,
     SCOPE_KEY,
@@ -263,17 +261,17 @@ def all_routes(server: Server, requests: RequestMetricsObserver) -> list[Route]:
     """The one route table of the main port."""
     table = [
         *openai_routes(server),
-        *messages.routes(server),
+        *anthropic.routes(server),
         *native.routes(server),
         *engine_view.routes(server),
         *Metrics(server, requests).routes(),
         *health.routes(server),
-        *playground.routes(),
+        *pages.playground_routes(),
     ]
-    return [*table, *openapi.routes(table)]
+    return [*table, *pages.document_routes(table)]
 
 
 def openai_routes(server: Server) -> list[Route]:
     """The routes of the OpenAI API and of the tokenizer."""
-    endpoints = (chat, completions, embeddings, invocations, models, tokenize)
+    endpoints = (chat, completions, embeddings, invocations, models)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]

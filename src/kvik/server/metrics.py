@@ -30,7 +30,7 @@ from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats
 from kvik.errors import KvikError
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel
-from kvik.server.observer import GenerationRecord
+from kvik.server.generation import GenerationRecord
 from kvik.server.route import Route
 from kvik.server.server import Server
 

@@ -13,10 +13,9 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
-from kvik.server.body import post
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
-from kvik.server.openai.fields import (
+from kvik.server.openai.requests import (
     CacheSalt,
     DeadlineMs,
     Limit,
@@ -25,8 +24,9 @@ from kvik.server.openai.fields import (
     limit_of,
     parameters_of,
     parameters_struct,
+    prompt_ids,
+    split_prompts,
 )
-from kvik.server.openai.requests import prompt_ids, split_prompts
 from kvik.server.responses import (
     HEARTBEAT,
     HOLE,
@@ -34,7 +34,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
 )
-from kvik.server.route import Route, caller_of, trace_parent_of
+from kvik.server.route import Route, caller_of, post, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 

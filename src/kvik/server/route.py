@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+import json
+import logging
+import math
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +20,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from kvik.errors import OverloadError
-from kvik.server.keys import ANONYMOUS, Caller
+from kvik.server.access import ANONYMOUS, Caller
+from kvik.server.errors import HttpError, escaped
+from kvik.server.unhonoured import NOTHING, Table, refuse
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -160,3 +170,321 @@ def limit_unread(scope: Scope, seconds: float) -> None:
     limit = scope.get("extensions", {}).get(UNREAD_EXTENSION)
     if limit is not None:
         limit(seconds)
+
+
+# The JSON body of a request: read within limits and decoded strictly into a Struct.
+
+T = TypeVar("T", bound=msgspec.Struct)
+Data = bytes | bytearray
+
+log = logging.getLogger(__name__)
+
+ONE_KIND = bytes.maketrans(b"{}", b"[]")
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# A number outside int64, or too large for a float, contains one of these once all its digits are
+# replaced by 0. (A regular expression would take twenty times as long.)
+ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
+LONG_NUMBER = (b"0" * 19, b"0e")
+NO_BACKSLASH = re.compile(rb"[^\\]")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # in messages of msgspec
+PIECE_BYTES = 1 << 18  # of a large body, in one call: other threads wait for it
+MAX_SHOWN = 24  # characters of a number
+MAX_IGNORED = 16  # fields that are reported
+
+
+def post(
+    path: str,
+    handle: Callable[[Request, T], Awaitable[Response]],
+    body: type[T],
+    unhonoured: Table = NOTHING,
+    *,
+    answer: type[msgspec.Struct] | None = None,
+    note: str,
+) -> Route:
+    """A POST route whose handler gets the decoded body: see `read_body`."""
+
+    async def handler(request: Request) -> Response:
+        return await handle(request, await read_body(request, body, unhonoured))
+
+    return Route(path, handler, body=body, answer=answer, note=note)
+
+
+async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:
+    """The body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
+
+    Args:
+        unhonoured: fields to refuse if they ask for something, unless `kind` has them.
+
+    Raises:
+        HttpError: 400, 408, 413 or 415, naming the field where it is one.
+        ParamError: a field is not honoured.
+        OverloadError: many large bodies are being read.
+    """
+    return await read_chosen(request, lambda value: (kind, unhonoured))
+
+
+async def read_chosen(
+    request: Request, choose: Callable[[dict[str, Any]], tuple[type[T], Table]]
+) -> T:
+    """As `read_body`, for a body that determines its own kind.
+
+    Args:
+        choose: returns the kind of a JSON object and the fields that are not honoured; may raise
+            `HttpError`.
+    """
+    context = context_of(request)
+    _check_headers(request, context.budget.limits)
+    with context.budget.share() as share:
+        data = await _read(request, context.budget.limits, share)
+        limits = context.budget.limits
+        if len(data) <= limits.small_bytes:
+            body, ignored = _decode(data, choose, limits)
+        else:  # in a thread, for the event loop goes on
+            body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
+    context.ignored_fields += ignored
+    return body
+
+
+def _decode(
+    data: Data, choose: Callable[[dict[str, Any]], tuple[type[T], Table]], limits: BodyLimits
+) -> tuple[T, list[str]]:
+    """The body, and the names of the ignored fields."""
+    value = parse_json(data, limits)
+    if not isinstance(value, dict):
+        raise HttpError(400, "the body must be a JSON object")
+    kind, unhonoured = choose(value)
+    unknown = {name: value[name] for name in value if name not in kind.__struct_encode_fields__}
+    refuse(unknown, unhonoured)
+    ignored = [escaped(name, 64) for name in unknown if name not in unhonoured][:MAX_IGNORED]
+    return convert(value, kind), ignored
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> T:
+    """Decoded JSON as a Struct.
+
+    Raises:
+        HttpError: 400, naming the field.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        _invalid(str(error))
+
+
+def parse_json(data: Data, limits: BodyLimits) -> Any:
+    """The value of a JSON text with limits: of bounded depth and size, each key once,
+    numbers finite and integers within 64 bits, strings that UTF-8 can hold.
+
+    Raises:
+        HttpError: 400.
+    """
+    text = _decoded(data)
+    _check_size(data, limits)
+    # A long text is parsed in a thread, which lets others run only while it calls these functions.
+    exact = len(data) > limits.small_bytes or _has_long_number(data)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_number,
+            # Checking each number is slow and rarely needed.
+            parse_int=_int64 if exact else None,
+            parse_float=_finite if exact else None,
+        )
+    except RecursionError:
+        raise _too_deep(limits) from None
+    except _BadNumber as error:
+        raise _bad_number(error, text) from None
+    except ValueError as error:
+        if isinstance(error, HttpError):
+            raise
+        raise HttpError(400, f"the body is not JSON: {error}") from None
+    _check_depth(data, limits)
+    if SURROGATE.search(data):
+        _check_surrogates(value)
+    return value
+
+
+def _decoded(data: Data) -> str:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        pieces = [
+            decoder.decode(data[start : start + PIECE_BYTES])
+            for start in range(0, len(data), PIECE_BYTES)
+        ]
+        pieces.append(decoder.decode(b"", final=True))
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body must be UTF-8 text") from None
+    return "".join(pieces)
+
+
+def _has_long_number(data: Data) -> bool:
+    alike = data.translate(ONE_DIGIT)
+    return any(sign in alike for sign in LONG_NUMBER)
+
+
+def _check_headers(request: Request, limits: BodyLimits) -> None:
+    """Refuse what the headers rule out, before the body is read."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another origin may send some other types without a preflight request.
+    if kind != "application/json":
+        raise HttpError(415, "the content type must be application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HttpError(415, "the body must not be compressed")
+    length = request.headers.get("content-length")
+    if (
+        length is not None and int(length) > limits.max_bytes
+    ):  # the HTTP parser checked that it is a number
+        raise _too_large(limits)
+
+
+async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytearray:
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > limits.max_bytes:
+                    raise _too_large(limits)
+                share.grow(len(data))
+    except TimeoutError:
+        headers = {"connection": "close"}
+        message = f"the body did not come within {limits.seconds:g} seconds"
+        raise HttpError(408, message, headers=headers) from None
+    if not data:
+        raise HttpError(400, "the body is empty")
+    return data
+
+
+def _check_size(data: Data, limits: BodyLimits) -> None:
+    if _is_small(data, limits):
+        return
+    outside = _outside_strings(data, most=limits.max_values + limits.max_keys)
+    if outside is None or not _is_small(outside, limits):
+        what = f"{limits.max_values} values, and {limits.max_keys} keys or objects"
+        raise HttpError(400, f"the body must have at most {what}")
+
+
+def _outside_strings(data: Data, most: int) -> bytes | None:
+    """JSON without its strings; None if there are more than `most`.
+
+    A regular expression would block all other threads for ten times as long.
+    """
+    found: list[Data] = []
+    num_quotes = 0
+    for piece in _uncut(data):
+        # Without escapes, quotes occur only at the ends of strings.
+        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = plain.split(b'"')
+        found += parts[num_quotes % 2 :: 2]
+        num_quotes += len(parts) - 1
+        if num_quotes > 2 * most:
+            return None
+    return b"".join(found)
+
+
+def _uncut(data: Data) -> Iterator[Data]:
+    """The data in pieces, of which none ends inside an escape."""
+    start = 0
+    while start < len(data):
+        end = start + PIECE_BYTES
+        if data[end - 1 : end] == b"\\":
+            after = NO_BACKSLASH.search(data, end)
+            end = after.end() if after else len(data)
+        yield data[start:end]
+        start = end
+
+
+def _is_small(data: Data, limits: BodyLimits) -> bool:
+    """Whether it has few values: each follows a comma or an opening bracket."""
+    num_brackets = data.count(b"[") + data.count(b"{")
+    num_values = num_brackets + data.count(b",")
+    num_keys = max(num_brackets, data.count(b":"))
+    return num_values <= limits.max_values and num_keys <= limits.max_keys
+
+
+def _check_depth(data: Data, limits: BodyLimits) -> None:
+    if data.count(b"[") + data.count(b"{") <= limits.max_depth:
+        return
+    outside = _outside_strings(data, most=limits.max_values + limits.max_keys)
+    if outside is None:
+        raise _too_deep(limits)
+    brackets = outside.translate(ONE_KIND, NOT_BRACKETS)
+    for _ in range(limits.max_depth):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")  # the innermost level
+    if brackets:
+        raise _too_deep(limits)
+
+
+def _check_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise HttpError(400, "a string of the body has half a surrogate pair") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        name = escaped(twice, 64)
+        raise HttpError(400, f"{name}: is given twice", name)
+    return value
+
+
+class _BadNumber(ValueError):
+    def __init__(self, number: str, why: str) -> None:
+        super().__init__(number, why)
+        self.number = number[:MAX_SHOWN]
+        self.why = why
+
+
+def _bad_number(error: _BadNumber, text: str) -> HttpError:
+    """The parser does not report the field, so search for the number."""
+    found = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
+    field = found[1] if found else ""
+    what = f"{error.number} {error.why}"
+    return HttpError(400, f"{field}: {what}" if field else what, field)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise _BadNumber(text, "is no JSON number")
+
+
+def _int64(text: str) -> int:
+    if len(text) <= 20 and -(2**63) <= int(text) < 2**63:
+        return int(text)
+    raise _BadNumber(text, "is too large for an integer")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _BadNumber(text, "is too large for a number")
+    return value
+
+
+def _invalid(message: str) -> NoReturn:
+    """Raise 400 from a message like "Expected `int`, got `str` - at `$.stop[0]`"."""
+    found = PLACE.fullmatch(message)
+    what, place = (found[1], found[2]) if found else (message, "")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if missing:
+        place = f"{place}.{missing[1]}".removeprefix(".")
+        what = "is required"
+    else:
+        what = what[:1].lower() + what[1:]
+    place = escaped(place, 200)
+    raise HttpError(400, f"{place}: {what}" if place else what, place)
+
+
+def _too_large(limits: BodyLimits) -> HttpError:
+    return HttpError(413, f"the body must have at most {limits.max_bytes} bytes")
+
+
+def _too_deep(limits: BodyLimits) -> HttpError:
+    return HttpError(400, f"the body must not be nested deeper than {limits.max_depth} levels")

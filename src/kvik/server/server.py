@@ -11,11 +11,10 @@ from pathlib import Path
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.remote import RemoteClient
+from kvik.server.access import Keys
 from kvik.server.admission import Admission, Degradation
 from kvik.server.errors import model_not_found
-from kvik.server.generation import Generations, RequestLimits
-from kvik.server.keys import Keys
-from kvik.server.observer import Observer, Observers
+from kvik.server.generation import Generations, Observer, Observers, RequestLimits
 from kvik.server.texts import Texts
 
 

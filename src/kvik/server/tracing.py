@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvik.engine.output import RequestOutput
 from kvik.errors import ConfigError
-from kvik.server.observer import GenerationRecord
+from kvik.server.generation import GenerationRecord
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

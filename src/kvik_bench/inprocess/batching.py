@@ -10,7 +10,7 @@ from itertools import islice
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik_bench.cli.output import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvik.config.config import ResolvedConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, RequestDelta
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.engine.output import OutputProcessor
 from kvik.engine.stats import EngineStats
 from kvik.errors import CapacityError, KvikError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik_bench.cli.output import (

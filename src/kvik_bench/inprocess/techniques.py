@@ -15,7 +15,7 @@ from itertools import groupby
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.speculative import OFF, SPECULATION_OPTIONS
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import ConfigError
 from kvik.launch import resolve_config
 from kvik_bench.cli.output import (

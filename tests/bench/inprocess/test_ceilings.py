@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvik import __version__
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.launch import resolve_config
 from kvik.planner.calibration import calibration_path, save, this_machine
 from kvik.planner.devices import Setting

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import KvikError
 from kvik.launch import reschedule
 from kvik_bench.inprocess.inproc import BenchRequest, run_jobs

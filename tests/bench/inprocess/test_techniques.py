@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.engine.client import Engine
+from kvik.engine.loop import Engine
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik_bench.inprocess.inproc import BenchRequest, run_jobs

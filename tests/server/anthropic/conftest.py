@@ -9,7 +9,7 @@ import pytest
 from helpers.http_server import HttpServer
 from helpers.story_site import Site, story_site
 
-from kvik.server.anthropic.messages import routes
+from kvik.server.anthropic import routes
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from helpers.http_server import HttpServer
 from helpers.story_site import NAMES, story_site
 
-from kvik.server.anthropic.messages import routes
-from kvik.server.keys import read_keys
+from kvik.server.access import read_keys
+from kvik.server.anthropic import routes
 
 MODEL = NAMES[0]
 USER: Any = {"role": "user", "content": "A dog."}

@@ -12,8 +12,8 @@ import pytest
 from helpers.served_engine import bundled, make_engine
 from helpers.story_site import NAMES, Site, story_site
 
-from kvik.server.anthropic.messages import routes
-from kvik.server.keys import read_keys
+from kvik.server.access import read_keys
+from kvik.server.anthropic import routes
 
 MODEL = NAMES[0]
 FIVE: Any = {"type": "ephemeral"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.core.types import Pin, PromptUse
-from kvik.server.anthropic.conversation import FIVE_MINUTES, HOUR
-from kvik.server.anthropic.messages import UsageMeter
+from kvik.server.anthropic import FIVE_MINUTES, HOUR, UsageMeter
 
 
 @pytest.mark.parametrize(

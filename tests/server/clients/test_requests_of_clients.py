@@ -14,8 +14,8 @@ import pytest
 from helpers.http_server import Reply, ask
 from helpers.story_site import Site, story_site
 
+from kvik.server.access import read_keys
 from kvik.server.app import all_routes
-from kvik.server.keys import read_keys
 from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server

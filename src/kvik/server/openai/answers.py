@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvik import __version__
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput
-from kvik.server.openai.fields import StreamOptions
+from kvik.server.openai.requests import StreamOptions
 from kvik.server.responses import LazyList
 from kvik.text.tokenizer import Tokenizer
 

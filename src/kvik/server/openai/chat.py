@@ -14,7 +14,6 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
-from kvik.server.body import post
 from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
     FINGERPRINT,
@@ -26,13 +25,16 @@ from kvik.server.openai.answers import (
     Usage,
     usage_of,
 )
-from kvik.server.openai.fields import Count, GenerationFields, Logprobs, limit_of
 from kvik.server.openai.requests import (
+    Count,
+    GenerationFields,
+    Logprobs,
     asked_tokens,
     check_logprobs,
     check_output_fits,
     check_stream,
     generation_request,
+    limit_of,
     sampling_changes,
 )
 from kvik.server.responses import (
@@ -46,7 +48,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import Route, caller_of, trace_parent_of
+from kvik.server.route import Route, caller_of, post, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.unhonoured import SAMPLING, TOOLS, Table, refuse

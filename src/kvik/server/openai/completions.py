@@ -14,7 +14,6 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
-from kvik.server.body import post
 from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
     FINGERPRINT,
@@ -26,8 +25,10 @@ from kvik.server.openai.answers import (
     finite,
     usage_of,
 )
-from kvik.server.openai.fields import GenerationFields, Logprobs, Prompt, limit_of
 from kvik.server.openai.requests import (
+    GenerationFields,
+    Logprobs,
+    Prompt,
     SinglePrompt,
     all_prompt_ids,
     asked_tokens,
@@ -36,6 +37,7 @@ from kvik.server.openai.requests import (
     check_output_fits,
     check_stream,
     generation_request,
+    limit_of,
     sampling_changes,
     split_prompts,
 )
@@ -50,7 +52,7 @@ from kvik.server.responses import (
     json_event,
     offload,
 )
-from kvik.server.route import Route, caller_of, trace_parent_of
+from kvik.server.route import Route, caller_of, post, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer

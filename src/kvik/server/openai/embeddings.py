@@ -15,12 +15,17 @@ from starlette.responses import Response
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import normalise
 from kvik.errors import ParamError
-from kvik.server.body import post
 from kvik.server.generation import GenerationRequest
-from kvik.server.openai.fields import DeadlineMs, Name, Priority, Prompt
-from kvik.server.openai.requests import all_prompt_ids, split_prompts
+from kvik.server.openai.requests import (
+    DeadlineMs,
+    Name,
+    Priority,
+    Prompt,
+    all_prompt_ids,
+    split_prompts,
+)
 from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
-from kvik.server.route import Route, caller_of, trace_parent_of
+from kvik.server.route import Route, caller_of, post, trace_parent_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 

@@ -10,12 +10,11 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.body import read_chosen
 from kvik.server.errors import HttpError
 from kvik.server.openai.chat import CHAT, ChatRequest, chat
 from kvik.server.openai.completions import COMPLETION, CompletionRequest, completions
 from kvik.server.openai.embeddings import EMBEDDING, EmbeddingRequest, embeddings
-from kvik.server.route import Route
+from kvik.server.route import Route, read_chosen
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 

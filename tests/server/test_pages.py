@@ -13,10 +13,10 @@ from helpers.http_server import HttpServer, ask, http_server
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server import openapi
+from kvik.server import pages
+from kvik.server.access import read_keys
 from kvik.server.app import App, AppConfig
 from kvik.server.app import openai_routes as openai
-from kvik.server.keys import read_keys
 from kvik.server.route import Route
 from kvik.server.server import Drain
 
@@ -43,7 +43,7 @@ TABLE = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     async def make() -> App:
-        return App([*TABLE, *openapi.routes(TABLE)], read_keys(["k"]), Drain(), AppConfig())
+        return App([*TABLE, *pages.document_routes(TABLE)], read_keys(["k"]), Drain(), AppConfig())
 
     with http_server(make) as running:
         yield running
@@ -89,19 +89,19 @@ def test_the_page_needs_nothing_from_elsewhere(server: HttpServer) -> None:
 
 def test_errors_have_the_shape_of_their_api() -> None:
     table = [Route(path, nothing, body=Wish, note="x") for path in ("/v1/messages", "/v1/wish")]
-    paths = openapi.document(table)["paths"]
+    paths = pages.document(table)["paths"]
     for path, name in (("/v1/messages", "MessagesError"), ("/v1/wish", "Error")):
         content = paths[path]["post"]["responses"]["400"]["content"]
-        assert content["application/json"]["schema"] == {"$ref": openapi.REFERENCE + name}
+        assert content["application/json"]["schema"] == {"$ref": pages.REFERENCE + name}
 
 
 def test_every_reference_leads_somewhere() -> None:
     parts: Any = None
-    described = openapi.document(openai(parts))
+    described = pages.document(openai(parts))
     names = set(described["components"]["schemas"])
     references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(described))
     assert references
-    assert {reference.removeprefix(openapi.REFERENCE) for reference in references} <= names
-    assert openapi.render(described).count("<h3") == len(names) + sum(
+    assert {reference.removeprefix(pages.REFERENCE) for reference in references} <= names
+    assert pages.render(described).count("<h3") == len(names) + sum(
         len(methods) for methods in described["paths"].values()
     )

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvik.engine.printer import Printer
+from kvik.server.run import Printer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
