@@ -29,8 +29,7 @@ from kvik.evaluate.windows import held_out_texts
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import worker
-from kvik.worker.model_runner import ModelRunner
-from kvik.worker.sampler import LaunchedTokens
+from kvik.worker.output_tokens import LaunchedTokens, OutputTokens
 from kvik.worker.step_inputs import AtOnce
 from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, RunMeasure
@@ -62,11 +61,11 @@ class WrittenAnswers:
 ANSWERS = WrittenAnswers()
 
 
-class Runner(ModelRunner):
-    """Samples, and then says what is written."""
+class WrittenTokens(OutputTokens):
+    """Puts out what is written, whatever the model says."""
 
-    def __init__(self, **parts) -> None:
-        super().__init__(**parts)
+    def __init__(self, *parts) -> None:
+        super().__init__(*parts)
 
         def written(output, slots, positions, *more) -> LaunchedTokens:
             requests = self.table.token_ids[slots, 0]
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    worker.ModelRunner = Runner
+    worker.OutputTokens = WrittenTokens
     tokenizer = Tokenizer.load(find_model(""))  # ids of the bundled model are ids of any model
     config = EngineConfig(
         model=args.model,

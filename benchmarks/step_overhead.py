@@ -48,11 +48,13 @@ from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner
+from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import AtOnce, FixedInputs, FreshInputs, StepSizes
+from kvik.worker.worker import step_participants
 
 BLOCK_SIZE = 16
 PERIOD = 61  # tokens after which texts repeat themselves
@@ -199,16 +201,10 @@ def make_engine(
         drafter = make_drafter(speculation, table, sampling, spec.vocab_size, num_blocks)
         speculator = Speculator(speculation, drafter, table, sampling, spec.vocab_size, clock)
     network = SimpleNamespace(ops=select_ops(CPU))  # no blocks are copied, no prompt is scored
+    copies = AtOnce()
+    participants = step_participants(network, table, sampling, CPU, copies, speculator)
     runner = ModelRunner(
-        network=network,
-        graph=graph,
-        inputs=FreshInputs(CPU),
-        table=table,
-        sampling=sampling,
-        device=CPU,
-        clock=clock,
-        copies=AtOnce(),
-        speculator=speculator,
+        network, graph, FreshInputs(CPU), table, participants, CPU, clock, depth=copies.depth
     )
     return EngineCore(config), runner
 
@@ -228,12 +224,14 @@ def measure(
         core.add(request, 0.0)
     watch = Stopwatch()
     runner.graph.run = watch.wrap("model", runner.graph.run)
-    runner.sampler.launch = watch.wrap("sample", runner.sampler.launch)
-    if runner.speculator is not None and runner.checker is not None:
-        runner.speculator.propose = watch.wrap("propose", runner.speculator.propose)
-        runner.speculator.observe = watch.wrap("observe", runner.speculator.observe)
-        runner.checker.check = watch.wrap("check", runner.checker.check)
-        drafter = runner.speculator.drafter
+    (tokens,) = [each for each in runner.participants if isinstance(each, OutputTokens)]
+    tokens.sampler.launch = watch.wrap("sample", tokens.sampler.launch)
+    speculator = tokens.speculator
+    if speculator is not None:
+        speculator.propose = watch.wrap("propose", speculator.propose)
+        speculator.observe = watch.wrap("observe", speculator.observe)
+        tokens._judge = watch.wrap("check", tokens._judge)
+        drafter = speculator.drafter
         if isinstance(drafter, DraftModel):
             graph, sampler = drafter.network.graph, drafter.sampler
             graph.run = watch.leave_out(graph.run)

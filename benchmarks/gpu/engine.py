@@ -24,7 +24,8 @@ from kvik.model_files import model_files
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.participant import RunningStep
 from kvik.worker.worker import Worker
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvik import LLM, RequestOutput, SamplingParams
 from kvik.core import scheduler
 from kvik.text.detokenizer import Detokenizer, StopStrings
-from kvik.worker import prompt_logprobs
+from kvik.worker import prompt_outputs
 from kvik.worker.logits_rules import TokenRules
 from kvik.worker.sampling_table import SamplingTable
 
@@ -83,14 +83,14 @@ def _throw_in_prompt_logprobs(monkeypatch) -> None:
     def broken(*_):
         raise IndexError("prompt logprobs")
 
-    monkeypatch.setattr(prompt_logprobs, "score", broken)
+    monkeypatch.setattr(prompt_outputs, "score", broken)
 
 
 def _throw_where_prompt_logprobs_are_read(monkeypatch) -> None:
     def broken(*_):
         raise IndexError("prompt logprobs")
 
-    monkeypatch.setattr(prompt_logprobs, "told", broken)
+    monkeypatch.setattr(prompt_outputs, "to_host", broken)
 
 
 def _throw_in_stop_check(monkeypatch) -> None:

@@ -20,6 +20,7 @@ from kvik.kernels.torch_ops import TORCH
 from kvik.worker.graphs import Eager
 from kvik.worker.logits_rules import TokenRules
 from kvik.worker.model_runner import ModelRunner
+from kvik.worker.output_tokens import OutputTokens
 
 CONFIG = {"dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 6}
 CONFIG |= {"max_model_len": 96, "kernels": "torch", "num_blocks": 14, "block_size": 8, "seed": 0}
@@ -187,6 +188,11 @@ def test_a_failure_ends_those_it_concerns(in_turn, overlapping, what, monkeypatc
     assert llm.stats().kv_usage == 0
 
 
+def participant(runner: ModelRunner, kind: type):
+    (found,) = [each for each in runner.participants if isinstance(each, kind)]
+    return found
+
+
 class Looks:
     """Calls that wait for a device, were one there. What a kernel does inside is its own business:
     here they are torch's for CPUs."""
@@ -199,7 +205,7 @@ class Looks:
     def install(self, patch: pytest.MonkeyPatch, runner: ModelRunner) -> None:
         for name in self.NAMES:
             patch.setattr(torch.Tensor, name, self._looked(name, getattr(torch.Tensor, name)))
-        sampler = runner.sampler._sampler
+        sampler = participant(runner, OutputTokens).sampler._sampler
         rows = {name: self.around(getattr(TORCH, name), False) for name in ("draw", "largest")}
         patch.setattr(sampler, "_ops", replace(TORCH, **rows))
 
@@ -228,9 +234,8 @@ class Looks:
 def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -> None:
     llm, _ = overlapping
     runner, looks = llm._client._loop.executor._runner, Looks()
-    prompts, pooling, steps = runner._prompt_logprobs, runner._pooling, []
-    calls = [(runner, "_launch"), (runner._newest, "fill"), (prompts, "launch")]
-    calls += [(pooling, "launch")]
+    tokens, steps = participant(runner, OutputTokens), []
+    calls = [(tokens.newest, "fill"), *((each, "launch") for each in runner.participants)]
 
     def unseen(what: str, call):
         return lambda *arguments: steps.append(what) or looks.around(call, True)(*arguments)
@@ -238,7 +243,9 @@ def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -
     with pytest.MonkeyPatch.context() as patch:
         looks.install(patch, runner)
         for owner, call in calls:
-            patch.setattr(owner, call, unseen(call, getattr(owner, call)))
+            patch.setattr(
+                owner, call, unseen(f"{type(owner).__name__}.{call}", getattr(owner, call))
+            )
         if name in ("mean", "last"):
             found = llm.embed([LONG, "Tom"], pooling=name, progress=False)
         else:
@@ -249,7 +256,7 @@ def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -
         return
     assert told(outputs)[0][3] is None
     assert (outputs[0].prompt_logprobs is None) == (name != "logprobs")
-    assert steps.count("_launch") >= 10 and steps.count("fill") >= 10
+    assert steps.count("OutputTokens.launch") >= 10 and steps.count("NewestTokens.fill") >= 10
 
 
 class Grammar(TokenRules):
@@ -287,7 +294,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
         (runner.graph, "run", "forward"),
         (Grammar, "append", "hear"),
         (Grammar, "banned", "fill"),
-        (runner.sampler._sampler, "sample", "sample"),
+        (participant(runner, OutputTokens).sampler._sampler, "sample", "sample"),
     ):
         monkeypatch.setattr(owner, call, noted(event, getattr(owner, call)))
     copies.most_unread = 0

@@ -142,6 +142,7 @@ class Twins:
 
     def _fill(self, num_blocks: int, vocab: int) -> None:
         """A request of the greatest length in every slot, nothing of it computed."""
+        self.table.draft_tree = TREE
         rng = random.Random(0)
         free = rng.sample(range(1, num_blocks), num_blocks - 1)
         slots, length = self.table.token_ids.shape
@@ -165,9 +166,9 @@ class Twins:
         counts = [(drafts or {}).get(slot, 0) for slot in slots]
         plan = SchedulerOutput(0, slots, lengths, counts, [s in sampling for s in slots])
         with torch.inference_mode():
-            batch = build_input_batch(plan, self.table, self.inputs, TREE)
+            batch = build_input_batch(plan, self.table, self.inputs)
             found = self.graph.run(batch)
-            fresh = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")), TREE)
+            fresh = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
             expected = Eager(self.eager).run(fresh)
         assert expected.hidden.shape[0] == sum(lengths)
         assert expected.logits.shape[0] == len(sampling) + sum(counts)

@@ -15,7 +15,8 @@ from kvik.launch import load_worker, resolve_config
 from kvik.worker import current_device
 from kvik.worker import worker as workers
 from kvik.worker.current_device import inference_on, on_device
-from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.participant import RunningStep
 from kvik.worker.worker import Worker
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)

@@ -101,7 +101,8 @@ def test_drafts_stand_behind_what_is_known(tree: DraftTree | None, fixed: bool) 
     if fixed:
         sizes = StepSizes(SLOTS * LENGTH, SLOTS, SLOTS + 1)
         inputs = FixedInputs(sizes, 1, LENGTH, trees=True)
-    batch = build_input_batch(plan, table, inputs, tree)
+    table.draft_tree = tree
+    batch = build_input_batch(plan, table, inputs)
     ids = [2, 3, 4, 104, 206, 50, 51, 52, 53, 302, 60, 61]
     assert batch.input_ids.tolist() == ids
     assert batch.num_drafts is not None

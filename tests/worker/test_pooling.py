@@ -9,8 +9,10 @@ from torch import Tensor
 
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import build_input_batch
-from kvik.worker.prompt_logprobs import Pooling, read_pooled
+from kvik.worker.participant import RunningStep
+from kvik.worker.prompt_outputs import Pooling
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import AtOnce, FreshInputs
 
@@ -23,7 +25,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.table = RequestTable(4, 256, 1, 16)
-        self.pooling = Pooling(AtOnce())
+        self.pooling = Pooling(self.table, AtOnce())
 
     def enter(self, slot: int, pooling: str | None, length: int = LENGTH, computed: int = 0):
         blocks = [list(range(1, 17))]
@@ -42,7 +44,10 @@ class Rig:
         self.table.num_computed[slots] += np.array(sizes, np.int32)
         errors = {} if errors is None else errors
         hidden = torch.cat(list(rows.values()))
-        return read_pooled(self.pooling.launch(batch, hidden, self.table, errors), errors)
+        output = StepOutput(hidden, *[torch.empty(0)] * 3)
+        step = RunningStep(plan, 0.0, batch, output, errors)
+        self.pooling.read(step, self.pooling.launch(step))
+        return step.embeddings
 
 
 @pytest.fixture

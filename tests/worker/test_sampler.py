@@ -17,7 +17,7 @@ from torch import Tensor
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.torch_ops import TORCH
-from kvik.worker.sampler import Sampled, Sampler, SampleResult, score, told
+from kvik.worker.sampler import Sampled, Sampler, Tokens, score, to_host
 from kvik.worker.sampling_table import SamplingTable, uniform
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def table_of(*params: SamplingParams, vocab: int = 8) -> SamplingTable:
     return table
 
 
-def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int) -> SampleResult:
+def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int) -> Tokens:
     """By a sampler that looks for bad rows at once, and by one that leaves it to the reader."""
     positions = np.full(len(slots), position)
     batch = table.batch(np.array(slots), positions)
@@ -49,7 +49,7 @@ def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int
     return at_once
 
 
-def read(sampled: Sampled) -> SampleResult:
+def read(sampled: Sampled) -> Tokens:
     arrays = [tensor.numpy() for tensor in sampled.tensors]
     return sampled.read(sampled.token_ids.numpy(), arrays)
 
@@ -364,7 +364,7 @@ def test_logprobs_of_zero_report_the_token_alone() -> None:
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, top: int) -> list[TokenLogprobs]:
-    return told([tensor.numpy() for tensor in score(logits, token_ids, top).tensors])
+    return to_host([tensor.numpy() for tensor in score(logits, token_ids, top).tensors])
 
 
 def test_logprobs_of_given_tokens() -> None:

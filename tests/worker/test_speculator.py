@@ -203,7 +203,7 @@ def test_the_tree_stays_and_the_control_knows_it(monkeypatch: pytest.MonkeyPatch
     tree = DraftTree((-1, 0, 0), (0, 0, 1))
     world.drafter.answer = lambda rows: Drafts.of([[3, 4]], tree)
     assert world.propose(0) == [2]
-    assert world.speculator.tree is tree
+    assert world.table.draft_tree is tree
     world.step(0)
     assert world.propose(0) == [2]
     assert followed == [tree.parents]

@@ -9,7 +9,7 @@ import pytest
 from helpers.drafters import with_newest
 
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.rejection import Trees
+from kvik.worker.rejection import CheckedDrafts, Trees
 
 TREE = DraftTree((-1, 0, 0, 1, 1, 2, 4, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
@@ -62,3 +62,11 @@ def test_a_row_supposes_the_drafts_on_its_path() -> None:
         10: [20],
         11: [21],
     }
+
+
+def test_paths_are_the_drafts_whose_rows_are_output() -> None:
+    # Three requests with 4, 0 and 3 drafts; of the first, nodes 2 and 4 were right.
+    first, rows = np.array([0, 5, 6]), np.array([0, 2, 4, 5, 6, 7])
+    checked = CheckedDrafts(first, rows, np.array([3, 1, 2]))
+    assert checked.newest.tolist() == [4, 5, 7]
+    assert checked.paths(4).astype(int).tolist() == [[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]

@@ -40,18 +40,9 @@ class InputBatch:
     logit_positions: np.ndarray | None = None
 
 
-def build_input_batch(
-    plan: SchedulerOutput,
-    table: RequestTable,
-    inputs: StepInputs,
-    tree: DraftTree | None = None,
-) -> InputBatch:
+def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepInputs) -> InputBatch:
     """Gather the step's inputs. The plan's diff must have been applied to the table, where a row's
-    drafts stand behind its tokens.
-
-    Args:
-        tree: whose first nodes after the root the drafts of every row are; None: they are chains.
-    """
+    drafts stand behind its tokens."""
     slots = np.array(plan.slots, np.int64)
     scheduled = np.array(plan.num_scheduled_tokens, np.int64)
     computed = table.num_computed[slots].astype(np.int64)
@@ -73,8 +64,8 @@ def build_input_batch(
         drafts = np.array(plan.num_draft_tokens, np.int64)
         num_drafts = drafts[sampling_rows]
         logits_indices = _with_drafts(logits_indices, num_drafts)
-        if tree is not None:
-            positions, words = _along(tree, places, starts, drafts)
+        if table.draft_tree is not None:
+            positions, words = _along(table.draft_tree, places, starts, drafts)
         logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
 
     def kv_positions(block_table: np.ndarray) -> np.ndarray:

@@ -26,6 +26,37 @@ from kvik.frozen import frozen
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.sampling_batch import Supposed
 
+
+@frozen
+class CheckedDrafts:
+    """Which rows of logits of a step became output: one for each sampling row, and one more for
+    each of its drafts that was right.
+
+    Attributes:
+        first: [sampling rows], the first row of logits of each.
+        rows: [tokens], the rows of logits whose tokens are output, one sampling row after another.
+        lengths: [sampling rows], how many of them are of each.
+    """
+
+    first: np.ndarray
+    rows: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def newest(self) -> np.ndarray:
+        """[sampling rows], the row of logits that gave each its newest token."""
+        newest: np.ndarray = self.rows[self.lengths.cumsum() - 1]
+        return newest
+
+    def paths(self, drafts: int) -> np.ndarray:
+        """[sampling rows, drafts] bool, which of the drafts of each were accepted: the row of
+        logits after a draft is output if and only if the draft is."""
+        owners = np.arange(len(self.first)).repeat(self.lengths)
+        found = np.zeros((len(self.first), 1 + drafts), np.bool_)
+        found[owners, self.rows - self.first[owners]] = True
+        return found[:, 1:]
+
+
 # Which path through a tree of drafts is accepted, of each request.
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvik.core.plan import NewRequest
 from kvik.frozen import frozen
+from kvik.worker.draft_tree import DraftTree
 
 
 @frozen
@@ -34,6 +35,8 @@ class RequestTable:
         tenants: the cache salt of each slot's request.
         block_tables: per KV group [slots, max_blocks] int32.
         num_blocks: [groups, slots] int32, filled entries of each block table.
+        draft_tree: whose first nodes after the root the drafts of every row are; None: each draft
+            follows the one before it.
         entered: how many requests ever entered a slot.
     """
 
@@ -49,13 +52,14 @@ class RequestTable:
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.draft_tree: DraftTree | None = None
         self.entered = 0
-        self._entered_as = np.zeros(max_num_seqs, np.int64)  # the how manieth, by slot
+        self._entry_number = np.zeros(max_num_seqs, np.int64)  # [slots], running number
 
     def add(self, new: NewRequest) -> None:
         slot, count = new.slot, len(new.token_ids)
         self.entered += 1
-        self._entered_as[slot] = self.entered
+        self._entry_number[slot] = self.entered
         self.token_ids[slot, :count] = new.token_ids
         self.num_tokens[slot] = count
         self.num_computed[slot] = new.num_computed_tokens
@@ -88,7 +92,7 @@ class RequestTable:
         """[rows] bool, whose slots have not been given to others; None: none of them has."""
         if self.entered == expected.entered:
             return None
-        kept: np.ndarray = self._entered_as[expected.slots] <= expected.entered
+        kept: np.ndarray = self._entry_number[expected.slots] <= expected.entered
         return kept
 
     def learn(self, expected: Expected, tokens: np.ndarray) -> None:

@@ -17,24 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvik.config.memory import SAMPLER_BYTES
 from kvik.core.types import TokenLogprobs
 from kvik.frozen import frozen
 from kvik.kernels.ops import Draws, Ops
 from kvik.kernels.upload import upload
-from kvik.worker.graphs import StepOutput
 from kvik.worker.rejection import coupled, typical
 from kvik.worker.sampling_batch import (
-    NOTHING,
     GuessedRows,
-    Guesses,
-    Offers,
     SamplingBatch,
-    Supposed,
     TypicalRows,
 )
-from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.step_inputs import Arrival, Copies
 
 # Log probabilities of tokens, and of the most likely ones beside them.
 
@@ -58,9 +50,9 @@ class Scores:
     top: Tensor
 
     @staticmethod
-    def room(rows: int, top: int, device: torch.device) -> Scores:
-        """For some that come in pieces: what is made between large tensors and kept would leave
-        holes where they were, too small for the next ones."""
+    def empty(rows: int, top: int, device: torch.device) -> Scores:
+        """Return memory for scores that are computed in parts. Small results allocated between
+        large temporaries would fragment the memory that these leave."""
         number, words = torch.float32, torch.int64
         return Scores(
             torch.empty(rows, dtype=words, device=device),
@@ -70,10 +62,10 @@ class Scores:
             torch.empty(rows, top, dtype=number, device=device),
         )
 
-    def put(self, first: int, piece: Scores) -> None:
-        """A piece, from this row on."""
-        for whole, part in zip(self.tensors, piece.tensors, strict=True):
-            whole[first : first + len(part)] = part
+    def put(self, first: int, part: Scores) -> None:
+        """Fill in the rows from `first` on."""
+        for whole, rows in zip(self.tensors, part.tensors, strict=True):
+            whole[first : first + len(rows)] = rows
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -94,8 +86,8 @@ def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
     return Scores(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
-def told(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
-    """What `Scores.tensors` hold, on the host."""
+def to_host(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
+    """Return what `Scores.tensors` hold, row by row."""
     token_ids, own, ranks, top_ids, top = (array.tolist() for array in arrays)
     return [
         TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
@@ -118,165 +110,42 @@ def _most_likely(logprobs: Tensor, top: int) -> Tensor:
     return keys.topk(top, dim=-1).indices
 
 
-# Tokens for the rows of logits of a step: many at once, row by row if one breaks that.
-#
-# A step is sampled when its forward was begun, and read later: by then the next one may run.
-
-
-@frozen
-class StepTokens:
-    """Attributes:
-    token_ids: [rows] int64 on the host; meaningless in bad rows.
-    bad_rows: rows that could not be sampled, and why.
-    logprobs: by row, where asked for.
-    """
-
-    token_ids: np.ndarray
-    bad_rows: dict[int, str]
-    logprobs: dict[int, TokenLogprobs]
-
-
-@frozen
-class LaunchedTokens:
-    """Tokens that the device has or will have.
-
-    Attributes:
-        token_ids: [rows] int64 on the device; meaningless in bad rows, but a token.
-        bad_rows: rows whose sampling could not be begun, and why.
-        parts: by first row.
-        arrival: of the tokens, and of what the parts read.
-    """
-
-    token_ids: Tensor
-    bad_rows: dict[int, str]
-    parts: list[tuple[int, Sampled]]
-    arrival: Arrival
-
-    def read(self) -> StepTokens:
-        """Waits for them."""
-        token_ids, *arrays = self.arrival.wait()
-        if not arrays and not self.bad_rows and not any(part.bad_rows for _, part in self.parts):
-            return StepTokens(token_ids, {}, {})  # as nearly always, and a greedy step is short
-        bad_rows, used = dict(self.bad_rows), 0
-        logprobs: dict[int, TokenLogprobs] = {}
-        for first, part in self.parts:
-            own = arrays[used : used + len(part.tensors)]
-            used += len(own)
-            found = part.read(token_ids[first : first + len(part.token_ids)], own)
-            logprobs |= {first + i: entry for i, entry in found.logprobs.items()}
-            bad_rows |= {first + i: why for i, why in found.bad_rows.items()}
-        return StepTokens(token_ids, bad_rows, logprobs)
-
-
-class StepSampler:
-    def __init__(
-        self, ops: Ops, sampling: SamplingTable, device: torch.device, copies: Copies
-    ) -> None:
-        self.sampling = sampling
-        self._copies = copies
-        self._sampler = Sampler(ops, looks=copies.depth == 1)
-        self._room = SAMPLER_BYTES[device.type]
-
-    def sample(
-        self,
-        output: StepOutput,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        supposed: Supposed = NOTHING,
-        judged: Guesses | Offers | None = None,
-    ) -> StepTokens:
-        """`launch`, read at once."""
-        return self.launch(output, slots, positions, supposed, judged).read()
-
-    def launch(
-        self,
-        output: StepOutput,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        supposed: Supposed = NOTHING,
-        judged: Guesses | Offers | None = None,
-    ) -> LaunchedTokens:
-        """
-        Args:
-            output: of the step, with as many rows of logits.
-            slots, positions: [rows], whose token each row is, and where it will stand.
-            supposed: drafts that rows take to have been put out before theirs.
-            judged: drafts that were drawn, or that may be taken though they were not, by the rows
-                that judge them.
-        """
-
-        rows = len(slots)
-
-        def sample(first: int, last: int) -> Sampled:
-            if first == 0 and last == rows:  # as nearly always
-                batch = self.sampling.batch(slots, positions, supposed, judged)
-                return self._sampler.sample(output.logits, batch, (output.top, output.top_ids))
-            part = slice(first, last)
-            batch = self.sampling.batch(
-                slots[part],
-                positions[part],
-                supposed.part(first, last),
-                None if judged is None else judged.part(first, last),
-            )
-            largest = (output.top[part], output.top_ids[part])
-            return self._sampler.sample(output.logits[part], batch, largest)
-
-        size = self.sampling.rows_at_once(slots, self._room, shares=judged is not None)
-        parts: list[tuple[int, Sampled]] = []
-        bad_rows: dict[int, str] = {}
-        for first in range(0, rows, size):
-            last = min(first + size, rows)
-            try:
-                parts.append((first, sample(first, last)))
-            except Exception:
-                for i in range(first, last):
-                    try:
-                        parts.append((i, sample(i, i + 1)))
-                    except Exception as error:
-                        bad_rows[i] = describe(error)
-        if len(parts) == 1 and not bad_rows:
-            token_ids = parts[0][1].token_ids
-        else:
-            token_ids = torch.zeros(rows, dtype=torch.int64, device=output.logits.device)
-            for first, part in parts:
-                token_ids[first : first + len(part.token_ids)] = part.token_ids
-        tensors = [token_ids, *(tensor for _, part in parts for tensor in part.tensors)]
-        return LaunchedTokens(token_ids, bad_rows, parts, self._copies.start(tensors))
-
-
 def describe(error: Exception) -> str:
+    """Return what a request is told of an exception that its own rules raised."""
     return f"{type(error).__name__}: {error}"
 
 
-@dataclass(frozen=True, slots=True)
-class SampleResult:
-    """Attributes:
-    token_ids: [rows] int64; meaningless in bad rows.
-    bad_rows: rows that cannot be sampled, and why.
-    logprobs: by row, where asked for.
+@frozen
+class Tokens:
+    """One token for each of some rows, on the host.
+
+    Attributes:
+        token_ids: [rows] int64; meaningless in bad rows.
+        bad_rows: rows that cannot be sampled, and why.
+        logprobs: by row, where asked for.
     """
 
-    token_ids: NDArray[np.integer]
+    token_ids: NDArray[np.int64]
     bad_rows: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 @frozen
 class Sampled:
-    """What was sampled, on the device.
+    """What was sampled of rows that were sampled together, on the device.
 
     Attributes:
         token_ids: [rows] int64; meaningless in bad rows, but a token.
         bad_rows: rows that are known to be bad.
-        unseen: largest logits [rows] that were not checked yet: a row is bad where one is not
-            finite; and why it is.
+        unchecked: ([rows] largest logits, reason) pairs; a row fails with that reason if its
+            logit is not finite.
         scores: of the rows that `logprobs` says.
         logprobs: row -> how many of the most likely tokens to report.
     """
 
     token_ids: Tensor
     bad_rows: dict[int, str] = field(default_factory=dict)
-    unseen: tuple[tuple[Tensor, str], ...] = ()
+    unchecked: tuple[tuple[Tensor, str], ...] = ()
     scores: Scores | None = None
     logprobs: dict[int, int] = field(default_factory=dict)
 
@@ -284,27 +153,27 @@ class Sampled:
     def tensors(self) -> tuple[Tensor, ...]:
         """All that `read` wants to know of, beside the tokens."""
         scores = () if self.scores is None else self.scores.tensors
-        return (*(top for top, _ in self.unseen), *scores)
+        return (*(top for top, _ in self.unchecked), *scores)
 
-    def read(self, token_ids: NDArray[np.integer], arrays: Sequence[NDArray[Any]]) -> SampleResult:
+    def read(self, token_ids: NDArray[np.int64], arrays: Sequence[NDArray[Any]]) -> Tokens:
         """
         Args:
             token_ids, arrays: what the tokens and `tensors` hold.
         """
         bad_rows = self.bad_rows.copy()
-        for largest, (_, why) in zip(arrays, self.unseen, strict=False):
+        for largest, (_, why) in zip(arrays, self.unchecked, strict=False):
             for row in np.flatnonzero(~np.isfinite(largest)).tolist():
                 bad_rows.setdefault(row, why)
         if self.scores is None:
-            return SampleResult(token_ids, bad_rows)
+            return Tokens(token_ids, bad_rows)
         logprobs: dict[int, TokenLogprobs] = {}
-        found = told(arrays[len(self.unseen) :])
+        found = to_host(arrays[len(self.unchecked) :])
         for (row, top), all_ in zip(self.logprobs.items(), found, strict=True):
             if row not in bad_rows:
                 logprobs[row] = TokenLogprobs(
                     all_.token_id, all_.logprob, all_.rank, all_.top[:top]
                 )
-        return SampleResult(token_ids, bad_rows, logprobs)
+        return Tokens(token_ids, bad_rows, logprobs)
 
 
 NOT_FINITE = "the model's logits are not finite"
@@ -345,11 +214,11 @@ class Sampler:
         """
         bad_rows: dict[int, str] = {}
         top, token_ids = largest or self._ops.largest(logits)
-        unseen: list[tuple[Tensor, str]] = []
+        unchecked: list[tuple[Tensor, str]] = []
         if self._looks:
             logits = _discard(logits, top, bad_rows, NOT_FINITE)
         else:
-            unseen.append((top, NOT_FINITE))
+            unchecked.append((top, NOT_FINITE))
             good = top.isfinite()
             token_ids = torch.where(good, token_ids, 0)
             if not batch.takes_largest:
@@ -361,7 +230,7 @@ class Sampler:
             if self._looks:
                 shaped = _discard(shaped, top, bad_rows, NOTHING_ALLOWED)
             else:
-                unseen.append((top, NOTHING_ALLOWED))
+                unchecked.append((top, NOTHING_ALLOWED))
                 good = top.isfinite()
                 token_ids = torch.where(good, token_ids, 0)
                 shaped = torch.where(good[:, None], shaped, 0.0)
@@ -377,7 +246,7 @@ class Sampler:
             token_ids = self._take(shaped, token_ids, batch.typical)
         wanted = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
         scores = _score(logits, token_ids, wanted) if wanted else None
-        return Sampled(token_ids, bad_rows, tuple(unseen), scores, wanted)
+        return Sampled(token_ids, bad_rows, tuple(unchecked), scores, wanted)
 
     def guess(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None

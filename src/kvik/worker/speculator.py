@@ -16,142 +16,27 @@ from torch import Tensor
 
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.plan import DraftTimes, NewRequest
-from kvik.frozen import frozen
 from kvik.kernels.upload import upload
 from kvik.worker.adaptive import DraftControl, StepFigures
-from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.graphs import EngineNetwork, StepOutput
-from kvik.worker.input_batch import InputBatch
-from kvik.worker.rejection import Chains, Trees
+from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.rejection import Chains
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import StepSampler, StepTokens
-from kvik.worker.sampling_batch import NOTHING, Guesses, Offers
+from kvik.worker.sampling_batch import Guesses
 from kvik.worker.sampling_table import SamplingTable
-
-# A step whose rows have drafts: which are right, and what that leaves in tables and cache.
-
-
-@frozen
-class CheckedDrafts:
-    """Attributes:
-    found: tokens of the rows of logits.
-    first: [sampling rows], the first row of logits of each.
-    rows: [tokens], the rows of logits whose tokens are output, one sampling row after another.
-    lengths: [sampling rows], how many of them are of each.
-    """
-
-    found: StepTokens
-    first: np.ndarray
-    rows: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def newest(self) -> np.ndarray:
-        """[sampling rows], the row of logits that gave each its newest token."""
-        newest: np.ndarray = self.rows[self.lengths.cumsum() - 1]
-        return newest
-
-    def paths(self, drafts: int) -> np.ndarray:
-        """[sampling rows, drafts] bool, which of the drafts of each were accepted: the row of
-        logits after a draft is output if and only if the draft is."""
-        owners = np.arange(len(self.first)).repeat(self.lengths)
-        found = np.zeros((len(self.first), 1 + drafts), np.bool_)
-        found[owners, self.rows - self.first[owners]] = True
-        return found[:, 1:]
-
-
-class DraftChecker:
-    def __init__(
-        self,
-        network: EngineNetwork,
-        table: RequestTable,
-        sampler: StepSampler,
-        speculator: Speculator,
-        device: torch.device,
-    ) -> None:
-        self.network = network
-        self.table = table
-        self.sampler = sampler
-        self.speculator = speculator
-        self.device = device
-
-    def check(self, batch: InputBatch, output: StepOutput, counts: np.ndarray) -> CheckedDrafts:
-        """Sample the step and accept drafts. Of each request the table has the accepted tokens
-        then, and the cache their K and V; what was rejected is not counted any more.
-
-        Args:
-            counts: [sampling rows], drafts of each.
-        """
-        table, slots = self.table, batch.slots[batch.sampling_rows]
-        tokens, tree = batch.logit_tokens, self.speculator.tree
-        assert tokens is not None and batch.logit_positions is not None
-        rows: Chains | Trees
-        judged: Guesses | Offers | None = None
-        if tree is None:
-            rows = Chains.of(counts, tokens)
-            judged = self.speculator.guesses(slots, rows)
-        else:
-            rows = Trees.of(tree, counts, tokens)
-        typical = self.speculator.speculation.typical
-        if typical is not None:
-            judged = Offers(*rows.offers(), typical)
-        judging = slots.repeat(counts + 1)  # [logit rows]
-        found = self.sampler.sample(
-            output,
-            judging,
-            batch.logit_positions + 1,
-            rows.supposed() if self.sampler.sampling.reads_output(slots) else NOTHING,
-            judged,
-        )
-        bad = None
-        if found.bad_rows:
-            bad = np.zeros(len(judging), np.bool_)
-            bad[list(found.bad_rows)] = True
-        kept, lengths = rows.output(found.token_ids, bad)
-        if tree is not None:
-            self._gather(slots, rows.starts[:-1], kept, lengths)
-        table.num_computed[slots] -= (counts + 1 - lengths).astype(np.int32)
-        table.append_runs(slots, lengths, found.token_ids[kept])
-        return CheckedDrafts(found, rows.starts[:-1], kept, lengths)
-
-    def _gather(
-        self, slots: np.ndarray, first: np.ndarray, kept: np.ndarray, lengths: np.ndarray
-    ) -> None:
-        """Move the K and V of accepted paths to where they would lie without the rest of the tree.
-
-        Args:
-            slots, first, lengths: [rows], see `CheckedDrafts`. kept: [tokens], its `rows`.
-        """
-        owners = np.repeat(np.arange(len(slots)), lengths)
-        nodes = kept - first[owners]
-        depths = np.arange(len(kept)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        moved = np.flatnonzero(nodes != depths)
-        if not len(moved):
-            return
-        owner = slots[owners[moved]]
-        root = self.table.num_tokens[owner].astype(np.int64) - 1
-        for group, layers in enumerate(self.network.groups):
-            source = self._kv_positions(group, owner, root + nodes[moved])
-            target = self._kv_positions(group, owner, root + depths[moved])
-            for layer in layers.layers:
-                self.network.backend.move(self.network.kv[layer], source, target)
-
-    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        block, offset = np.divmod(places, self.table.block_size)
-        blocks = self.table.block_tables[group][slots, block].astype(np.int64)
-        return upload(blocks * self.table.block_size + offset, self.device)
-
 
 log = logging.getLogger(__name__)
 
 
-class Speculator:
-    """A drafter at work. It may raise whatever it likes: that costs its drafts alone.
+class Speculator(Participant[None]):
+    """Has a drafter make drafts after each step, and decides how many. What the drafter raises
+    costs its drafts alone.
 
     Attributes:
         num_drafts: [slots] int64, proposed for each slot's next step.
     """
+
+    reads_output = True
 
     def __init__(
         self,
@@ -167,7 +52,6 @@ class Speculator:
         self.drafter = drafter
         self.table = table
         self.sampling = sampling
-        self.tree: DraftTree | None = None
         slots, self._max_model_len = table.token_ids.shape
         self.control = DraftControl(slots, speculation.num_draft_tokens, speculation.max_draft_rows)
         self.num_drafts = np.zeros(slots, np.int64)
@@ -178,6 +62,7 @@ class Speculator:
         # When drafts were made last; see `StepFigures`. With what looking at the step took.
         self._making, self._asked = 0.0, 0
         self._waiting = False  # some slot has drafts
+        self._ended = clock()  # the last step
         self._complained = False
 
     def enter(self, new: NewRequest) -> None:
@@ -206,6 +91,64 @@ class Speculator:
         self._most[slot] = 0
         self._forget(slot)
 
+    def read(self, step: RunningStep, launched: None) -> None:
+        """Take in how the drafts of a step fared, and propose those of the next one."""
+        batch = step.batch
+        rows = len(batch.sampling_rows)
+        if rows:
+            seconds = self.clock() - step.started
+            # Fewer steps also save what the engine does between them, unless it was idle.
+            seconds += min(step.started - self._ended, seconds)
+            step.turn_seconds = seconds
+            if self.table.draft_tree is not None:
+                step.draft_places = self.table.draft_tree.reach
+            if step.checked is None and self.idle:
+                due = self.control.passed(rows, seconds, pure=bool(batch.starts[-1] == rows))
+            else:
+                due, step.draft_times = True, self._observe(step, seconds)
+            if due:
+                step.num_draft_tokens = self._propose(step)
+        self._ended = self.clock()
+
+    def _observe(self, step: RunningStep, seconds: float) -> DraftTimes:
+        """How the drafts of the step fared, and what it took until its tokens were there."""
+        batch, checked = step.batch, step.checked
+        slots, num_tokens = batch.slots[batch.sampling_rows], int(batch.starts[-1])
+        if checked is None or batch.num_drafts is None:
+            none = np.zeros(len(slots), np.int64)
+            return self.observe(slots, none, none, seconds, pure=num_tokens == len(slots))
+        drafts, tree = batch.num_drafts, self.table.draft_tree
+        return self.observe(
+            slots,
+            drafts,
+            checked.lengths - 1,
+            seconds,
+            pure=len(slots) == len(batch.slots) and num_tokens == len(slots) + int(drafts.sum()),
+            paths=None if tree is None else checked.paths(tree.drafts),
+        )
+
+    def _propose(self, step: RunningStep) -> list[int]:
+        """How many drafts each row of the step gets for its next one."""
+        batch, output, checked = step.batch, step.output, step.checked
+        assert output is not None
+        rows = batch.sampling_rows
+        newest = np.arange(len(rows)) if checked is None else checked.newest
+        if step.errors:
+            going_on = np.array([row not in step.errors for row in rows.tolist()], np.bool_)
+            rows, newest = rows[going_on], newest[going_on]
+
+        def hidden(chosen: np.ndarray) -> Tensor:
+            wanted = upload(newest[chosen], output.hidden.device)
+            places = batch.logits_indices.index_select(0, wanted)
+            return output.hidden.index_select(0, places)
+
+        slots = batch.slots[rows]
+        self.propose(slots, hidden)
+        proposed = np.zeros(len(batch.slots), np.int64)
+        proposed[rows] = self.num_drafts[slots]
+        found: list[int] = proposed.tolist()
+        return found
+
     def guesses(self, slots: np.ndarray, chains: Chains) -> Guesses | None:
         """The drafts of a step that were drawn from a distribution; None if none was.
 
@@ -227,21 +170,10 @@ class Speculator:
         found = np.concatenate(rows)
         return Guesses(found, chains.judged[found], torch.cat(probs))
 
-    def passed(self, requests: int, seconds: float, *, pure: bool) -> bool:
-        """A step without drafts is done, for which none were looked for, as nearly all are where
-        they do not pay.
-
-        Args:
-            requests: that sampled. seconds, pure: see `observe`.
-
-        Returns:
-            Whether `propose` is due; else no request gets drafts.
-        """
-        return self.control.passed(requests, seconds, pure=pure)
-
     @property
     def idle(self) -> bool:
-        """Whether a step without drafts has but `passed`, and neither `observe` nor `propose`."""
+        """Whether no drafts were made or asked for, as nearly always where they do not pay: a step
+        without any then only tells the control that it has passed."""
         return not (self._asked or self._waiting) and self.speculation.adaptive
 
     def observe(
@@ -340,13 +272,14 @@ class Speculator:
             raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
         if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
             raise ValueError("drafts come without their probabilities")
-        if self.tree is not None and drafts.tree is not self.tree:
+        tree = self.table.draft_tree
+        if tree is not None and drafts.tree is not tree:
             raise ValueError("the tree of drafts changed")
         if drafts.tree is not None and counts.max() > drafts.tree.drafts:
             raise ValueError("more drafts than the tree has nodes for")
-        if self.tree is None and drafts.tree is not None:
-            self.tree = drafts.tree
-            self.control.follow(self.tree.parents)
+        if tree is None and drafts.tree is not None:
+            self.table.draft_tree = drafts.tree
+            self.control.follow(drafts.tree.parents)
         self.table.put_drafts(rows.slots, counts, tokens)
         self.num_drafts[rows.slots] = counts
         if drafts.probs is not None:

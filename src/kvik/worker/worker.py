@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,13 @@ from kvik.errors import ConfigError
 from kvik.spec.declare import ForwardContext
 from kvik.worker.current_device import inference_on, on_device
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.loading import load_network
-from kvik.worker.model_runner import ModelRunner, RunningStep
+from kvik.worker.model_runner import ModelRunner
+from kvik.worker.output_tokens import OutputTokens
+from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.platforms import platform
+from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
@@ -98,16 +103,9 @@ class Worker:
             copies = best_copies(device)
         # See `Executor`.
         self.depth, self.in_turn = copies.depth, speculation is not None
+        participants = step_participants(network, table, sampling, device, copies, speculator)
         self._runner: ModelRunner | None = ModelRunner(
-            network=network,
-            graph=graph,
-            inputs=inputs,
-            table=table,
-            sampling=sampling,
-            device=device,
-            clock=clock,
-            copies=copies,
-            speculator=speculator,
+            network, graph, inputs, table, participants, device, clock, depth=copies.depth
         )
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
@@ -168,6 +166,24 @@ class Worker:
         # a GPU that failed has nothing to give back
         with suppress(RuntimeError), on_device(self._device):
             self._release_freed()  # the next engine of this process plans with what is free
+
+
+def step_participants(
+    network: EngineNetwork,
+    table: RequestTable,
+    sampling: SamplingTable,
+    device: torch.device,
+    copies: Copies,
+    speculator: Speculator | None,
+) -> list[Participant[Any]]:
+    """Return what takes part in each step, in this order: drafts are made when the tokens before
+    them are known."""
+    participants: list[Participant[Any]] = [
+        PromptLogprobs(network, table, copies),
+        Pooling(table, copies),
+        OutputTokens(network, table, sampling, device, copies, speculator),
+    ]
+    return participants if speculator is None else [*participants, speculator]
 
 
 def best_copies(device: torch.device) -> Copies:

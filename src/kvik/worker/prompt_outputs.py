@@ -1,8 +1,8 @@
-"""Log probabilities of a prompt's own tokens, from the hidden states of its chunks."""
+"""What a request wants to know of its prompt, from the hidden states of the prompt's chunks: one
+vector of the whole prompt, and log probabilities of the prompt's own tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,12 +14,10 @@ from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Scores, describe, score, told
+from kvik.worker.sampler import Scores, describe, score, to_host
 from kvik.worker.step_inputs import Arrival, Copies
-
-# One vector of a whole prompt, from the hidden states of its chunks.
 
 
 @dataclass(slots=True)
@@ -53,78 +51,65 @@ class PooledChunk:
     ends: bool
 
 
-def read_pooled(chunks: Sequence[PooledChunk], errors: dict[int, str]) -> dict[int, list[float]]:
-    """Waits for them. Steps are read in their order.
+class Pooling(Participant[list[PooledChunk]]):
+    """The mean of a prompt's hidden states, or the last of them, for requests that embed.
 
-    Args:
-        errors: by row, which may get more.
-
-    Returns:
-        By row, the vectors [hidden] of prompts that are through, in single precision.
+    Sums are taken in double precision, token after token. So a mean does not depend on how its
+    prompt was cut into chunks, as far as the hidden states do not.
     """
-    done: dict[int, list[float]] = {}
-    for chunk in chunks:
-        try:
-            (bits,) = chunk.arrival.wait()
-            hidden, pooled = torch.from_numpy(bits).view(chunk.dtype), chunk.pooled
-            if pooled.kind == "mean":
-                pooled.sums = _sum(pooled.sums, hidden)
-                if chunk.ends:
-                    mean = pooled.sums / pooled.num_prompt
-                    done[chunk.row] = mean.astype(np.float32).tolist()
-            else:
-                done[chunk.row] = hidden[-1].float().tolist()
-        except Exception as error:
-            errors[chunk.row] = describe(error)
-    return done
 
-
-class Pooling:
-    """Sums are taken in double precision, token after token. So a mean does not depend on how its
-    prompt was cut into chunks, as far as the hidden states do not."""
-
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, table: RequestTable, copies: Copies) -> None:
+        self._table = table
         self._copies = copies
         self._wanted: dict[int, _Pooled] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
-        """A request stands in its slot. A preempted one begins anew, since nothing of a prompt
-        whose mean is wanted is found cached."""
+        # A preempted request begins anew: nothing of a prompt whose mean is wanted is cached.
         if new.pooling is not None:
             self._wanted[new.slot] = _Pooled(new.pooling, new.num_prompt_tokens)
 
     def leave(self, slot: int) -> None:
         self._wanted.pop(slot, None)
 
-    def launch(
-        self, batch: InputBatch, hidden: Tensor, table: RequestTable, errors: dict[int, str]
-    ) -> list[PooledChunk]:
-        """Have the hidden states brought that are wanted.
-
-        Args:
-            hidden: [tokens, hidden], normalised; read before the next step, or copied till then.
-            table: which counts the step's tokens as computed.
-            errors: by row; those that have one are passed over, others may get one.
-        """
+    def launch(self, step: RunningStep) -> list[PooledChunk] | None:
+        """Have the hidden states copied to the host that are wanted."""
+        if not self._wanted or step.output is None:
+            return None
         chunks: list[PooledChunk] = []
-        if not self._wanted:
-            return chunks
+        batch, hidden = step.batch, step.output.hidden  # [tokens, hidden], normalised
         for row, slot in enumerate(batch.slots.tolist()):
             pooled = self._wanted.get(slot)
-            if pooled is None or row in errors:
+            if pooled is None or row in step.errors:
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
-            ends = bool(table.num_computed[slot] == pooled.num_prompt)
+            ends = bool(self._table.num_computed[slot] == pooled.num_prompt)
             if pooled.kind == "last":
                 start = end - 1
             if pooled.kind == "mean" or ends:
                 try:
                     arrival = self._copies.start([_bits(hidden[start:end])])
                 except Exception as error:
-                    errors[row] = describe(error)
+                    step.errors[row] = describe(error)
                     continue
                 chunks.append(PooledChunk(row, pooled, arrival, hidden.dtype, ends))
         return chunks
+
+    def read(self, step: RunningStep, launched: list[PooledChunk] | None) -> None:
+        """Add up the chunks. The vectors [hidden] of prompts that are through are in single
+        precision."""
+        for chunk in launched or ():
+            try:
+                (bits,) = chunk.arrival.wait()
+                hidden, pooled = torch.from_numpy(bits).view(chunk.dtype), chunk.pooled
+                if pooled.kind == "mean":
+                    pooled.sums = _sum(pooled.sums, hidden)
+                    if chunk.ends:
+                        mean = pooled.sums / pooled.num_prompt
+                        step.embeddings[chunk.row] = mean.astype(np.float32).tolist()
+                else:
+                    step.embeddings[chunk.row] = hidden[-1].float().tolist()
+            except Exception as error:
+                step.errors[chunk.row] = describe(error)
 
 
 def _bits(numbers: Tensor) -> Tensor:
@@ -143,7 +128,11 @@ def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Gathered chunk by chunk, handed over once the prompt is through."""
+    """Logprobs of one prompt, gathered chunk by chunk.
+
+    Attributes:
+        top: how many of the most likely tokens are wanted beside each.
+    """
 
     top: int
     found: list[TokenLogprobs] = field(default_factory=list)
@@ -166,60 +155,31 @@ class ScoredChunk:
     ends: bool
 
 
-def read_prompt_logprobs(
-    chunks: Sequence[ScoredChunk], errors: dict[int, str]
-) -> dict[int, list[TokenLogprobs]]:
-    """Waits for them. Steps are read in their order.
+class PromptLogprobs(Participant[list[ScoredChunk]]):
+    """Log probabilities of a prompt's own tokens, where asked for."""
 
-    Args:
-        errors: by row, which may get more.
-
-    Returns:
-        By row, of the prompts that are through.
-    """
-    done: dict[int, list[TokenLogprobs]] = {}
-    for chunk in chunks:
-        try:
-            chunk.wanted.found += told(chunk.arrival.wait())
-        except Exception as error:
-            errors[chunk.row] = describe(error)
-            continue
-        if chunk.ends:
-            done[chunk.row] = chunk.wanted.found
-    return done
-
-
-class PromptLogprobs:
-    def __init__(self, network: EngineNetwork, copies: Copies) -> None:
+    def __init__(self, network: EngineNetwork, table: RequestTable, copies: Copies) -> None:
         self._network = network
+        self._table = table
         self._copies = copies
         self._wanted: dict[int, _Wanted] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
-        """A request stands in its slot."""
         if new.params.prompt_logprobs is not None:
             self._wanted[new.slot] = _Wanted(new.params.prompt_logprobs)
 
     def leave(self, slot: int) -> None:
         self._wanted.pop(slot, None)
 
-    def launch(
-        self, batch: InputBatch, hidden: Tensor, table: RequestTable, errors: dict[int, str]
-    ) -> list[ScoredChunk]:
-        """Begin to compute those of the prompt tokens that this step's positions predict, where
-        asked for.
-
-        Args:
-            hidden: [tokens, hidden], normalised.
-            table: which counts the step's tokens as computed.
-            errors: by row; those that have one are passed over, others may get one.
-        """
+    def launch(self, step: RunningStep) -> list[ScoredChunk] | None:
+        """Begin to compute those of the prompt tokens that this step's positions predict."""
+        if not self._wanted or step.output is None:
+            return None
         chunks: list[ScoredChunk] = []
-        if not self._wanted:
-            return chunks
+        table, batch, hidden = self._table, step.batch, step.output.hidden
         for row, slot in enumerate(batch.slots.tolist()):
             wanted = self._wanted.get(slot)
-            if wanted is None or row in errors:
+            if wanted is None or row in step.errors:
                 continue
             num_prompt = int(table.num_prompt[slot])
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
@@ -231,7 +191,7 @@ class PromptLogprobs:
                 rows = hidden[start : start + last - first]
                 arrival = self._copies.start(self._scores(rows, ids, wanted.top).tensors)
             except Exception as error:
-                errors[row] = describe(error)
+                step.errors[row] = describe(error)
                 continue
             ends = first + end - start >= num_prompt
             if ends:
@@ -239,8 +199,18 @@ class PromptLogprobs:
             chunks.append(ScoredChunk(row, wanted, arrival, ends))
         return chunks
 
+    def read(self, step: RunningStep, launched: list[ScoredChunk] | None) -> None:
+        for chunk in launched or ():
+            try:
+                chunk.wanted.found += to_host(chunk.arrival.wait())
+            except Exception as error:
+                step.errors[chunk.row] = describe(error)
+                continue
+            if chunk.ends:
+                step.prompt_logprobs[chunk.row] = chunk.wanted.found
+
     def _scores(self, hidden: Tensor, ids: Tensor, top: int) -> Scores:
-        """Of given tokens. The logits of a piece are gone when the next one is begun.
+        """Score given tokens. The logits of a part are freed before the next one is begun.
 
         Args:
             hidden: [rows, hidden]. ids: [rows] int64.
@@ -250,9 +220,9 @@ class PromptLogprobs:
             # [rows, vocab]
             logits = self._network.model.logits(hidden[first : first + PROMPT_ROWS])
             if found is None:
-                found = Scores.room(len(ids), min(top, logits.shape[-1]), hidden.device)
+                found = Scores.empty(len(ids), min(top, logits.shape[-1]), hidden.device)
             for i in range(0, len(logits), PROMPT_COPIED_ROWS):
                 some = ids[first + i : first + i + PROMPT_COPIED_ROWS][: len(logits) - i]
                 found.put(first + i, score(logits[i : i + len(some)], some, top))
             del logits
-        return found or Scores.room(0, 0, hidden.device)
+        return found or Scores.empty(0, 0, hidden.device)

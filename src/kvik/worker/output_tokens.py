@@ -1,0 +1,347 @@
+"""The output tokens of a step: sampled, or drafts judged; then known to all tables.
+
+A step is sampled when its forward was begun, and read later: by then the next one may run. Rows are
+sampled many at once, and row by row where one of them breaks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvik.config.memory import SAMPLER_BYTES
+from kvik.core.plan import NewRequest
+from kvik.core.types import TokenLogprobs
+from kvik.frozen import frozen
+from kvik.kernels.ops import Ops
+from kvik.kernels.upload import upload
+from kvik.worker.graphs import EngineNetwork, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.rejection import Chains, CheckedDrafts, Trees
+from kvik.worker.request_table import Expected, RequestTable
+from kvik.worker.sampler import Sampled, Sampler, Tokens, describe
+from kvik.worker.sampling_batch import NOTHING, Guesses, Offers, Supposed
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.speculator import Speculator
+from kvik.worker.step_inputs import Arrival, Copies
+
+
+@frozen
+class LaunchedTokens:
+    """Tokens that the device has or will have.
+
+    Attributes:
+        token_ids: [rows] int64 on the device; meaningless in bad rows, but a token.
+        bad_rows: rows whose sampling could not be begun, and why.
+        parts: rows that were sampled together, by the first of them.
+        arrival: of the tokens, and of what the parts read.
+    """
+
+    token_ids: Tensor
+    bad_rows: dict[int, str]
+    parts: list[tuple[int, Sampled]]
+    arrival: Arrival
+
+    def read(self) -> Tokens:
+        """Wait for them."""
+        token_ids, *arrays = self.arrival.wait()
+        if not arrays and not self.bad_rows and not any(part.bad_rows for _, part in self.parts):
+            return Tokens(token_ids)  # as nearly always, and a greedy step is short
+        bad_rows, used = dict(self.bad_rows), 0
+        logprobs: dict[int, TokenLogprobs] = {}
+        for first, part in self.parts:
+            own = arrays[used : used + len(part.tensors)]
+            used += len(own)
+            found = part.read(token_ids[first : first + len(part.token_ids)], own)
+            logprobs |= {first + i: entry for i, entry in found.logprobs.items()}
+            bad_rows |= {first + i: why for i, why in found.bad_rows.items()}
+        return Tokens(token_ids, bad_rows, logprobs)
+
+
+class StepSampler:
+    """Samples the rows of logits of a step, by the rules of their requests."""
+
+    def __init__(
+        self, ops: Ops, sampling: SamplingTable, device: torch.device, copies: Copies
+    ) -> None:
+        self.sampling = sampling
+        self._copies = copies
+        self._sampler = Sampler(ops, looks=copies.depth == 1)
+        self._most_bytes = SAMPLER_BYTES[device.type]
+
+    def launch(
+        self,
+        output: StepOutput,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        supposed: Supposed = NOTHING,
+        judged: Guesses | Offers | None = None,
+    ) -> LaunchedTokens:
+        """Begin to sample one token for each row.
+
+        Args:
+            output: of the step, with as many rows of logits.
+            slots, positions: [rows], whose token each row is, and where it will stand.
+            supposed: drafts that rows take to have been put out before theirs.
+            judged: drafts that were drawn, or that may be taken though they were not, by the rows
+                that judge them.
+        """
+
+        rows = len(slots)
+
+        def sample(first: int, last: int) -> Sampled:
+            if first == 0 and last == rows:  # as nearly always
+                batch = self.sampling.batch(slots, positions, supposed, judged)
+                return self._sampler.sample(output.logits, batch, (output.top, output.top_ids))
+            part = slice(first, last)
+            batch = self.sampling.batch(
+                slots[part],
+                positions[part],
+                supposed.part(first, last),
+                None if judged is None else judged.part(first, last),
+            )
+            largest = (output.top[part], output.top_ids[part])
+            return self._sampler.sample(output.logits[part], batch, largest)
+
+        size = self.sampling.rows_at_once(slots, self._most_bytes, shares=judged is not None)
+        parts: list[tuple[int, Sampled]] = []
+        bad_rows: dict[int, str] = {}
+        for first in range(0, rows, size):
+            last = min(first + size, rows)
+            try:
+                parts.append((first, sample(first, last)))
+            except Exception:
+                for i in range(first, last):
+                    try:
+                        parts.append((i, sample(i, i + 1)))
+                    except Exception as error:
+                        bad_rows[i] = describe(error)
+        if len(parts) == 1 and not bad_rows:
+            token_ids = parts[0][1].token_ids
+        else:
+            token_ids = torch.zeros(rows, dtype=torch.int64, device=output.logits.device)
+            for first, part in parts:
+                token_ids[first : first + len(part.token_ids)] = part.token_ids
+        tensors = [token_ids, *(tensor for _, part in parts for tensor in part.tensors)]
+        return LaunchedTokens(token_ids, bad_rows, parts, self._copies.start(tensors))
+
+
+class NewestTokens:
+    """The newest token of each running request, on the device: known there before the host knows
+    it."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # [slots]
+
+    def put(self, slots: np.ndarray, token_ids: Tensor) -> None:
+        """slots: [rows]. token_ids: [rows] int64, what each sampled."""
+        self._ids.index_copy_(0, upload(slots, self._ids.device), token_ids)
+
+    def fill(self, input_ids: Tensor, places: np.ndarray, slots: np.ndarray) -> None:
+        """Put the newest tokens of some slots where they are computed.
+
+        Args:
+            input_ids: [tokens] int64, changed in place. places, slots: [rows].
+        """
+        device = self._ids.device
+        newest = self._ids.index_select(0, upload(slots, device))
+        input_ids.index_copy_(0, upload(places, device), newest)
+
+
+class OutputTokens(Participant[LaunchedTokens]):
+    """Samples one token for each sampling row of a step, or judges the drafts of its rows.
+
+    Rows with drafts are sampled when the step is read: nothing may be begun before it is known
+    which drafts were right.
+    """
+
+    def __init__(
+        self,
+        network: EngineNetwork,
+        table: RequestTable,
+        sampling: SamplingTable,
+        device: torch.device,
+        copies: Copies,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """
+        Args:
+            copies: how tokens come to the host. Where it lets steps overlap and there are no
+                drafts, a step takes tokens that only the device knows from there.
+            speculator: knows how the drafts were made.
+        """
+        self.network = network
+        self.table = table
+        self.sampling = sampling
+        self.sampler = StepSampler(network.ops, sampling, device, copies)
+        self.speculator = speculator
+        self.device = device
+        self.newest: NewestTokens | None = None
+        if copies.depth > 1 and speculator is None:
+            self.newest = NewestTokens(len(table.num_tokens), device)
+
+    def enter(self, new: NewRequest) -> None:
+        prompt = new.token_ids[: new.num_prompt_tokens]
+        output = new.token_ids[new.num_prompt_tokens :]
+        self.sampling.set(new.slot, new.params, new.seed, prompt, output, new.stop_ids)
+
+    def leave(self, slot: int) -> None:
+        self.sampling.clear(slot)
+
+    def prepare(self, batch: InputBatch, running: Sequence[RunningStep]) -> None:
+        if self.newest is None:
+            return
+        unknown = np.zeros(len(self.table.num_tokens), np.bool_)  # [slots]
+        for step in running:
+            if step.expected is not None:
+                slots, kept = step.expected.slots, self.table.still(step.expected)
+                unknown[slots if kept is None else slots[kept]] = True
+        rows = batch.sampling_rows[unknown[batch.slots[batch.sampling_rows]]]
+        if len(rows):
+            self.newest.fill(batch.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
+
+    def waits(self, step: RunningStep) -> bool:
+        return self.sampling.waits(step.batch.slots)
+
+    def launch(self, step: RunningStep) -> LaunchedTokens | None:
+        """Begin to sample. What depends on the tokens is up to date when this returns, but for the
+        host's knowledge of them."""
+        batch, output = step.batch, step.output
+        if output is None or not len(batch.sampling_rows) or batch.num_drafts is not None:
+            return None
+        slots = batch.slots[batch.sampling_rows]
+        launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
+        self.sampling.count(slots, launched.token_ids)
+        if self.newest is not None:
+            self.newest.put(slots, launched.token_ids)
+        step.expected = self.table.expect(slots)
+        return launched
+
+    def read(self, step: RunningStep, launched: LaunchedTokens | None) -> None:
+        step.token_ids = [[] for _ in step.plan.slots]
+        if launched is not None and step.expected is not None:
+            self._receive(step, launched, step.expected)
+        elif step.batch.num_drafts is not None:
+            step.checked = self._check(step, step.batch.num_drafts)
+
+    # -- a step without drafts -------------------------------------------------------------------
+
+    def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
+        rows, found = step.batch.sampling_rows, launched.read()
+        self.table.learn(expected, found.token_ids)
+        for i, failure in self._tell(expected, found.token_ids).items():
+            step.errors[int(rows[i])] = describe(failure)
+        for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
+            step.token_ids[row] = token
+        for i, entry in found.logprobs.items():
+            step.logprobs[int(rows[i])] = [entry]
+        for i, why in found.bad_rows.items():
+            step.errors[int(rows[i])] = why
+
+    def _tell(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
+        """Give the tokens to the rules of the requests that sampled, unless they have left."""
+        kept = self.table.still(expected)
+        if kept is None:
+            return self.sampling.tell(expected.slots, tokens)
+        rows = np.flatnonzero(kept)
+        failed = self.sampling.tell(expected.slots[rows], tokens[rows])
+        return {int(rows[i]): failure for i, failure in failed.items()}
+
+    # -- a step with drafts ----------------------------------------------------------------------
+
+    def _check(self, step: RunningStep, counts: np.ndarray) -> CheckedDrafts:
+        """Judge the drafts of a step. Its tokens are one for each sampling row, and one for each
+        draft that was right.
+
+        Args:
+            counts: [sampling rows], drafts of each.
+        """
+        found, checked = self._judge(step, counts)
+        rows = step.batch.sampling_rows
+        slots, tokens = step.batch.slots[rows], found.token_ids[checked.rows]
+        appended = self.sampling.append(slots.repeat(checked.lengths), tokens)
+        owners = rows.repeat(checked.lengths) if appended or found.logprobs else rows
+        for i, failure in appended.items():
+            step.errors[int(owners[i])] = describe(failure)
+        if found.bad_rows:
+            for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
+                if first in found.bad_rows:
+                    step.errors[row] = found.bad_rows[first]
+        output, begin = tokens.tolist(), 0
+        for row, count in zip(rows.tolist(), checked.lengths.tolist(), strict=True):
+            step.token_ids[row] = output[begin : begin + count]
+            begin += count
+        if found.logprobs:
+            for row, i in zip(owners.tolist(), checked.rows.tolist(), strict=True):
+                if i in found.logprobs:
+                    step.logprobs.setdefault(row, []).append(found.logprobs[i])
+        return checked
+
+    def _judge(self, step: RunningStep, counts: np.ndarray) -> tuple[Tokens, CheckedDrafts]:
+        """Sample the step and accept drafts. Of each request the table has the accepted tokens
+        then, and the cache their K and V; what was rejected is not counted any more.
+
+        Returns:
+            The tokens of the rows of logits, and which of them are output.
+        """
+        batch, output, speculator = step.batch, step.output, self.speculator
+        table, slots = self.table, batch.slots[batch.sampling_rows]
+        tokens, tree = batch.logit_tokens, table.draft_tree
+        assert speculator is not None and output is not None
+        assert tokens is not None and batch.logit_positions is not None
+        rows: Chains | Trees
+        judged: Guesses | Offers | None = None
+        if tree is None:
+            rows = Chains.of(counts, tokens)
+            judged = speculator.guesses(slots, rows)
+        else:
+            rows = Trees.of(tree, counts, tokens)
+        typical = speculator.speculation.typical
+        if typical is not None:
+            judged = Offers(*rows.offers(), typical)
+        judging = slots.repeat(counts + 1)  # [logit rows]
+        supposed = rows.supposed() if self.sampling.reads_output(slots) else NOTHING
+        found = self.sampler.launch(
+            output, judging, batch.logit_positions + 1, supposed, judged
+        ).read()
+        bad = None
+        if found.bad_rows:
+            bad = np.zeros(len(judging), np.bool_)
+            bad[list(found.bad_rows)] = True
+        kept, lengths = rows.output(found.token_ids, bad)
+        checked = CheckedDrafts(rows.starts[:-1], kept, lengths)
+        if tree is not None:
+            self._gather(slots, checked)
+        table.num_computed[slots] -= (counts + 1 - lengths).astype(np.int32)
+        table.append_runs(slots, lengths, found.token_ids[kept])
+        return found, checked
+
+    def _gather(self, slots: np.ndarray, checked: CheckedDrafts) -> None:
+        """Move the K and V of accepted paths to where they would lie without the rest of the tree.
+
+        Args:
+            slots: [sampling rows].
+        """
+        kept, lengths = checked.rows, checked.lengths
+        owners = np.repeat(np.arange(len(slots)), lengths)
+        nodes = kept - checked.first[owners]
+        depths = np.arange(len(kept)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        moved = np.flatnonzero(nodes != depths)
+        if not len(moved):
+            return
+        owner = slots[owners[moved]]
+        root = self.table.num_tokens[owner].astype(np.int64) - 1
+        for group, layers in enumerate(self.network.groups):
+            source = self._kv_positions(group, owner, root + nodes[moved])
+            target = self._kv_positions(group, owner, root + depths[moved])
+            for layer in layers.layers:
+                self.network.backend.move(self.network.kv[layer], source, target)
+
+    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> Tensor:
+        block, offset = np.divmod(places, self.table.block_size)
+        blocks = self.table.block_tables[group][slots, block].astype(np.int64)
+        return upload(blocks * self.table.block_size + offset, self.device)
