@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_files": {"config", "core", "text", "engine", "gguf"},
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
     # A leaf: it is handed an engine, and does not build one.
-    "server": {"config", "core", "text", "engine", "planner.efficiency", "model_files", ""},
+    "server": {"config", "core", "text", "engine", "model_files", ""},
     "launch": {"config", "core", "text", "engine", "model_files", "worker"},
     # The engine in a process of its own, behind a socket: both ends.
     "engine_process": {"config", "child_process", "engine", "launch"},

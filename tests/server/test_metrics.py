@@ -27,10 +27,11 @@ from kvik.engine.output import RequestMetrics as Times
 from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats, LoopTime, SpeculationStats
 from kvik.launch import resolve_config
-from kvik.planner.efficiency import WHAT_HELPS
+from kvik.planner.efficiency import WHAT_HELPS, RunningModel
+from kvik.planner.machine_metrics import MachineMetrics
 from kvik.server.app import openai_routes
 from kvik.server.generation import GenerationRecord
-from kvik.server.metrics import Metrics, RequestMetricsObserver
+from kvik.server.metrics import Metrics, RequestMetricsObserver, no_more
 from kvik.server.server import Drain, Server
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,10 +79,13 @@ STATS = EngineStats(
 )
 
 
-def made(compat: str = "vllm") -> tuple[Metrics, RequestMetricsObserver]:
-    engine = SimpleNamespace(
-        config=resolve_config(EngineConfig(device="cpu")), state=EngineState.READY, num_starts=2
-    )
+CONFIG = resolve_config(EngineConfig(device="cpu"))
+
+
+def made(
+    compat: str = "vllm", machine: MachineMetrics | None = None
+) -> tuple[Metrics, RequestMetricsObserver]:
+    engine = SimpleNamespace(config=CONFIG, state=EngineState.READY, num_starts=2)
     parts = SimpleNamespace(
         engine=engine,
         config=ServerConfig(metrics_compat=compat),
@@ -89,7 +93,7 @@ def made(compat: str = "vllm") -> tuple[Metrics, RequestMetricsObserver]:
         drain=Drain(),
     )
     requests = RequestMetricsObserver()
-    return Metrics(cast(Server, parts), requests), requests
+    return Metrics(cast(Server, parts), requests, machine or no_more), requests
 
 
 def life(**changes: Any) -> GenerationRecord:
@@ -219,20 +223,17 @@ def names(text: bytes, prefix: str) -> set[str]:
     }
 
 
-def with_model(metrics: Metrics) -> Metrics:
-    from kvik.planner.efficiency import RunningModel
-
-    metrics._model = RunningModel.of(metrics._server.engine.config)
-    return metrics
+def with_machine(compat: str = "vllm") -> Metrics:
+    return made(compat, MachineMetrics(CONFIG))[0]
 
 
 def test_the_names_that_dashboards_read_are_there_if_asked_for() -> None:
-    assert names(with_model(made()[0]).text(STATS, 1.0), "vllm:") == OTHERS
-    assert not names(with_model(made("none")[0]).text(STATS, 1.0), "vllm:")
+    assert names(with_machine().text(STATS, 1.0), "vllm:") == OTHERS
+    assert not names(with_machine("none").text(STATS, 1.0), "vllm:")
 
 
 def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
-    metrics = with_model(made()[0])
+    metrics = with_machine()
     metrics.text(STATS, 1.0)
     later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
     ours = names(metrics.text(later, 9.0), "kvik:")
@@ -247,12 +248,13 @@ def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
 
 
 def test_what_was_reached_is_of_the_last_minute() -> None:
-    metrics = with_model(made()[0])
+    machine = MachineMetrics(CONFIG)
+    metrics = made(machine=machine)[0]
     assert "kvik:flops_per_second" not in read(metrics.text(STATS, 100.0))
     work = replace(STATS.work, decode_steps=1002, decode_step_tokens=1002, decode_tokens=1002)
     later = replace(STATS, steps=1004, work=work, time=LoopTime(10.5, 0.25, 1.0))
     found = read(metrics.text(later, 110.0))
-    model = metrics._model
+    model = machine.model()
     assert model is not None
     weights = model.shape.read_bytes(model.setting.weight_format, 1)
     assert found["kvik:memory_bytes_per_second"] >= 1000 * weights / 10.0
@@ -267,7 +269,7 @@ def test_what_was_reached_is_of_the_last_minute() -> None:
 
 
 def test_an_engine_that_was_started_again_counts_anew() -> None:
-    metrics = with_model(made()[0])
+    metrics = with_machine()
     metrics.text(replace(STATS, steps=1000), 100.0)
     metrics.text(STATS, 110.0)
     found = read(metrics.text(replace(STATS, time=LoopTime(0.5, 0.25, 9.0)), 118.0))
@@ -279,7 +281,7 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
     tool = runpy.run_path(str(DOCS.parent / "tools" / "grafana_dashboard.py"))
     text = (DOCS / "grafana-dashboard.json").read_text()
     assert text == tool["text"]()
-    metrics = with_model(made()[0])
+    metrics = with_machine()
     metrics.text(STATS, 1.0)
     later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
     ours = names(metrics.text(later, 9.0), "kvik:") | {"memory_bandwidth_share", "compute_share"}
@@ -289,12 +291,11 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
 
 def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
     """Steps that take twice what their bytes need are bound by reading the weights."""
-    from kvik.planner.efficiency import RunningModel
-
-    metrics = made()[0]
-    config = metrics._server.engine.config
-    shape = RunningModel.of(config).shape
-    metrics._model = model = RunningModel(config, shape, measured_device())
+    machine = MachineMetrics(CONFIG)
+    metrics = made(machine=machine)[0]
+    shape = RunningModel.of(CONFIG).shape
+    machine._model_read = True
+    machine._model = model = RunningModel(CONFIG, shape, measured_device())
     metrics.text(STATS, 100.0)
     steps = 1000
     n = 2 + steps
@@ -313,14 +314,16 @@ def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
 
 
 def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None:
-    metrics = with_model(made()[0])
-    assert metrics._model is not None
+    machine = MachineMetrics(CONFIG)
+    metrics = made(machine=machine)[0]
+    model = machine.model()
+    assert model is not None
     for disturbed in (False, True):
         device = measured_device()
         assert device.calibration is not None
         found = replace_fields(device.calibration, disturbed=disturbed)
-        metrics._model = replace(metrics._model, device=replace(device, calibration=found))
-        metrics._readings.clear()
+        machine._model = replace(model, device=replace(device, calibration=found))
+        machine._readings.clear()
         metrics.text(STATS, 100.0)
         text = metrics.text(replace(STATS, steps=9), 110.0)
         (line,) = (x for x in text.decode().splitlines() if "HELP kvik:memory_bytes_ceiling" in x)

@@ -28,6 +28,7 @@ from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
+from kvik.planner.machine_metrics import MachineMetrics
 from kvik.server.access import Keys, is_loopback, read_keys
 from kvik.server.admin import LOOPBACK, make_admin_app
 from kvik.server.app import all_routes, make_app
@@ -177,7 +178,8 @@ async def _serve(
         names,
         observers,
     )
-    ports = [Port(make_app(parts, all_routes(parts, requests)), sockets[0])]
+    routes = all_routes(parts, requests, MachineMetrics(resolved))
+    ports = [Port(make_app(parts, routes), sockets[0])]
     if len(sockets) > 1:
         ports.append(Port(make_admin_app(parts), sockets[1]))
         out.tell(f"admin routes on {_url(LOOPBACK, sockets[1])}")

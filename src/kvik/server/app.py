@@ -25,7 +25,7 @@ from kvik.errors import KvikError, UnavailableError
 from kvik.server import anthropic, engine_view, health, native, pages
 from kvik.server.access import Caller, Hosts, Keys, Origins
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error, in_messages
-from kvik.server.metrics import Metrics, RequestMetricsObserver
+from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
 from kvik.server.openai import chat, completions, embeddings, invocations, models
 from kvik.server.route import (
     DEFAULT_LIMITS,
@@ -257,14 +257,21 @@ class App:
             access_log.warning("the field %s of requests is unknown and ignored", name)
 
 
-def all_routes(server: Server, requests: RequestMetricsObserver) -> list[Route]:
-    """The one route table of the main port."""
+def all_routes(
+    server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
+) -> list[Route]:
+    """The one route table of the main port.
+
+    Args:
+        requests: observes the server's requests, for `/metrics`.
+        more: see `Metrics`.
+    """
     table = [
         *openai_routes(server),
         *anthropic.routes(server),
         *native.routes(server),
         *engine_view.routes(server),
-        *Metrics(server, requests).routes(),
+        *Metrics(server, requests, more).routes(),
         *health.routes(server),
         *pages.playground_routes(),
     ]

@@ -1,0 +1,102 @@
+"""Metrics of a served model beside what its machine can do, for the server's `/metrics`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvik.config.config import ResolvedConfig
+from kvik.engine.stats import EngineStats
+from kvik.errors import KvikError
+from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel
+
+WINDOW_SECONDS = 60.0  # over which rates are compared with the machine's limits
+APART_SECONDS = 5.0  # between readings that are kept for that
+
+
+class MachineMetrics:
+    """Returns the metrics of an engine's work and of the machine's limits, at each scrape.
+
+    There are none for a model whose shape the planner does not know.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._config = config
+        self._model: RunningModel | None = None
+        self._model_read = False
+        self._readings: deque[tuple[float, EngineStats]] = deque()
+
+    def __call__(self, stats: EngineStats, now: float) -> Iterator[Metric]:
+        model = self.model()
+        if model is None:
+            return
+        total = model.efficiency(_nothing(stats), stats, max(stats.time.busy, 1e-9))
+        note = "Operations that the steps had to do, as estimated."
+        yield CounterMetricFamily("estimated_flops_per_gpu", note, total.flops)
+        written = total.tokens * model.kv_bytes_per_token
+        note = "Bytes that the steps had to read from memory, as estimated."
+        read = max(0.0, total.weight_bytes + total.kv_bytes - written)
+        yield CounterMetricFamily("estimated_read_bytes_per_gpu", note, read)
+        note = "Bytes that the steps had to write to the KV cache, as estimated."
+        yield CounterMetricFamily("estimated_write_bytes_per_gpu", note, written)
+        recent = self._recent(model, stats, now)
+        if recent is not None:
+            yield from _limits(recent, model.device.doubt)
+
+    def model(self) -> RunningModel | None:
+        """Return the model on its device, read with the first call."""
+        if not self._model_read:
+            self._model_read = True
+            with suppress(KvikError):
+                self._model = RunningModel.of(self._config)
+        return self._model
+
+    def _recent(self, model: RunningModel, stats: EngineStats, now: float) -> Efficiency | None:
+        """Of the last minute, by the readings of earlier scrapes; None before there are two."""
+        kept = self._readings
+        if kept and stats.steps < kept[-1][1].steps:
+            kept.clear()  # the engine was started again
+        while len(kept) > 1 and kept[1][0] <= now - WINDOW_SECONDS:
+            kept.popleft()
+        found = None
+        if kept and now > kept[0][0]:
+            then, before = kept[0]
+            found = model.efficiency(before, stats, now - then)
+        if not kept or now - kept[-1][0] >= APART_SECONDS:
+            kept.append((now, stats))
+        return found
+
+
+def _nothing(stats: EngineStats) -> EngineStats:
+    """The statistics of the engine at its start."""
+    return EngineStats(0, 0, 0, 0.0, stats.num_blocks, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _limits(recent: Efficiency, doubt: str) -> Iterator[Metric]:
+    """Yield what the last minute reached, compared with what the machine can do.
+
+    Args:
+        doubt: why its ceilings may be wrong, or "".
+    """
+    note = "Bytes read from memory a second of work, in the last minute."
+    yield GaugeMetricFamily("memory_bytes_per_second", note, recent.read_rate)
+    note = "Operations a second of work, in the last minute."
+    yield GaugeMetricFamily("flops_per_second", note, recent.flop_rate)
+    calibrated = f"as calibrated ({doubt})" if doubt else "as calibrated"
+    if recent.ceiling is not None:
+        note = f"Bytes that the machine can read a second, {calibrated}."
+        yield GaugeMetricFamily("memory_bytes_ceiling", note, recent.ceiling.bandwidth)
+        note = f"Operations that the machine can do a second, {calibrated}."
+        yield GaugeMetricFamily("flops_ceiling", note, recent.ceiling.compute)
+        note = "Achieved / ceiling of memory, in the last minute."
+        yield GaugeMetricFamily("memory_bandwidth_share", note, recent.bandwidth_share or 0.0)
+        note = "Achieved / ceiling of arithmetic, in the last minute."
+        yield GaugeMetricFamily("compute_share", note, recent.compute_share or 0.0)
+    note = "1 for what held the last minute back."
+    bottleneck = GaugeMetricFamily("bottleneck", note, labels=["limit"])
+    for limit in WHAT_HELPS:
+        bottleneck.add_metric([limit], float(limit == recent.bottleneck))
+    yield bottleneck
