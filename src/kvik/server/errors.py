@@ -11,7 +11,9 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
+import msgspec
 from starlette.responses import Response
 
 from kvik.engine.remote import EngineState
@@ -55,6 +57,31 @@ ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
+class ErrorDetails(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """Every error but those of `/v1/messages`."""
+
+    error: ErrorDetails
+
+
+class MessagesErrorDetails(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """Every error of `/v1/messages`."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetails
+
+
 class HttpError(KvikError):
     """An error with a status of HTTP.
 
@@ -81,30 +108,20 @@ class HttpError(KvikError):
         self.headers = {**default, **(headers or {})}
         self._anthropic_message = anthropic_message
 
-    def openai(self) -> dict[str, object]:
-        """The body in the shape of OpenAI's API."""
+    def body(self, *, anthropic: bool = False) -> Error | MessagesError:
+        """The body in the shape of OpenAI's API or of Anthropic's."""
+        if anthropic:
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = ANTHROPIC_TYPES.get(self.status, kind)
+            message = _short(self._anthropic_message or self.message)
+            return MessagesError(error=MessagesErrorDetails(kind, message))
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {
-            "message": _short(self.message),
-            "type": "rate_limit_error" if self.status == 429 else kind,
-            "param": self.field or None,
-            "code": self.code,
-        }
-        return {"error": error}
-
-    def anthropic(self) -> dict[str, object]:
-        """The body in the shape of Anthropic's API."""
-        kind = "invalid_request_error" if self.status < 500 else "api_error"
-        error = {
-            "type": ANTHROPIC_TYPES.get(self.status, kind),
-            "message": _short(self._anthropic_message or self.message),
-        }
-        return {"type": "error", "error": error}
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return Error(ErrorDetails(_short(self.message), kind, self.field or None, self.code))
 
     def response(self, *, anthropic: bool = False) -> Response:
-        body = self.anthropic() if anthropic else self.openai()
         # ASCII: a message may quote text that is not valid Unicode.
-        data = json.dumps(body).encode()
+        data = json.dumps(msgspec.to_builtins(self.body(anthropic=anthropic))).encode()
         return Response(data, self.status, headers=self.headers, media_type="application/json")
 
 

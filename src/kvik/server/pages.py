@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvik import __version__
 from kvik.core.sampling_params import PARAMETERS
 from kvik.options import Integer, Number
-from kvik.server.errors import in_messages
+from kvik.server.errors import Error, MessagesError, in_messages
 from kvik.server.route import Handler, Route
 
 # The page at `/`: a playground beside the live engine, served from files of the package. Its form
@@ -98,31 +98,6 @@ ERRORS = {
     "429": "Too much of your own work is waiting; see `Retry-After`.",
     "503": "The engine is not ready or there is too much work; see `Retry-After`.",
 }
-
-
-class ErrorDetails(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(msgspec.Struct):
-    """Every error but those of `/v1/messages`."""
-
-    error: ErrorDetails
-
-
-class MessagesErrorDetails(msgspec.Struct):
-    type: str
-    message: str
-
-
-class MessagesError(msgspec.Struct):
-    """Every error of `/v1/messages`."""
-
-    error: MessagesErrorDetails
-    type: Literal["error"] = "error"
 
 
 def document_routes(table: Sequence[Route]) -> list[Route]:

@@ -320,10 +320,8 @@ class StreamReply(Response):
     def _error_event(self, error: Exception) -> bytes:
         if not isinstance(error, KvikError):
             _log.error("a stream could not be written:\n%s", escaped_traceback(error))
-        answer = http_error(error)
-        if self._anthropic:
-            return json_event(answer.anthropic(), "error")
-        return json_event(answer.openai())
+        body = http_error(error).body(anthropic=self._anthropic)
+        return json_event(body, "error" if self._anthropic else None)
 
     def _lose(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
