@@ -39,7 +39,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
 from kvik.kernels.select import select as select_ops
 from kvik.models.model_spec import read_model_spec
-from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.drafters.base import Drafter
@@ -165,7 +165,7 @@ def make_engine(
     """An engine whose only KV group has one tiny layer."""
     length = context + (1 + drafts) * steps + 2
     spec = replace(read_model_spec(find_model("")), eos_token_ids=())
-    groups = group_layers([KVCacheSpec(KVKind.FULL, 1, 16, 128)])
+    groups = group_layers([KVCacheSpec(1, 16, 128)])
     num_blocks = num_seqs * (length // BLOCK_SIZE + 1) + 1
     speculation = None
     ahead = drafts if method == "draft_model" else 0

@@ -12,7 +12,6 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length
 from kvik.errors import CapacityError, KvikError, ParamError
-from kvik.spec.kv import KVKind
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:
@@ -65,7 +64,7 @@ def test_the_cache_must_hold_a_request_alone(window):
     config = tiny_config(max_num_batched_tokens=16)
     group = config.cache.groups[0]
     if window is not None:
-        spec = replace(group.spec, kind=KVKind.SLIDING_WINDOW, window=window)
+        spec = replace(group.spec, window=window)
         group = replace(group, specs=(spec,))
     cache = CacheConfig(block_size=4, num_blocks=9, groups=(group,))
     config = replace(config, cache=cache)

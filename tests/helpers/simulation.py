@@ -19,12 +19,11 @@ from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Pin, Request, RequestDelta
-from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
 
 
 def kv_spec(window: int | None = None) -> KVCacheSpec:
-    kind = KVKind.FULL if window is None else KVKind.SLIDING_WINDOW
-    return KVCacheSpec(kind, num_kv_heads=1, head_dim=4, bytes_per_token=16, window=window)
+    return KVCacheSpec(num_kv_heads=1, head_dim=4, bytes_per_token=16, window=window)
 
 
 @dataclass(frozen=True)

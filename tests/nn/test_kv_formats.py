@@ -11,7 +11,6 @@ from kvik.spec.kv import (
     KV_FORMATS,
     KVCacheSpec,
     KVGroup,
-    KVKind,
     block_bytes,
     group_layers,
     stored_as,
@@ -22,8 +21,7 @@ BF16 = torch.bfloat16
 
 
 def spec(window: int | None, heads: int = 2) -> KVCacheSpec:
-    kind = KVKind.FULL if window is None else KVKind.SLIDING_WINDOW
-    return KVCacheSpec(kind, heads, 8, 2 * heads * 8 * 2, window)
+    return KVCacheSpec(heads, 8, 2 * heads * 8 * 2, window)
 
 
 def specs(windows: list[int | None]) -> list[KVCacheSpec]:
@@ -98,7 +96,7 @@ def test_where_blocks_belong_to_all_groups_no_layer_shares(windows) -> None:
     ],
 )
 def test_bytes_of_a_token(format: str, head: int, number: float) -> None:
-    (one,) = stored_as([KVCacheSpec(KVKind.FULL, 8, 128, 0)], format)
+    (one,) = stored_as([KVCacheSpec(8, 128, 0)], format)
     assert one.bytes_per_token == 2 * 8 * (128 * number + head)
 
 

@@ -15,7 +15,7 @@ from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import Memory, StoredModel, bytes_of, memory_of
 from kvik.planner.shape import ModelShape
-from kvik.spec.kv import KVCacheSpec, KVKind, block_bytes, group_layers
+from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
 from kvik.spec.weights import SCHEMES
 
 GPU = Gpu(0, "some GPU", 24 * GIB, 20 * GIB, (9, 0))
@@ -142,7 +142,6 @@ def test_merged_layers_take_the_same_blocks() -> None:
     merged = StoredModel.of(gemma, "bf16", "bf16").kv_specs(2)
     each = [
         KVCacheSpec(
-            KVKind.FULL if cache.window is None else KVKind.SLIDING_WINDOW,
             gemma.num_kv_heads,
             gemma.head_dim,
             cache.elements * 2,

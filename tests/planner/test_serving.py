@@ -33,7 +33,7 @@ from kvik.planner.serving import (
     set_up,
 )
 from kvik.planner.slo import Slo
-from kvik.spec.kv import KVCacheSpec, KVKind, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
 
 SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 400e12, "int8": 800e12}, link=300e9)
@@ -108,7 +108,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(0)
         tokens = self.traffic.prompt + 2 * self.traffic.output
-        groups = group_layers([KVCacheSpec(KVKind.FULL, 1, 16, 64)])
+        groups = group_layers([KVCacheSpec(1, 16, 64)])
         blocks = 256 * (tokens // 16 + 2) + 1
         self.scheduler = Scheduler(
             SchedulerConfig(self.served.seqs, self.served.budget, tokens),

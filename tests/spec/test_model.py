@@ -9,7 +9,7 @@ from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.kv import KVKind, group_layers
+from kvik.spec.kv import group_layers
 from kvik.spec.rope import RopeSpec
 
 
@@ -66,9 +66,7 @@ def test_a_declaration_lists_what_a_checkpoint_holds() -> None:
 
 def test_mistral_is_one_group_of_windows() -> None:
     specs = ModelSpec.from_config(PUBLIC["Mistral-7B-v0.1"]).kv_specs(2)
-    assert {(s.kind, s.window, s.bytes_per_token) for s in specs} == {
-        (KVKind.SLIDING_WINDOW, 4096, 4096)
-    }
+    assert {(s.window, s.bytes_per_token) for s in specs} == {(4096, 4096)}
     assert len(group_layers(specs)) == 1
 
 

@@ -30,7 +30,7 @@ from kvik.config.speculative import (
 )
 from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
-from kvik.spec.kv import AUTO, KVGroup, KVKind
+from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound by arithmetic
@@ -434,7 +434,7 @@ def with_drafter(
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
     """Return the index of the target's KV group that keeps every key."""
     for index, group in enumerate(groups):
-        if group.spec.kind is KVKind.FULL:
+        if group.spec.window is None:
             return index
     raise ConfigError(
         "spec_method",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvik.core.block_pool import NULL_BLOCK, BlockPool, extend_hashes
 from kvik.core.config import CacheConfig
@@ -211,15 +212,14 @@ class KVCacheManager:
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
         """Walk the chain of hashes as far as every group has the blocks it needs."""
-        length = len(hashes)
-        for g, group in enumerate(self.groups):
-            if group.spec.window is None:
-                matched = 0
-                while matched < length and self.pool.lookup((g, hashes[matched])) is not None:
-                    matched += 1
-                length = matched
-        while (missing := self._missing_in_window(hashes, length)) is not None:
-            length = missing
+        length, before = len(hashes), -1
+        while length != before:  # where one group stops short, others may see what they lack
+            before = length
+            for g, group in enumerate(self.groups):
+                cached = partial(self._is_cached, g, hashes)
+                length = group.spec.hit_length(cached, length, self.block_size)
+            if not self._windowed:
+                break
         tables = []
         for g, group in enumerate(self.groups):
             seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
@@ -227,18 +227,8 @@ class KVCacheManager:
             tables.append([NULL_BLOCK] * min(seen, length) + [b for b in found if b is not None])
         return PrefixMatch(length * self.block_size, tables)
 
-    def _missing_in_window(self, hashes: list[bytes], length: int) -> int | None:
-        """A block that the query after `length` blocks would see in some window, but is not cached.
-
-        No prefix that reaches past it can match, so the search goes on with it as the length.
-        """
-        for g, group in enumerate(self.groups):
-            if group.spec.window is not None:
-                seen = group.spec.first_visible_block(length * self.block_size, self.block_size)
-                for i in range(length - 1, seen - 1, -1):
-                    if self.pool.lookup((g, hashes[i])) is None:
-                        return i
-        return None
+    def _is_cached(self, group: int, hashes: list[bytes], block: int) -> bool:
+        return self.pool.lookup((group, hashes[block])) is not None
 
     def _fork(self, request: Request) -> PrefixMatch | None:
         """A sibling shares the prompt's blocks of its leader, a partly filled last one included."""

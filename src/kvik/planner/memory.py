@@ -19,7 +19,7 @@ from kvik.planner.formats import kv_facts, weight_facts
 from kvik.planner.parallel import share
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
-from kvik.spec.kv import KVCacheSpec, KVKind
+from kvik.spec.kv import KVCacheSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 
 MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
@@ -226,7 +226,6 @@ def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec, ...]:
     for cache in shape.caches:
         token = -(-cache.elements * facts.bits // 8) + cache.scales * facts.scale_bytes
         spec = KVCacheSpec(
-            kind=KVKind.FULL if cache.window is None else KVKind.SLIDING_WINDOW,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             bytes_per_token=merged * token,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 AUTO = "auto"  # the model's dtype
 SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # as other engines call them
@@ -46,24 +45,17 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 }
 
 
-class KVKind(StrEnum):
-    FULL = "full"
-    SLIDING_WINDOW = "sliding_window"
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer stores per token.
+    """What one layer stores per token, and which of it stays visible.
 
     Attributes:
-        kind: which keys stay visible.
         num_kv_heads, head_dim: shape of one token's K (and V).
         bytes_per_token: K and V of one layer, scales included.
-        window: visible keys, the query's own included (`SLIDING_WINDOW` only).
+        window: keys that a query sees, its own included; None: all of them.
         format: of the numbers, by its name in `KV_FORMATS`, or "auto".
     """
 
-    kind: KVKind
     num_kv_heads: int
     head_dim: int
     bytes_per_token: int
@@ -71,21 +63,37 @@ class KVCacheSpec:
     format: str = AUTO
 
     def first_visible_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that holds a key visible to the query at `position`.
-
-        Full attention sees everything. A window of w sees keys j with position - w < j <= position.
-        """
-        if self.kind is KVKind.FULL or self.window is None:
+        """Return the first block that holds a key visible to the query at `position`: a window of w
+        sees keys j with position - w < j <= position."""
+        if self.window is None:
             return 0
         return max(0, position - self.window + 1) // block_size
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Most blocks a request of `num_tokens` ever holds when a step adds at most `chunk`."""
+        """Return the most blocks that a request of `num_tokens` ever holds when a step adds at most
+        `chunk`."""
         blocks = -(-num_tokens // block_size)
-        if self.kind is KVKind.FULL or self.window is None:
+        if self.window is None:
             return blocks
         # window - 1 keys before the chunk and the chunk itself, both cut by block borders
         return min(blocks, -(-(self.window - 1 + chunk) // block_size) + 1)
+
+    def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
+        """Return the most blocks, up to `length`, that a request can take from the prefix cache:
+        all blocks must be cached that its next query sees.
+
+        Args:
+            cached: whether a block of the prefix is.
+        """
+        if self.window is None:
+            return next((i for i in range(length) if not cached(i)), length)
+        while length:
+            seen = range(self.first_visible_block(length * block_size, block_size), length)
+            missing = next((i for i in reversed(seen) if not cached(i)), None)
+            if missing is None:
+                break
+            length = missing  # no longer prefix can do without it
+        return length
 
 
 def stored_as(
@@ -144,7 +152,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVGroup, ...]:
     """
     alike: dict[object, list[int]] = defaultdict(list)
     for layer, spec in enumerate(specs):
-        alike[spec.kind, spec.window, spec.num_kv_heads, spec.head_dim].append(layer)
+        alike[spec.window, spec.num_kv_heads, spec.head_dim].append(layer)
     smallest = min((len(layers) for layers in alike.values()), default=0)
     groups = []
     for layers in alike.values():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import KVCacheSpec, KVKind
+from kvik.spec.kv import KVCacheSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import (
     StoredQuantization,
@@ -96,7 +96,6 @@ class ModelFacts:
         size = 2 * self.num_kv_heads * self.head_dim * dtype_bytes
         return [
             KVCacheSpec(
-                kind=KVKind.FULL if window is None else KVKind.SLIDING_WINDOW,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 bytes_per_token=size,
