@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, LayerKV, StepLayout
 from kvik.kernels.kv_rounding import SCALES
 
 
@@ -35,8 +35,11 @@ class Step:
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
+        return backend.run(replace(self.attend(backend, window), kv=copied(self.kv)))
+
+    def attend(self, backend: AttentionBackend, window: int | None = None) -> Attend:
         metadata = backend.plan(self.layout, window)
-        return backend.run(self.q, self.k, self.v, copied(self.kv), metadata, self.scale)
+        return Attend(self.q, self.k, self.v, self.kv, metadata, self.scale)
 
     def expected(self, window: int | None = None) -> Tensor:
         """The definition, as one dense matrix per sequence and head, in float64."""
@@ -174,7 +177,7 @@ def _store(
         block_size=kv.k.shape[1],
     )
     k, v = keys[:cached], values[:cached]
-    backend.run(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), 1.0)
+    backend.run(Attend(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), 1.0))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.attention_backends import NAMES, STEPS, make_backend
 
-from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.attention.base import Attend, AttentionBackend, LayerKV
 from kvik.config.compute import LANES
 
 
@@ -124,7 +124,7 @@ def test_padding_of_the_block_table_never_leaks(backend, make_step):
 def test_writes_this_steps_keys_and_values_and_nothing_else(backend, make_step):
     step = make_step(STEPS["mixed"])
     kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
-    backend.run(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.scale)
+    backend.run(Attend(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.scale))
     slots = step.layout.slot_mapping
     for found, before, new in ((kv.k, step.kv.k, step.k), (kv.v, step.kv.v, step.v)):
         for block in range(len(found)):
@@ -159,12 +159,14 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
         )
         part = slice(start, end)
         found = backend.run(
-            whole.q[part],
-            whole.k[part],
-            whole.v[part],
-            kv,
-            backend.plan(layout, window),
-            whole.scale,
+            Attend(
+                whole.q[part],
+                whole.k[part],
+                whole.v[part],
+                kv,
+                backend.plan(layout, window),
+                whole.scale,
+            )
         )
         torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=2e-6)
 
@@ -197,7 +199,7 @@ def test_one_plan_serves_layers_of_any_content(backend, make_step):
         layer = make_step(STEPS["mixed"], seed=seed)
         layer = replace(layer, layout=step.layout, kv=_moved(layer, step))
         kv = LayerKV(layer.kv.k.clone(), layer.kv.v.clone())
-        found = backend.run(layer.q, layer.k, layer.v, kv, metadata, step.scale)
+        found = backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.scale))
         torch.testing.assert_close(found.double(), layer.expected(), rtol=1e-4, atol=2e-6)
 
 

@@ -13,7 +13,7 @@ import torch
 from helpers.attention_backends import make_backend
 from helpers.optional_triton import INTERPRETED_ONLY
 
-from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, StepLayout
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.triton.ops import triton_ops
@@ -94,7 +94,7 @@ def test_keys_are_turned_and_stored_as_ever(make_step):
         kv = replace(step.kv, k=step.kv.k.clone(), v=step.kv.v.clone())
         q, k, v = step.q.clone(), step.k.clone(), step.v.clone()
         metadata = attention.plan(step.layout, None)
-        results.append(attention.run(q, k, v, kv, metadata, step.scale, rotation))
+        results.append(attention.run(Attend(q, k, v, kv, metadata, step.scale, rotation)))
         kept.append((kv.k.view(torch.int32), kv.v.view(torch.int32)))
     assert all(torch.equal(mine, other) for mine, other in zip(*kept, strict=True))
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)

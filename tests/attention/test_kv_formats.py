@@ -9,8 +9,7 @@ import torch
 from helpers.attention_backends import NAMES, STEPS, make_backend
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
-from kvik.attention.stored import read
+from kvik.attention.base import AttentionBackend, read
 from kvik.kernels.kv_rounding import SCALES, round_vectors, unround_vectors
 
 FORMATS = {
@@ -80,6 +79,6 @@ def test_reads_what_was_stored(make_step):
     backend = make_backend("reference")
     for dtype in FORMATS.values():
         step = make_step([(0, 20)], kv_dtype=dtype, dim=32)
-        backend.run(step.q, step.k, step.v, step.kv, backend.plan(step.layout, None), 1.0)
+        backend.run(step.attend(backend))
         found = read(step.kv.k, step.kv.k_scales, step.layout.slot_mapping)
         assert torch.equal(found.float(), kept(step.k, dtype))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.attention_backends import NAMES, make_backend
 
-from kvik.attention.base import AttentionBackend, LayerKV
+from kvik.attention.base import Attend, AttentionBackend, LayerKV
 
 # Parents of each node; the paths to the last nodes lie scattered.
 PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
@@ -89,7 +89,7 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
             contexts=(end,),
         )
         q, k, v = (x[node : node + 1] for x in (alone.q, alone.k, alone.v))
-        found = backend.run(q, k, v, kv, backend.plan(layout, step), alone.scale)
+        found = backend.run(Attend(q, k, v, kv, backend.plan(layout, step), alone.scale))
     return found, alone
 
 
@@ -115,7 +115,7 @@ def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format
     step = make_step([(cached, len(TREE))], kv_dtype=kv_dtype, dim=32)
     step = with_trees(step, TREE)
     plan = backend.plan(step.layout, None)
-    backend.run(step.q, step.k, step.v, step.kv, plan, step.scale)
+    backend.run(Attend(step.q, step.k, step.v, step.kv, plan, step.scale))
     slots = step.layout.slot_mapping
     backend.move(step.kv, slots[path], slots[: len(path)])
     _, alone = decode_of(make_step, None, path, cached, torch.float32, kv_dtype, backend)
@@ -133,7 +133,7 @@ def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format
         tree_words=(),
     )
     results = [
-        backend.run(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.scale)
+        backend.run(Attend(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.scale))
         for x in (step, alone)
     ]
     assert torch.equal(bits(results[0]), bits(results[1]))
@@ -141,7 +141,7 @@ def test_a_moved_path_is_what_decodes_would_have_left(backend, make_step, format
 
 def test_a_move_leaves_all_other_places_alone(backend, make_step):
     step = make_step([(20, 12), (7, 1)])
-    backend.run(step.q, step.k, step.v, step.kv, backend.plan(step.layout, None), step.scale)
+    backend.run(step.attend(backend))
     kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
     slots = step.layout.slot_mapping
     backend.move(kv, slots[[3, 7]], slots[[1, 2]])
@@ -187,7 +187,7 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
     """Each place that is read was a target before, or is one afterwards, across blocks too."""
     kv_dtype = FORMATS[format]
     step = make_step([(0, 40)], kv_dtype=kv_dtype, dim=32)
-    backend.run(step.q, step.k, step.v, step.kv, backend.plan(step.layout, None), step.scale)
+    backend.run(step.attend(backend))
     slots = step.layout.slot_mapping
     source, target = list(range(5, 40, 2)), list(range(3, 21))
     backend.move(step.kv, slots[source], slots[target])
@@ -196,7 +196,7 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
     for place, token in zip(target, source, strict=True):
         kept[place] = token
     k, v = (x[kept] for x in (other.k, other.v))
-    backend.run(other.q, k, v, other.kv, backend.plan(other.layout, None), other.scale)
+    backend.run(Attend(other.q, k, v, other.kv, backend.plan(other.layout, None), other.scale))
     end = replace(
         step.layout,
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
@@ -206,7 +206,9 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
         contexts=(40,),
     )
     results = [
-        backend.run(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.scale)
+        backend.run(
+            Attend(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.scale)
+        )
         for kv in (step.kv, other.kv)
     ]
     assert torch.equal(bits(results[0]), bits(results[1]))

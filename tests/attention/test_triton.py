@@ -18,8 +18,7 @@ from helpers.attention_backends import make_backend
 from helpers.optional_triton import device
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, LayerKV
-from kvik.attention.stored import store
+from kvik.attention.base import Attend, AttentionBackend, LayerKV, store
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import attention_paged
@@ -216,6 +215,6 @@ def test_a_captured_step_serves_any_lengths(make_step):
     )
     backend = TritonAttention(TORCH)
     q, k, v, kv = (there(x) for x in (step.q, step.k, step.v, step.kv))
-    found = backend.run(q, k, v, kv, backend.plan(there(captured), None), step.scale).cpu()
+    found = backend.run(Attend(q, k, v, kv, backend.plan(there(captured), None), step.scale)).cpu()
     assert torch.equal(found[:4], expected[:4])
     assert not found[4].any()

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    HeadNorms,
-    LayerKV,
-    StepLayout,
-)
+from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV, StepLayout
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.worker import platforms
 from kvik.worker.captures import Captured, GraphMemory
@@ -92,25 +86,21 @@ class ByTensors:
         )
         return Planned(layout, window, self.inner.plan(real, window), tokens, starts[-1])
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def run(self, attend: Attend) -> Tensor:
+        metadata = attend.metadata
         assert isinstance(metadata, Planned)
-        out, some = torch.zeros_like(q), slice(metadata.tokens)
+        out, some = torch.zeros_like(attend.q), slice(metadata.tokens)
         out[metadata.written :] = torch.nan
         if metadata.tokens:
-            turn = None if rotation is None else rotation[some]
-            out[some] = self.inner.run(
-                q[some], k[some], v[some], kv, metadata.real, scale, turn, norms
+            real = replace(
+                attend,
+                q=attend.q[some],
+                k=attend.k[some],
+                v=attend.v[some],
+                metadata=metadata.real,
+                rotation=None if attend.rotation is None else attend.rotation[some],
             )
+            out[some] = self.inner.run(real)
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

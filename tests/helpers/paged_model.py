@@ -13,7 +13,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import Builder
+from kvik.nn.builder import Builder, MakeStages, no_stages
 from kvik.nn.kv_formats import allocate_kv
 from kvik.nn.loader import load_model
 from kvik.nn.opening import open_weights
@@ -38,6 +38,7 @@ class PagedModel:
         num_blocks: int = 256,
         max_model_len: int = 0,
         seed: int = 0,
+        stages: MakeStages = no_stages,
     ) -> None:
         """A model from a folder or file, or of `spec` with random weights when it is None."""
         self.spec = spec or model_files(folder).spec()
@@ -55,6 +56,7 @@ class PagedModel:
             checkpoint=open_weights(folder) if folder else None,
             stored_quantization=self.spec.quantization,
             quantization=quantization,
+            stages=stages,
         )
         self.model = load_model(self.spec, self.builder, seed=seed)
         self.kv = allocate_kv(self.groups, num_blocks, block_size, dtype, device)

@@ -47,30 +47,3 @@ def test_counts_of_the_spec_are_what_is_declared(tied: bool) -> None:
     tensors = declared(spec)
     assert sum(math.prod(t.shape) for t in tensors.values()) == spec.num_parameters
     assert ("lm_head.weight" in tensors) is not tied
-
-
-def axes(spec: ModelSpec, *names: str) -> list[int | None]:
-    tensors = declared(spec)
-    return [tensors[name].shard_axis for name in names]
-
-
-def test_shard_axes_of_llama_are_megatrons() -> None:
-    config = tiny_model("Llama", **FAMILIES["Llama"]).config.to_dict()
-    spec = ModelSpec.from_config(config | {"architectures": ["LlamaForCausalLM"]})
-    layer = "model.layers.0."
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"):
-        assert axes(spec, f"{layer}{name}.weight", f"{layer}{name}.bias") == [0, 0]
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        assert axes(spec, f"{layer}{name}.weight", f"{layer}{name}.bias") == [1, None]
-    assert axes(spec, "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight") == [
-        0,
-        0,
-        None,
-    ]
-
-
-def test_shard_axes_of_transposed_weights() -> None:
-    config = tiny_model("GPT2").config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
-    layer = "transformer.h.0."
-    names = (f"{layer}attn.c_attn.weight", f"{layer}attn.c_proj.weight", "transformer.wpe.weight")
-    assert axes(ModelSpec.from_config(config), *names) == [1, 0, None]

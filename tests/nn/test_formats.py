@@ -18,24 +18,23 @@ from torch import Tensor
 from kvik.kernels.weights import Int8Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
-from kvik.nn.formats.base import Dense, LinearShape, Shard, StoredTensor
+from kvik.nn.formats.base import Dense, LinearShape, StoredTensor
 from kvik.spec.stored_weights import StoredScheme
 
 
 def test_dense_tensors_have_the_checkpoints_shape() -> None:
     shape = LinearShape(inputs=3, outputs=6)
-    stored = Dense(shape).tensors("column", torch.float32)["weight"]
-    assert stored == StoredTensor((6, 3), torch.float32, 0, in_runs=True)
+    stored = Dense(shape).tensors(torch.float32)["weight"]
+    assert stored == StoredTensor((6, 3), torch.float32, in_runs=True)
     weight = torch.randn(3, 3)  # a run of rows
     assert torch.equal(Dense(shape).weight({"weight": weight}, slice(1, 3)).values, weight[1:])
 
 
 def test_dense_transposed() -> None:
-    """There are no rows that could come in runs, and the axes of ranks are turned."""
+    """There are no rows that could come in runs."""
     shape = LinearShape(inputs=3, outputs=6, transposed=True)
-    stored = Dense(shape).tensors("column", torch.float32)["weight"]
-    assert stored == StoredTensor((3, 6), torch.float32, 1, in_runs=False)
-    assert Dense(shape).tensors("row", torch.float32)["weight"].shard_axis == 0
+    stored = Dense(shape).tensors(torch.float32)["weight"]
+    assert stored == StoredTensor((3, 6), torch.float32, in_runs=False)
     weight = torch.randn(3, 6)
     run = Dense(shape).weight({"weight": weight}, slice(2, 5))
     assert torch.equal(run.values, weight.t()[2:5])
@@ -51,11 +50,11 @@ class RowScaled:
     ) -> None:
         self.shape = shape
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         outputs, inputs = self.shape.outputs, self.shape.inputs
         return {
-            "weight": StoredTensor((outputs, inputs), torch.int8, 0),
-            "scale": StoredTensor((outputs,), torch.float32, 0),
+            "weight": StoredTensor((outputs, inputs), torch.int8),
+            "scale": StoredTensor((outputs,), torch.float32),
         }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Int8Weight:

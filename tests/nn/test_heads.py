@@ -21,7 +21,7 @@ def test_one_matrix(tmp_path: Path) -> None:
     assert len(heads.linears) == 1
     x = torch.randn(5, 64)
     with torch.inference_mode():
-        q, k, v = heads(x)
+        q, k, v = heads(x, None)
         whole = heads.linears[0](x)
     assert (q.shape, k.shape, v.shape) == ((5, 4, 16), (5, 2, 16), (5, 2, 16))
     assert torch.equal(torch.cat((q, k, v), dim=1).flatten(1), whole)
@@ -38,7 +38,7 @@ def test_each_keeps_its_own_format(tmp_path: Path) -> None:
     assert kinds == [Int4Weight, FloatWeight]
     x = torch.randn(5, 64)
     with torch.inference_mode():
-        parts = zip(found[1].attention.qkv(x), twin[1].attention.qkv(x), strict=True)
+        parts = zip(found[1].attention.qkv(x, None), twin[1].attention.qkv(x, None), strict=True)
         for part, expected in parts:
             assert part.shape == expected.shape
             assert torch.allclose(part, expected, atol=1e-5)

@@ -1,16 +1,23 @@
-"""A linear layer is the product of its matrix."""
+"""A linear layer: the product of its matrix, and what stands between it and the activation."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.paged_model import PagedModel
+from helpers.tiny_models import tiny_model
+from torch import Tensor
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import FloatWeight
-from kvik.nn.layers import Linear
+from kvik.kernels.weights import Activation, FloatWeight
+from kvik.nn.layers import Linear, Stage
+from kvik.spec.declare import ForwardContext
 from kvik_bench.kernel_cases import filled_matrix
 
 
@@ -24,4 +31,67 @@ def test_product_activation_and_residual(ops: Ops) -> None:
     gate, up = F.linear(x, weight, bias).chunk(2, -1)
     layer = Linear(ops, matrix)
     torch.testing.assert_close(layer(x), F.silu(gate) * up)
-    torch.testing.assert_close(layer(x, residual), F.silu(gate) * up + residual)
+    torch.testing.assert_close(layer(x, residual=residual), F.silu(gate) * up + residual)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "silu_and_mul"])
+def test_a_sum_over_ranks_stands_before_activation_and_residual(
+    ops: Ops, activation: Activation | None
+) -> None:
+    """Two ranks have half of the inputs each; the bias is the first one's."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(s, generator=generator) for s in ((8, 6), (8,), (5, 6)))
+    outputs = 4 if activation == "silu_and_mul" else 8
+    residual = torch.randn(5, outputs, generator=generator)
+    first, second = (
+        filled_matrix(ops, FloatWeight(part.contiguous()), own, None, torch.float32)
+        for part, own in ((weight[:, :3], bias), (weight[:, 3:], None))
+    )
+    other = Linear(ops, second)(x[:, 3:])
+    layer = Linear(ops, first, [lambda x, y, ctx: y + other], activation)
+    whole = Linear(ops, filled_matrix(ops, FloatWeight(weight), bias, activation, torch.float32))
+    torch.testing.assert_close(
+        layer(x[:, :3], residual=residual.clone()), whole(x, residual=residual.clone())
+    )
+
+
+class LowRank:
+    """Adapters for all matrices of the blocks: y + x A B, of fused layers each its own."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}  # layer -> [outputs, inputs], what is added to weights
+
+    def __call__(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> list[Stage]:
+        parts = []
+        for name, width in zip(names, outputs, strict=True):
+            generator = torch.Generator().manual_seed(len(self.found))
+            a = torch.randn(inputs, 2, generator=generator) * 0.2
+            b = torch.randn(2, width, generator=generator) * 0.2
+            self.found[name] = (a @ b).t()
+            parts.append((a, b))
+
+        def add(x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
+            assert ctx is not None and len(ctx.positions) == len(x)
+            return y + torch.cat([x @ a @ b for a, b in parts], 1)
+
+        return [add]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2", "Olmo2"])
+def test_adapters_reach_every_matrix_of_a_block(tmp_path: Path, family: str) -> None:
+    """A model with adapters is the model whose weights they were added to."""
+    reference = tiny_model(family)
+    reference.save_pretrained(tmp_path / "plain")
+    adapters, ids = LowRank(), list(range(1, 12))
+    adapted = PagedModel(tmp_path / "plain", stages=adapters).logits(ids)
+    with torch.no_grad():
+        weights = dict(reference.named_parameters())
+        for name, delta in adapters.found.items():
+            weights[f"{name}.weight"] += delta.t() if family == "GPT2" else delta
+    reference.save_pretrained(tmp_path / "merged")
+    plain = PagedModel(tmp_path / "plain").logits(ids)
+    merged = PagedModel(tmp_path / "merged").logits(ids)
+    assert len(adapters.found) >= 4 * reference.config.num_hidden_layers
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain, merged, atol=1e-2)

@@ -20,7 +20,7 @@ from kvik.kernels.weights import (
     Weight,
 )
 from kvik.nn import parts
-from kvik.nn.formats.base import Dense, LinearShape, Shard, StoredTensor, TensorError, WeightFormat
+from kvik.nn.formats.base import Dense, LinearShape, StoredTensor, TensorError, WeightFormat
 from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.spec.weights import LayerScheme, layer_scheme
 
@@ -50,7 +50,7 @@ class Target:
         spec = MatrixSpec(kind, OUTPUTS + 2, INPUTS, False, None, torch.float32, CPU)
         self.matrix: Matrix = REFERENCE.matrix(spec)
         self.runs: list[tuple[int, int]] = []
-        tensors = format.tensors("column", torch.bfloat16)
+        tensors = format.tensors(torch.bfloat16)
         ops = replace(REFERENCE, pack_rows=self._pack_rows)
         rows = Rows(ops, self.matrix, quantizer)
         self.part = LayerFiller("layer", format, tensors, shape, rows, 1)
@@ -108,10 +108,10 @@ class RowScaled:
 
     unread = ()
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {
-            "weight": StoredTensor((OUTPUTS, INPUTS), torch.int8, 0),
-            "scale": StoredTensor((OUTPUTS,), torch.float32, 0),
+            "weight": StoredTensor((OUTPUTS, INPUTS), torch.int8),
+            "scale": StoredTensor((OUTPUTS,), torch.float32),
         }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Int8Weight:

@@ -131,7 +131,7 @@ def test_the_loader_reads_what_was_meant(case: str, any_plain: Path, tmp_path: P
         scheme = quantization.scheme(layer)
         assert (scheme is not None) == recipe.quantises(layer)
         format = choose_format(layer, shapes, scheme, shape)
-        assert set(own) == set(format.tensors(None, torch.float32))
+        assert set(own) == set(format.tensors(torch.float32))
         weight = format.weight(own, slice(0, shape.outputs))
         assert torch.equal(weight.dequantized(), meant[f"{layer}.weight"].float())
         read |= {f"{layer}.{name}" for name in own}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.frozen import frozen
-from kvik.kernels.kv_rounding import movable
+from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops
 
 
@@ -83,24 +83,45 @@ class HeadNorms:
     eps: float
 
 
-def turned(
-    ops: Ops, q: Tensor, k: Tensor, rotation: Tensor | None, norms: HeadNorms | None
-) -> tuple[Tensor, Tensor]:
-    """q and k normalised and turned, as `AttentionBackend.run` says, where no kernel does it on the
-    way into the cache."""
-    if norms is not None:
-        q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
-    if rotation is not None:
-        q, k = ops.rotary(q, k, rotation)
-    return q, k
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Arrays of one step for one KV group. A backend may subclass it with its own plan."""
 
     layout: StepLayout
     window: int | None
+
+
+@frozen
+class Attend:
+    """What one layer attends with in a step.
+
+    Attributes:
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. q and k may be overwritten
+            where they are turned.
+        kv, metadata: the layer's cache, and the plan of its KV group.
+        scale: of the scores.
+        rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: they come as they are. It is the
+            backend's part so that a kernel can turn k on its way into the cache.
+        norms: of their heads; None: none. They are the backend's part for the same reason.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv: LayerKV
+    metadata: AttentionMetadata
+    scale: float
+    rotation: Tensor | None = None
+    norms: HeadNorms | None = None
+
+    def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return q and k normalised and turned, for backends whose kernels do not do it."""
+        q, k, norms = self.q, self.k, self.norms
+        if norms is not None:
+            q, k = ops.rms_norm(q, norms.q, norms.eps), ops.rms_norm(k, norms.k, norms.eps)
+        if self.rotation is not None:
+            q, k = ops.rotary(q, k, self.rotation)
+        return q, k
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +142,8 @@ class AttentionBackend(Protocol):
         """Everything of a step that does not depend on the layer. `window` counts visible keys."""
         ...
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def run(self, attend: Attend) -> Tensor:
         """Normalise and turn q and k, write this step's k and v into the cache, then attend.
-
-        Args:
-            q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. q and k may be
-                overwritten where they are turned.
-            rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: they come as they are. It is
-                the backend's part so that a kernel can turn k on its way into the cache.
-            norms: of their heads; None: none. They are the backend's part for the same reason.
 
         Returns:
             [tokens, heads, head_dim].
@@ -154,3 +158,55 @@ class AttentionBackend(Protocol):
                 target twice.
         """
         ...
+
+
+# Keys and values in and out of the cache, in whatever it is stored, by torch's operations.
+
+
+def store(
+    ops: Ops, k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write each token's K and V at its position.
+
+    Args:
+        k, v: [tokens, kv_heads, head_dim].
+        slot_mapping: [tokens].
+
+    Returns:
+        k and v as a later read of the cache returns them.
+    """
+    if kv.k_scales is None or kv.v_scales is None:
+        stored = k.to(kv.k.dtype), v.to(kv.v.dtype)
+        ops.store_kv(*stored, kv.k, kv.v, slot_mapping)
+        return stored[0].to(k.dtype), stored[1].to(v.dtype)
+    keys, key_scales = round_vectors(k, kv.k.dtype)
+    values, value_scales = round_vectors(v, kv.v.dtype)
+    ops.store_kv(movable(keys), movable(values), movable(kv.k), movable(kv.v), slot_mapping)
+    ops.store_kv(key_scales, value_scales, kv.k_scales, kv.v_scales, slot_mapping)
+    return (
+        unround_vectors(keys, key_scales).to(k.dtype),
+        unround_vectors(values, value_scales).to(v.dtype),
+    )
+
+
+def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:
+    """Keys, or values, of some positions.
+
+    Args:
+        stored, scales: of a `LayerKV`.
+        at: [n] int64, KV positions.
+
+    Returns:
+        [n, kv_heads, head_dim]: fp32, or as stored where they are floats.
+    """
+    numbers = stored.flatten(0, 1).index_select(0, at)
+    if scales is None:
+        return numbers
+    return unround_vectors(numbers, scales.flatten(0, 1).index_select(0, at))
+
+
+def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:
+    """See `AttentionBackend.move`."""
+    for tensor in kv.tensors:
+        tokens = tensor.flatten(0, 1)
+        tokens.index_copy_(0, target, tokens.index_select(0, source))

@@ -10,14 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvik.attention.base import (
-    AttentionMetadata,
-    BackendCaps,
-    HeadNorms,
-    LayerKV,
-    StepLayout,
-    turned,
-)
+from kvik.attention.base import Attend, AttentionMetadata, BackendCaps, LayerKV, StepLayout
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.ops import Ops
 
@@ -34,19 +27,9 @@ class CpuAttention:
     def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
         return AttentionMetadata(layout, window)
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q, k = turned(self._ops, q, k, rotation, norms)
-        layout = metadata.layout
+    def run(self, attend: Attend) -> Tensor:
+        q, k = attend.turned(self._ops)
+        v, kv, layout = attend.v, attend.kv, attend.metadata.layout
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         self.native.launch(
             "store_kv",
@@ -84,9 +67,9 @@ class CpuAttention:
             kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=layout.block_size,
-            window=metadata.window or 0,
+            window=attend.metadata.window or 0,
             tree=pointer(layout.tree),
-            scale=scale,
+            scale=attend.scale,
             out=out.data_ptr(),
             out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import (
+    Attend,
     AttentionMetadata,
     BackendCaps,
-    HeadNorms,
     LayerKV,
     StepLayout,
-    turned,
+    move,
+    read,
+    store,
 )
-from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 
 
@@ -36,20 +37,10 @@ class ReferenceAttention:
     def plan(self, layout: StepLayout, window: int | None) -> AttentionMetadata:
         return AttentionMetadata(layout, window)
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q, k = turned(self._ops, q, k, rotation, norms)
-        layout = metadata.layout
-        store(self._ops, k, v, kv, layout.slot_mapping)
+    def run(self, attend: Attend) -> Tensor:
+        q, k = attend.turned(self._ops)
+        kv, layout, window = attend.kv, attend.metadata.layout, attend.metadata.window
+        store(self._ops, k, attend.v, kv, layout.slot_mapping)
         out = torch.empty_like(q)
         start = 0
         for i, (length, context) in enumerate(
@@ -57,8 +48,8 @@ class ReferenceAttention:
         ):
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
-            visible = _visible(layout.nodes(start, length), length, context, metadata.window)
-            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), scale)
+            visible = _visible(layout.nodes(start, length), length, context, window)
+            out[rows] = _attend(q[rows], kv, blocks, visible.to(q.device), attend.scale)
             start += length
         return out
 

@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import (
+    Attend,
     AttentionMetadata,
     BackendCaps,
-    HeadNorms,
     LayerKV,
     StepLayout,
-    turned,
+    move,
+    read,
+    store,
 )
-from kvik.attention.stored import move, read, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 
@@ -183,20 +184,11 @@ class SdpaAttention:
         decode = tuple(_plan_decode(layout, batch, start) for batch in split(decoding))
         return SdpaMetadata(layout, window, decode, tuple(prefill))
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q, k = turned(self._ops, q, k, rotation, norms)
+    def run(self, attend: Attend) -> Tensor:
+        q, k = attend.turned(self._ops)
+        kv, metadata, scale = attend.kv, attend.metadata, attend.scale
         assert isinstance(metadata, SdpaMetadata)
-        k, v = store(self._ops, k, v, kv, metadata.layout.slot_mapping)
+        k, v = store(self._ops, k, attend.v, kv, metadata.layout.slot_mapping)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
             return self._decode(q, kv, metadata.decode[0], scale)
         out = torch.empty_like(q)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import (
+    Attend,
     AttentionMetadata,
     BackendCaps,
-    HeadNorms,
     LayerKV,
     StepLayout,
-    turned,
+    move,
+    store,
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
-from kvik.attention.stored import move, store
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, paged_attention, runs_of
 from kvik.kernels.triton.rotary import rotate_and_store
@@ -62,36 +62,29 @@ class TritonAttention:
         steps = tuple(_steps_between(fresh, layout, window))
         return TritonMetadata(layout, window, steps, tuple(fresh.values()))
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        scale: float,
-        rotation: Tensor | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def run(self, attend: Attend) -> Tensor:
+        metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
+        q, k, v = attend.q, attend.k, attend.v
         slots = metadata.layout.slot_mapping
         # The kernel turns and rounds halves of a head, which hold whole bytes.
         if q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2):
-            q, k = turned(self._ops, q, k, rotation, norms)
+            q, k = attend.turned(self._ops)
             store(self._ops, k, v, kv, slots)
         else:
             scales = None
             if kv.k_scales is not None and kv.v_scales is not None:
                 scales = kv.k_scales, kv.v_scales
+            norms = attend.norms
             by = None if norms is None else (norms.q, norms.k, norms.eps)
-            q = rotate_and_store(q, k, v, rotation, (kv.k, kv.v), scales, slots, by)
+            q = rotate_and_store(q, k, v, attend.rotation, (kv.k, kv.v), scales, slots, by)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for step in metadata.steps:
-            paged_attention(q, cache, step, scale, out)
+            paged_attention(q, cache, step, attend.scale, out)
         for prompt in metadata.fresh:
             assert self.prompts is not None
-            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, scale)
+            out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, attend.scale)
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:

@@ -26,4 +26,4 @@ class EagleLayer:
     def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """embedded, hidden [rows, hidden] -> the next hidden state, [rows, hidden]."""
         x = self.join(torch.cat((embedded, hidden), 1))
-        return self.mlp(self.norm(x), x)
+        return self.mlp(self.norm(x), residual=x)

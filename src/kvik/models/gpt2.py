@@ -31,8 +31,8 @@ class GPT2Attention:
 
     def __call__(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x).view(-1, *self.heads).unbind(1)  # [tokens, heads, head_dim] each
-        return self.o(self.attend(q, k, v, ctx), residual)
+        q, k, v = self.qkv(x, ctx).view(-1, *self.heads).unbind(1)  # [tokens, heads, head_dim] each
+        return self.o(self.attend(q, k, v, ctx), ctx, residual)
 
 
 class GPT2Layer:
@@ -50,7 +50,7 @@ class GPT2Layer:
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """The residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, ctx)
-        return self.mlp(self.mlp_norm(x), x)
+        return self.mlp(self.mlp_norm(x), ctx, x)
 
 
 class GPT2:

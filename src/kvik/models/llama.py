@@ -35,8 +35,8 @@ class LlamaAttention:
         self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.attend(q, k, v, ctx, rotation), residual)
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
 class AttentionBlock(Protocol):
@@ -76,7 +76,7 @@ class LlamaLayer:
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
         """The residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, rotation, ctx)
-        return self.mlp(self.mlp_norm(x), x)
+        return self.mlp(self.mlp_norm(x), ctx, x)
 
 
 class Llama:

@@ -36,10 +36,10 @@ class Olmo2Attention:
 
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
         """x [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         q = self.q_norm(q.flatten(1)).view(q.shape)
         k = self.k_norm(k.flatten(1)).view(k.shape)
-        return self.o(self.attend(q, k, v, ctx, rotation))
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx)
 
 
 class Olmo2Layer:
@@ -55,7 +55,7 @@ class Olmo2Layer:
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
         """The residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)
-        return self.mlp_norm.add(self.mlp(x), x)
+        return self.mlp_norm.add(self.mlp(x, ctx), x)
 
 
 OLMO2 = Architecture(

@@ -34,9 +34,9 @@ class Qwen3Attention:
         self, x: Tensor, residual: Tensor, rotation: Tensor, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x)  # [tokens, heads or kv_heads, head_dim]
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         attended = self.attend(q, k, v, ctx, rotation, (self.q_norm, self.k_norm))
-        return self.o(attended, residual)
+        return self.o(attended, ctx, residual)
 
 
 def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:

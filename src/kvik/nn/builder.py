@@ -5,7 +5,7 @@ A model therefore has no loading code, and does not know how its weights are sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from kvik.attention.base import AttentionBackend
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Activation, MatrixSpec
 from kvik.nn.checkpoint import Checkpoint
-from kvik.nn.formats.base import LinearShape, Shard, WeightFormat
+from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.layers import (
     MLP,
@@ -29,6 +29,7 @@ from kvik.nn.layers import (
     Linear,
     MatrixEmbedding,
     RMSNorm,
+    Stage,
 )
 from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
 from kvik.nn.rope import Rope
@@ -40,15 +41,6 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_scheme
 
 BIAS = "bias"
-# How ranks divide a matrix: by its outputs, by its inputs, or not.
-SHARDS: Mapping[Role, Shard] = {
-    "qkv": "column",
-    "gate_up": "column",
-    "up": "column",
-    "o": "row",
-    "down": "row",
-    "": None,
-}
 # Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its
 # own.
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
@@ -62,7 +54,6 @@ class DeclaredTensor:
         name, shape: in the checkpoint.
         dtype, because: as of `StoredTensor`.
         kind: "matrix", "gain" or "bias": what random weights look like here.
-        shard_axis: axis that ranks divide among them; None: every rank has the whole.
         in_runs: `fill` takes runs of rows, in any order; else the whole tensor.
         fill: takes the first row and the values from there on, and does not hold on to them.
     """
@@ -71,7 +62,6 @@ class DeclaredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    shard_axis: int | None
     in_runs: bool
     fill: Callable[[int, Tensor], None]
     because: str = ""
@@ -84,6 +74,14 @@ class Declarations:
     device: torch.device
     tensors: list[DeclaredTensor] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
+
+
+# (names of the layers of one matrix, its inputs, outputs of each) -> what follows the product.
+MakeStages = Callable[[Sequence[str], int, Sequence[int]], Sequence[Stage]]
+
+
+def no_stages(names: Sequence[str], inputs: int, outputs: Sequence[int]) -> Sequence[Stage]:
+    return ()
 
 
 class Builder:
@@ -102,6 +100,7 @@ class Builder:
         stored_quantization: StoredQuantization | None = None,
         quantization: str = "none",
         storage: Storage | None = None,
+        stages: MakeStages = no_stages,
     ) -> None:
         """
         Args:
@@ -111,6 +110,7 @@ class Builder:
             stored_quantization: how the checkpoint stores linear layers; None: as floats.
             quantization: of linear layers as they are loaded, as in `EngineConfig`.
             storage: of the weights; None: new memory.
+            stages: what follows the products of matrices, but for logits.
         """
         self.ops = ops
         self.backend = backend
@@ -121,6 +121,7 @@ class Builder:
         self.stored_quantization = stored_quantization
         self.quantization = quantization
         self.storage = storage or FreshStorage(ops)
+        self.stages = stages
         self.declared = Declarations(device)
         self._scope = ""
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
@@ -163,7 +164,7 @@ class Builder:
         """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
 
         Args:
-            role: decides how ranks divide the matrix.
+            role: what the matrix does in a block, for those who only list what is declared.
             transposed: the checkpoint stores [inputs, outputs].
             activation: of the outputs; "silu_and_mul" halves them.
         """
@@ -171,9 +172,7 @@ class Builder:
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed) for width in outputs]
         stored = [self._scheme(name) for name in names]
-        return self._linear(
-            names, shapes, stored, bias=bias, shard=SHARDS[role], activation=activation
-        )
+        return self._linear(names, shapes, stored, bias=bias, activation=activation)
 
     def heads(
         self,
@@ -223,10 +222,10 @@ class Builder:
             self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed),
         )
 
-    def embedding(self, name: str, rows: int, hidden: int, *, shard: Shard = None) -> Embedding:
-        """A table [rows, hidden]; "column" lets ranks divide its rows."""
+    def embedding(self, name: str, rows: int, hidden: int) -> Embedding:
+        """A table [rows, hidden]."""
         table = self._empty(f"{name}.weight", rows, hidden)
-        self._declare(self._name(f"{name}.weight"), table, "matrix", 0 if shard else None)
+        self._declare(self._name(f"{name}.weight"), table, "matrix")
         return Embedding(self.ops, table)
 
     def token_embedding(
@@ -238,9 +237,9 @@ class Builder:
             scheme = self.stored_quantization.embedding_scheme(self._name(name))
         held = self._name(name) in self.storage.names
         if not tied and scheme is None and not held:
-            return self.embedding(name, vocab, hidden, shard="column")
+            return self.embedding(name, vocab, hidden)
         shape = LinearShape(hidden, vocab)
-        linear = self._linear((name,), [shape], [scheme], bias=False, shard="column", head=True)
+        linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied)
 
     def lm_head(self, name: str, embedding: Embedding | MatrixEmbedding) -> Linear:
@@ -250,14 +249,14 @@ class Builder:
             return Linear(self.ops, embedding.matrix)
         vocab, hidden = embedding.shape
         shape, stored = LinearShape(hidden, vocab), self._scheme(name)
-        return self._linear((name,), [shape], [stored], bias=False, shard="column", head=True)
+        return self._linear((name,), [shape], [stored], bias=False, head=True)
 
     def rms_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> RMSNorm:
         return RMSNorm(self.ops, self._gain(name, dim), eps)
 
     def layer_norm(self, name: str, dim: int, eps: float, *, before: Role = "") -> LayerNorm:
         weight, bias = self._gain(name, dim), self._empty(f"{name}.bias", dim)
-        self._declare(self._name(f"{name}.bias"), bias, "bias", None)
+        self._declare(self._name(f"{name}.bias"), bias, "bias")
         return LayerNorm(self.ops, weight, bias, eps)
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
@@ -275,7 +274,6 @@ class Builder:
         stored: Sequence[StoredScheme | None],
         *,
         bias: bool,
-        shard: Shard,
         activation: Activation | None = None,
         head: bool = False,
     ) -> Linear:
@@ -289,22 +287,24 @@ class Builder:
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
         scheme = matrix_scheme(self.quantization, inputs, stored, head=head)
         quantizer = Quantizer(scheme, self._joined(names))
+        stages = () if head else self.stages(layers, inputs, [s.outputs for s in shapes])
         spec = MatrixSpec(
             weight_kind(scheme, self.dtype),
             rows,
             inputs,
             bias,
-            activation,
+            None if stages else activation,
             torch.float32 if head else self.dtype,
             self.device,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
+        linear = Linear(self.ops, matrix, stages, activation)
         if self.storage.names:
-            return Linear(self.ops, matrix)
+            return linear
         target, first = Rows(self.ops, matrix, quantizer), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
             format = self._format(layer, shape, own)
-            tensors = format.tensors(shard, self.dtype)
+            tensors = format.tensors(self.dtype)
             part = LayerFiller(layer, format, tensors, shape, target, first)
             for suffix, tensor in tensors.items():
                 self.declared.tensors.append(
@@ -313,7 +313,6 @@ class Builder:
                         tensor.shape,
                         tensor.dtype,
                         "matrix",
-                        tensor.shard_axis,
                         tensor.in_runs,
                         partial(part.fill, suffix),
                         tensor.because,
@@ -321,10 +320,9 @@ class Builder:
                 )
             if matrix.bias is not None:
                 offsets = matrix.bias[first : first + shape.outputs]
-                axis = 0 if shard == "column" else None
-                self._declare(f"{layer}.{BIAS}", offsets, "bias", axis)
+                self._declare(f"{layer}.{BIAS}", offsets, "bias")
             first += shape.outputs
-        return Linear(self.ops, matrix)
+        return linear
 
     def _scheme(self, name: str) -> StoredScheme | None:
         if self.checkpoint is None or self.stored_quantization is None:
@@ -357,13 +355,13 @@ class Builder:
 
     def _gain(self, name: str, dim: int) -> Tensor:
         weight = self._empty(f"{name}.weight", dim)
-        self._declare(self._name(f"{name}.weight"), weight, "gain", None)
+        self._declare(self._name(f"{name}.weight"), weight, "gain")
         return weight
 
     def _empty(self, name: str, *shape: int) -> Tensor:
         return self.storage.tensor(self._name(name), shape, self.dtype, self.device)
 
-    def _declare(self, name: str, target: Tensor, kind: str, shard_axis: int | None) -> None:
+    def _declare(self, name: str, target: Tensor, kind: str) -> None:
         if self.storage.names:
             return
         self.declared.tensors.append(
@@ -372,7 +370,6 @@ class Builder:
                 tuple(target.shape),
                 target.dtype,
                 kind,
-                shard_axis,
                 in_runs=True,
                 fill=partial(_fill_in, target),
             )

@@ -1,18 +1,17 @@
-"""Linear layers."""
+"""The layers that a model is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, HeadNorms
+from kvik.attention.base import Attend, AttentionBackend, HeadNorms
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Matrix
+from kvik.kernels.weights import Activation, Matrix
 from kvik.spec.declare import ForwardContext
-
-# Normalisation layers.
 
 # Embeddings at the bottom of a model.
 
@@ -61,6 +60,9 @@ class MatrixEmbedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
         return self.ops.matrix_rows(self.matrix, ids, self.dtype)
+
+
+# Normalisation layers.
 
 
 class RMSNorm:
@@ -140,8 +142,8 @@ class Attention:
         if norms is not None:
             of_q, of_k = norms
             by = HeadNorms(of_q.weight, of_k.weight, of_q.eps)
-        out = self.backend.run(q, k, v, kv, metadata, self.scale, rotation, by)
-        return out.flatten(1)
+        attend = Attend(q, k, v, kv, metadata, self.scale, rotation, by)
+        return self.backend.run(attend).flatten(1)
 
 
 # Queries, keys and values: projections of one input, cut into heads.
@@ -164,11 +166,11 @@ class Heads:
         self.heads = heads
         self.head_dim = head_dim
 
-    def __call__(self, x: Tensor) -> list[Tensor]:
+    def __call__(self, x: Tensor, ctx: ForwardContext | None) -> list[Tensor]:
         """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
         found: list[Tensor] = []
         for linear, heads in zip(self.linears, self.heads, strict=True):
-            together = linear(x).view(-1, sum(heads), self.head_dim)
+            together = linear(x, ctx).view(-1, sum(heads), self.head_dim)
             found += together.split_with_sizes(heads, 1)
         return found
 
@@ -188,9 +190,11 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.gate_up(x), residual)
+        return self.down(self.gate_up(x, ctx), ctx, residual)
 
 
 class MLP:
@@ -202,20 +206,67 @@ class MLP:
         self.up = up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.up(x), residual)
+        return self.down(self.up(x, ctx), ctx, residual)
+
+
+class Stage(Protocol):
+    """What stands between the product of a matrix and its activation: an adapter that adds to some
+    rows, or a sum over ranks that have parts of the inputs."""
+
+    def __call__(self, x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
+        """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> what takes the place of y.
+
+        Args:
+            ctx: None outside of a forward, as in heads that draft.
+        """
+        ...
 
 
 class Linear:
-    """y = activation(x W^T + b) + residual."""
+    """y = activation(x W^T + b) + residual.
 
-    __slots__ = ("matrix", "ops")
+    This is one operation where nothing stands between the product and the activation. Where stages
+    do, it is: product, stages, activation, residual. The matrix has no activation then.
+    """
 
-    def __init__(self, ops: Ops, matrix: Matrix) -> None:
+    __slots__ = ("activation", "matrix", "ops", "stages")
+
+    def __init__(
+        self,
+        ops: Ops,
+        matrix: Matrix,
+        stages: Sequence[Stage] = (),
+        activation: Activation | None = None,
+    ) -> None:
+        """
+        Args:
+            activation: behind the stages; None: none, or it is the matrix'.
+        """
         self.ops = ops
         self.matrix = matrix
+        self.stages = stages
+        self.activation = activation
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs]."""
-        return self.ops.linear(x, self.matrix, residual)
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs].
+
+        Args:
+            ctx: what stages look at; None outside of a forward.
+        """
+        if not self.stages:
+            return self.ops.linear(x, self.matrix, residual)
+        y = self.ops.linear(x, self.matrix, None)
+        for stage in self.stages:
+            y = stage(x, y, ctx)
+        match self.activation:
+            case "silu_and_mul":
+                y = self.ops.silu_and_mul(y)
+            case "gelu_tanh":
+                y = self.ops.gelu_tanh(y)
+        return y if residual is None else self.ops.add(y, residual)

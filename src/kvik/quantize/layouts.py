@@ -42,7 +42,7 @@ class LayerLayout:
     @property
     def num_bytes(self) -> int:
         """Of the tensors that it must have."""
-        tensors = self.format.tensors(None, self.scales).values()
+        tensors = self.format.tensors(self.scales).values()
         return sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors)
 
     def tensors(self, quantised: Quantised | Float8) -> dict[str, Tensor]:

@@ -119,19 +119,23 @@ class Network(Model, Protocol):
 
 
 class LinearLayer(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs]."""
         ...
 
 
 class HeadsLayer(Protocol):
-    def __call__(self, x: Tensor) -> list[Tensor]:
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
         """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
         ...
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         ...
 

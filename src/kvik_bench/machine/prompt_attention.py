@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.base import Attend, LayerKV, StepLayout
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.config.hardware import Thresholds
@@ -106,7 +106,7 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
 
     def layer_of(attention: TritonAttention) -> Callable[[], Tensor]:
         metadata = attention.plan(layout, None)
-        return lambda: attention.run(q, k, v, kv, metadata, dim**-0.5)
+        return lambda: attention.run(Attend(q, k, v, kv, metadata, dim**-0.5))
 
     alone = layer_of(TritonAttention(ops))
     beside = layer_of(TritonAttention(ops, FreshPrompts(length)))

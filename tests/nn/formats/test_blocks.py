@@ -44,8 +44,8 @@ def test_a_row_of_one_group() -> None:
 
 
 def test_bytes_of_rows() -> None:
-    (found,) = Blocks(SCHEMES["Q4_K"], SHAPE, {}).tensors("column", torch.bfloat16).values()
-    assert found == StoredTensor((24, 288), torch.uint8, 0, True, "Q4_K, in bytes")
+    (found,) = Blocks(SCHEMES["Q4_K"], SHAPE, {}).tensors(torch.bfloat16).values()
+    assert found == StoredTensor((24, 288), torch.uint8, True, "Q4_K, in bytes")
     with pytest.raises(ValueError, match="its 300 inputs are no blocks of 256"):
         Blocks(SCHEMES["Q4_K"], LinearShape(300, 24), {})
 

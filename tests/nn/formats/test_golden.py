@@ -65,7 +65,7 @@ def layer_of(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor], StoredSch
     assert scheme is not None
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     format = choose_format("layer", shapes, scheme, SHAPE)
-    wanted = format.tensors(None, torch.float32)
+    wanted = format.tensors(torch.float32)
     assert {name: tensor.shape for name, tensor in wanted.items()} == {
         name: shapes[name] for name in wanted
     }
@@ -128,7 +128,7 @@ def test_floats_of_eight_bits(case: str, format_name: str) -> None:
     scheme = read(config).scheme("model.layers.0.mlp.down_proj")
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     format = choose_format("layer", shapes, scheme, SHAPE)
-    assert isinstance(format, Fp8) and set(format.tensors(None, torch.float32)) == set(stored)
+    assert isinstance(format, Fp8) and set(format.tensors(torch.float32)) == set(stored)
     values, scales = given["values"].float(), given["scales"]
     expected = torch.empty(32, 96)
     for o in range(32):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,21 +22,16 @@ class Dense:
     def __init__(self, shape: LinearShape) -> None:
         self.shape = shape
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         shape = self.shape
-        stored, axis = (shape.outputs, shape.inputs), {"column": 0, "row": 1, None: None}[shard]
+        stored = shape.outputs, shape.inputs
         if shape.transposed:
-            stored, axis = stored[::-1], None if axis is None else 1 - axis
-        return {"weight": StoredTensor(stored, dtype, axis, in_runs=not shape.transposed)}
+            stored = stored[::-1]
+        return {"weight": StoredTensor(stored, dtype, in_runs=not shape.transposed)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight:
         weight = tensors["weight"]
         return FloatWeight((weight.t() if self.shape.transposed else weight)[rows])
-
-
-# How tensor parallelism cuts a matrix (Shoeybi et al. 2019): "column" splits the outputs, "row"
-# the inputs; None keeps the whole on every rank.
-Shard = Literal["column", "row"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,6 @@ class StoredTensor:
     Attributes:
         dtype: any float dtype stands for all of them, but for those of eight bits; int64 also for
             int32.
-        shard_axis: axis that ranks divide among them; None: every rank has the whole.
         in_runs: any run of its rows is the weight of as many outputs, without other tensors. So it
             need never be in memory as a whole.
         because: what beside the sizes of the model says in config.json that it has this shape.
@@ -67,7 +61,6 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shard_axis: int | None
     in_runs: bool = False
     because: str = ""
 
@@ -88,7 +81,7 @@ class WeightFormat(Protocol):
         """Tensors that the layer may have too, and that are not needed."""
         ...
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         """The tensors of the layer in a model of `dtype`, by their name in the checkpoint, without
         the bias."""
         ...

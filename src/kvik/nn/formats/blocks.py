@@ -16,7 +16,7 @@ from kvik.kernels.weights import (
     Int8Weight,
     Weight,
 )
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.gguf_blocks import take_apart
 from kvik.spec.stored_weights import StoredScheme
@@ -43,11 +43,10 @@ class Blocks:
         self.shape = shape
         self.loaded = loaded_scheme(scheme, shape.inputs)
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        axis = {"column": 0, "row": 1, None: None}[shard]
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
         why = f"{self.type.name}, in bytes"
-        return {WEIGHT: StoredTensor(size, torch.uint8, axis, in_runs=True, because=why)}
+        return {WEIGHT: StoredTensor(size, torch.uint8, in_runs=True, because=why)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         parts = take_apart(self.type.name, tensors[WEIGHT][rows])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import Weight
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     WORD,
     compressed_words,
@@ -74,23 +74,19 @@ class PackQuantized:
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
         self.has_index = scheme.ordered or INDEX in stored
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         outputs, bits, why = self.shape.outputs, self.scheme.bits, because(self.scheme)
-        across, along = (0 if shard == "column" else None), (1 if shard == "row" else None)
-        axis = along if across is None else across
         words = compressed_words(self.shape.inputs, bits)
         found = {
-            PACKED: StoredTensor((outputs, words), torch.int32, axis, because=why),
-            SCALE: StoredTensor(
-                self.scale, dtype, axis if self.groups > 1 else across, because=why
-            ),
-            SHAPE: StoredTensor((2,), torch.int64, None),
+            PACKED: StoredTensor((outputs, words), torch.int32, because=why),
+            SCALE: StoredTensor(self.scale, dtype, because=why),
+            SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
             zeros = (compressed_words(outputs, bits), self.groups)
-            found[ZERO] = StoredTensor(zeros, torch.int32, axis, because=why)
+            found[ZERO] = StoredTensor(zeros, torch.int32, because=why)
         if self.has_index:
-            found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64, None)
+            found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
@@ -152,17 +148,15 @@ class IntQuantized:
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        axis = {"column": 0, "row": 1, None: None}[shard]
-        grouped = axis if len(self.scale) == 2 and self.scale[1] > 1 else None
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         why = because(self.scheme)
         weight = (self.shape.outputs, self.shape.inputs)
         found = {
-            WEIGHT: StoredTensor(weight, torch.int8, axis, because=why),
-            SCALE: StoredTensor(self.scale, dtype, grouped, because=why),
+            WEIGHT: StoredTensor(weight, torch.int8, because=why),
+            SCALE: StoredTensor(self.scale, dtype, because=why),
         }
         if not self.scheme.symmetric:
-            found[ZERO] = StoredTensor(self.scale, torch.int8, grouped, because=why)
+            found[ZERO] = StoredTensor(self.scale, torch.int8, because=why)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:

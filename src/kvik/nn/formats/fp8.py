@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import Block, unround_fp8
 from kvik.kernels.weights import FloatWeight, Fp8Weight
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
 from kvik.spec.stored_weights import StoredScheme
@@ -49,19 +49,17 @@ class Fp8:
         else:
             self.scale = scale_shape(scheme, shape, stored.get(self.scale_name))
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        axis = {"column": 0, "row": 1, None: None}[shard]
-        own = axis if len(self.scale) == 2 and self.scale[1] > 1 else None
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         block = self.block
         why = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
         weight = (self.shape.outputs, self.shape.inputs)
         found = {
-            WEIGHT: StoredTensor(weight, self.dtype, axis, because=why),
-            self.scale_name: StoredTensor(self.scale, torch.float32, own, because=why),
+            WEIGHT: StoredTensor(weight, self.dtype, because=why),
+            self.scale_name: StoredTensor(self.scale, torch.float32, because=why),
         }
         if self.static:
             why = "static activations"
-            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, None, because=why)
+            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=why)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight | Fp8Weight:

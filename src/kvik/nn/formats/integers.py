@@ -17,7 +17,7 @@ from kvik.kernels.weights import (
     PlainWeight,
     Weight,
 )
-from kvik.nn.formats.base import LinearShape, Shard, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     AWQ_BITS,
     AWQ_ORDER,
@@ -62,12 +62,11 @@ class Gptq:
         self.groups = check_group(scheme, shape)
         self.has_index = scheme.ordered or INDEX in stored
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
-        axis = {"column": 1, "row": 0, None: None}[shard]
 
         def stored(rows: int, columns: int, kind: torch.dtype) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, axis, because=because(self.scheme))
+            return StoredTensor((rows, columns), kind, because=because(self.scheme))
 
         found = {
             "qweight": stored(inputs * bits // WORD, outputs, torch.int32),
@@ -75,7 +74,7 @@ class Gptq:
             "scales": stored(self.groups, outputs, torch.float16),
         }
         if self.has_index:
-            found[INDEX] = StoredTensor((inputs,), torch.int64, 0 if shard == "row" else None)
+            found[INDEX] = StoredTensor((inputs,), torch.int64)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
@@ -158,12 +157,11 @@ class Awq:
         self.scheme, self.shape = scheme, shape
         self.groups = check_group(scheme, shape)
 
-    def tensors(self, shard: Shard, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, why = self.shape.inputs, self.shape.outputs, because(self.scheme)
-        axis = {"column": 1, "row": 0, None: None}[shard]
 
         def stored(rows: int, columns: int, kind: torch.dtype) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, axis, because=why)
+            return StoredTensor((rows, columns), kind, because=why)
 
         return {
             "qweight": stored(inputs, outputs // EACH, torch.int32),

@@ -58,7 +58,7 @@ def choose_format(
         told = "the GGUF file" if scheme.layout in BLOCK_LAYOUTS else KEY
         what = f"layer {shown(layer)}: {error}; {told} says {scheme}"
         raise ModelError("model", what) from None
-    wanted = made.tensors(None, torch.float32)
+    wanted = made.tensors(torch.float32)
     if stored and not set(wanted) <= set(stored):
         raise _lie(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")
     return made
