@@ -11,7 +11,7 @@ from kvik.core.config import CacheConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length
-from kvik.errors import CapacityError, KvikError, ParamError
+from kvik.errors import CapacityError, KvikError
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:
@@ -27,6 +27,9 @@ REFUSED = [
     ("prompt", request([1, 2.0])),
     ("prompt", request(["1"])),
     ("stop_token_ids", request(stop_token_ids=(64,))),
+    ("logit_bias", request(logit_bias={99: 1.0})),
+    ("allowed_token_ids", request(allowed_token_ids=(64,))),
+    ("bad_words", request(bad_words=((1, 64),))),
     ("min_tokens", request(min_tokens=254, max_tokens=None)),
     ("n", request(n=5)),
     ("n", request(n=2, pooling="mean")),
@@ -37,10 +40,12 @@ REFUSED = [
 @pytest.mark.parametrize(("field", "bad"), REFUSED)
 def test_what_is_impossible_is_refused_alike_on_both_sides(field, bad):
     config = tiny_config(max_queued_requests=4)
+    core = EngineCore(config)
     with pytest.raises(KvikError) as here:
         check_request(config, bad)
     with pytest.raises(KvikError) as there:
-        EngineCore(config).add(bad, 0.0)
+        core.add(bad, 0.0)
+    assert not core.has_requests and "\n" not in str(here.value)
     assert here.value.field == there.value.field == field
     assert str(here.value) == str(there.value)
 
@@ -104,5 +109,5 @@ def test_the_longest_a_request_may_become():
 
 
 def test_an_error_names_the_token():
-    with pytest.raises(ParamError, match=r"token id 99 is outside 0\.\.63"):
+    with pytest.raises(KvikError, match=r"^prompt: token id 99 is outside 0\.\.63"):
         check_request(tiny_config(), request([1, 99, 2]))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from helpers.served_engine import engine_request as request
 
 from kvik.core import invariants, scheduler
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.engine.loop import InprocClient
 from kvik.errors import CapacityError, ParamError
-
-
-def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
-    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
 
 
 def drain(rig, limit: int = 200) -> list[RequestDelta]:
@@ -172,39 +169,6 @@ def test_a_deadline_ends_waiting_and_running_requests(rig):
     assert ends(drain(rig)) == {("a", 0): FinishReason.DEADLINE, ("b", 0): FinishReason.DEADLINE}
 
 
-BAD = [
-    ("prompt", request(prompt=())),
-    ("prompt", request(prompt=range(64))),
-    ("prompt", request(prompt=(1, 64))),
-    ("prompt", request(prompt=(1, -1))),
-    ("prompt", request(prompt=(1, "x"))),
-    ("prompt", request(prompt=(True,))),
-    ("stop_token_ids", request(stop_token_ids=(64,))),
-    ("logit_bias", request(logit_bias={99: 1.0})),
-    ("allowed_token_ids", request(allowed_token_ids=(64,))),
-    ("bad_words", request(bad_words=((1, 64),))),
-    ("min_tokens", request(prompt=range(60), min_tokens=5)),
-]
-
-
-@pytest.mark.parametrize(("field", "bad"), BAD, ids=[f"{f}{i}" for i, (f, _) in enumerate(BAD)])
-def test_impossible_requests_are_refused_at_once(rig, field, bad):
-    rig = rig()
-    with pytest.raises(ParamError) as caught:
-        rig.core.add(bad, 0.0)
-    assert caught.value.field == field
-    assert "\n" not in str(caught.value)
-    assert not rig.core.has_requests
-
-
-def test_what_never_fits_the_cache_is_refused_at_once(rig):
-    rig = rig(max_model_len=512)  # 32 blocks of 4 hold 128 tokens
-    with pytest.raises(CapacityError, match="max_tokens"):
-        rig.core.add(request(max_tokens=200), 0.0)
-    rig.core.add(request(max_tokens=120), 0.0)
-    assert len(tokens_of(drain(rig), "a")) == 120
-
-
 def test_a_request_id_is_served_once_at_a_time(rig):
     rig = rig()
     rig.core.add(request("a"), 0.0)
@@ -313,3 +277,48 @@ def test_a_prompt_can_be_read_without_sampling(rig, length, depth):
     deltas = drain(rig)
     assert tokens_of(deltas, "p") == []
     assert ends(deltas)[("p", 0)] is FinishReason.LENGTH
+
+
+# -- pins: from the request to the statistics -----------------------------------------------------
+
+
+def wish(name: str, tenant: str, n: int = 1) -> EngineRequest:
+    params = SamplingParams(max_tokens=3, n=n)
+    return EngineRequest(name, [1] * 21, params, tenant=tenant, pins=(Pin(20, 60.0),))
+
+
+def test_a_prompts_use_comes_with_its_first_token_and_with_the_report(rig):
+    rig = rig()
+    size = rig.core.config.cache.block_size
+    written = 20 // size * size
+    for name, expected in (("a", PromptUse(0, written)), ("b", PromptUse(written, 0))):
+        rig.core.add(wish(name, "t"), rig.clock())
+        deltas = drain(rig)
+        assert [delta.prompt for delta in deltas] == [expected, None, None]
+        report = deltas[-1].report
+        assert PromptUse(report.num_cached_tokens, report.num_pinned_tokens) == expected
+    stats = rig.core.stats()
+    assert stats.pinned_blocks == written // size
+    assert stats.kv_usage == 0.0
+
+
+def test_all_siblings_may_make_the_pin(rig):
+    """Whichever of them gets so far."""
+    rig = rig()
+    rig.core.add(wish("a", "t", n=2), rig.clock())
+    rig.core.end("a", rig.clock(), index=0)
+    drain(rig)
+    assert rig.core.stats().pinned_blocks == 20 // rig.core.config.cache.block_size
+
+
+def test_a_reset_lets_go_of_everything(rig):
+    rig = rig()
+    rig.core.add(wish("a", "t"), rig.clock())
+    drain(rig)
+    cached = rig.core.stats().cached_blocks
+    assert cached > 0
+    assert rig.core.reset_prefix_cache() == cached
+    stats = rig.core.stats()
+    assert (stats.cached_blocks, stats.pinned_blocks) == (0, 0)
+    rig.core.add(wish("b", "t"), rig.clock())
+    assert drain(rig)[0].prompt.num_cached_tokens == 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from helpers.served_engine import FakeExecutor, tiny_config
+from helpers.served_engine import engine_request as request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,10 +31,6 @@ from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import EngineStats
 from kvik.engine.wire import Add, End, FrameReader, HostSocket, Query, Ready, Reply, Stepped
-
-
-def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
-    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
 
 
 class Peer:
@@ -563,24 +560,24 @@ def test_every_token_once_and_in_order(steps):
     token, ended = 0, set()
     for brought, seconds, tokens_of_next in steps:
         deltas, urgent = [], []
-        for request, index, event in brought:
-            if (request, index) in ended:
+        for name, index, event in brought:
+            if (name, index) in ended:
                 continue
             token += 1
-            sent.setdefault((request, index), []).append(token)
+            sent.setdefault((name, index), []).append(token)
             reason = FinishReason.LENGTH if event == "last" else None
             prompt = PromptUse(0, 0) if event == "first" else None
-            deltas.append(delta(request, index, token, reason, prompt))
+            deltas.append(delta(name, index, token, reason, prompt))
             if event:
-                urgent.append((request, index, token))
+                urgent.append((name, index, token))
             if event == "last":
-                ended.add((request, index))
+                ended.add((name, index))
         kept = copy.deepcopy([one.token_ids for one in deltas])
         lists = [one.token_ids for one in deltas]
         now += seconds
         reader.take(held.take(deltas, now))
-        for request, index, newest in urgent:
-            assert reader.tokens[request, index][-1] == newest
+        for name, index, newest in urgent:
+            assert reader.tokens[name, index][-1] == newest
         held.planned(plan(tokens_of_next), now)
         assert lists == kept, "the engine's own lists were changed"
     reader.take(held.release(now))

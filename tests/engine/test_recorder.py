@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.recorded import written
+from helpers.served_engine import FakeExecutor
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ from kvik.engine.recorder import (
 from kvik.engine.replay import RecordedClock, Replay, Replayed
 from kvik.errors import ConfigError
 
-from .conftest import FakeExecutor, make_config
+from .conftest import make_config
 
 
 @dataclass

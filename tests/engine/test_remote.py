@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import uvloop
-from helpers.scripted_engine import Rig, end, request, token
+from helpers.scripted_engine import Rig, end, token
 from helpers.served_engine import engine_in_thread
+from helpers.served_engine import engine_request as request
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta

@@ -1,12 +1,124 @@
-"""What an engine tells of itself."""
+"""Counts of drafts: of a completion, of the engine, and how they add up."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from kvik.core.types import DraftCounts, RequestSpeculation
+import pytest
+from helpers.drafting import CHECK, DRAFTS, MAKING, PLAIN, DraftingExecutor, drafting_config
+from helpers.served_engine import FakeExecutor, tiny_config
+
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import DraftCounts, EngineRequest, Request, RequestDelta, RequestSpeculation
+from kvik.engine.core import EngineCore
 from kvik.engine.stats import SpeculationStats
 from kvik.worker.draft_tree import DraftTree
+
+Reports = dict[tuple[str, int], RequestSpeculation | None]
+
+SCRIPTS: dict[str, tuple[Callable[[int], int], DraftCounts]] = {
+    # Of 16 tokens the first comes with the prompt. As many drafts are checked as there is room for.
+    "right": (lambda row: DRAFTS, DraftCounts(3, 12, 12, [3, 3, 3, 3], [3, 3, 3, 3])),
+    "wrong": (lambda row: 0, DraftCounts(14, 50, 0, [14, 13, 12, 11], [0, 0, 0, 0])),
+    "two are": (lambda row: 2, DraftCounts(5, 18, 10, [5, 5, 4, 4], [5, 5, 0, 0])),
+}
+
+
+def add(core: EngineCore, name: str, tokens: int = 16, n: int = 1, **params: bool) -> None:
+    wish = SamplingParams(max_tokens=tokens, n=n, ignore_eos=True, **params)
+    core.add(EngineRequest(name, [1, 2, 3], wish), 0.0)
+
+
+def steps(core: EngineCore, executor: FakeExecutor) -> Iterator[list[RequestDelta]]:
+    while (plan := core.plan(0.0)) is not None:
+        yield core.finish_step(executor.result(executor.submit(plan)), 0.0)
+
+
+def reports(core: EngineCore, executor: FakeExecutor) -> Reports:
+    found: Reports = {}
+    for deltas in steps(core, executor):
+        for delta in deltas:
+            if delta.report is not None:
+                found[delta.request_id, delta.index] = delta.report.speculation
+    assert not core.has_requests
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_counts_by_place(name):
+    right, expected = SCRIPTS[name]
+    core = EngineCore(drafting_config())
+    add(core, "a")
+    found = reports(core, DraftingExecutor(right=right))["a", 0]
+    assert found is not None
+    assert found.drafts == expected == core.stats().speculation.drafts
+    assert found.drafts.mean_length == 1 + expected.accepted / expected.rows
+    without = 15 - expected.accepted - expected.rows  # steps that had no drafts
+    assert without == (name == "wrong")
+    assert found.seconds == expected.rows * (MAKING + CHECK) + without * PLAIN
+    assert found.plain_seconds == 15 * PLAIN
+    assert found.speedup == found.plain_seconds / found.seconds == core.stats().speculation.speedup
+
+
+def test_nodes_of_a_tree_count_by_depth():
+    core = EngineCore(drafting_config())
+    add(core, "a", tokens=6)
+    executor = DraftingExecutor(right=lambda row: 1, places=(0, 1, 1, 2, 2))
+    found = reports(core, executor)["a", 0]
+    # 5, 3 and 1 tokens left: 4 drafts, then 2 of depth 1, then none.
+    assert found.drafts == DraftCounts(2, 6, 2, [2, 1], [2, 0])
+
+
+def test_who_guesses_better_is_faster_and_the_engine_is_their_mean():
+    core = EngineCore(drafting_config())
+    add(core, "a", tokens=60)
+    add(core, "b", tokens=60)
+    requests: list[Request] = []
+    for count, _ in enumerate(steps(core, DraftingExecutor(right=lambda row: 4 * (row == 0)))):
+        requests = requests or core.scheduler.running[:]
+        if count == 8:
+            break
+    one, other = (request.speculation for request in requests)
+    assert (one.drafts.mean_length, other.drafts.mean_length) == (5.0, 1.0)
+    assert one.speedup == pytest.approx(5 * PLAIN / (MAKING + CHECK))
+    assert other.speedup == pytest.approx(PLAIN / (MAKING + CHECK))
+    assert (one + other).speedup == pytest.approx(core.stats().speculation.speedup)
+
+
+def test_siblings_and_preemption_lose_no_count():
+    config = drafting_config()
+    core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=129)))
+    for name in "abc":
+        add(core, name, tokens=200, n=2)
+    add(core, "without", speculation=False)
+    found = reports(core, DraftingExecutor(right=lambda row: row % 4))
+    assert core.stats().preemptions > 0
+    assert found.pop(("without", 0)) is None
+    assert len(found) == 6
+    total = sum((one.drafts for one in found.values()), DraftCounts())
+    assert total == core.stats().speculation.drafts
+    for one in found.values():
+        counts = one.drafts
+        assert (sum(counts.at), sum(counts.accepted_at)) == (counts.drafts, counts.accepted)
+        assert counts.at[0] == counts.rows > 10
+        assert one.seconds > 0
+
+
+def test_what_is_not_known_is_not_told():
+    core = EngineCore(drafting_config())
+    add(core, "a", tokens=6)
+    found = reports(core, DraftingExecutor(known=False))["a", 0]
+    assert (found.drafts.rows, found.seconds, found.speedup) == (1, 0.0, None)
+
+
+def test_an_engine_that_does_not_guess_tells_nothing():
+    core = EngineCore(tiny_config())
+    add(core, "a", tokens=6)
+    assert reports(core, FakeExecutor()) == {("a", 0): None}
+
+
+# -- the counts themselves -----------------------------------------------------------------------
 
 
 def test_a_speedup_is_time_without_drafts_over_time_with_them() -> None:

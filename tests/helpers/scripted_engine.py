@@ -7,17 +7,12 @@ import socket
 
 from helpers.served_engine import tiny_config
 
-from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine import wire
 from kvik.engine.remote import RemoteClient
 from kvik.engine.wire import EngineStart, FrameReader, stepped
 
 REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
-
-
-def request(name: str = "a", prompt=(1, 2, 3), **params: object) -> EngineRequest:
-    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
 
 
 def token(name: str, index: int = 0) -> RequestDelta:

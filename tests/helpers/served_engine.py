@@ -14,7 +14,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +22,8 @@ from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.host import EngineHost
 from kvik.engine.loop import EngineLoop, Executor
@@ -33,7 +35,7 @@ from kvik.spec.kv import group_layers
 EOS = 63
 
 
-def tiny_config(**scheduler: object) -> ResolvedConfig:
+def tiny_config(num_blocks: int = 513, **scheduler: object) -> ResolvedConfig:
     """Of a model with 64 tokens that does not exist, for a fake executor."""
     spec = ModelSpec.from_config(
         {
@@ -51,7 +53,7 @@ def tiny_config(**scheduler: object) -> ResolvedConfig:
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **scheduler}
     return ResolvedConfig(
         model=spec,
-        cache=CacheConfig(4, 513, group_layers(spec.kv_specs(4))),
+        cache=CacheConfig(4, num_blocks, group_layers(spec.kv_specs(4))),
         scheduler=SchedulerConfig(**options),
         runner=RunnerConfig("", "float32", "cpu", "sdpa", 1),
         memory=MemoryPlan(0, 0, 0, 0, 0),
@@ -62,41 +64,60 @@ def tiny_config(**scheduler: object) -> ResolvedConfig:
 
 @dataclass
 class FakeExecutor:
-    """Answers each sampling row with `token(step, row)`.
+    """Answers each sampling row with `token(step, row)`, and keeps the plans it saw.
 
     Attributes:
         seconds: what a step takes.
         gate: a step waits until it is set.
-        raises: from the next step.
+        errors: of rows of the next step.
+        raises: from the next `submit`.
+        raises_late: from the next `result`.
     """
 
     token: Callable[[int, int], int] = lambda step, row: 1 + step % 50
     seconds: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
-    raises: Exception | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    raises: BaseException | None = None
+    raises_late: BaseException | None = None
     depth: int = 1
     in_turn: bool = False
+    plans: list[SchedulerOutput] = field(default_factory=list)
+    stopped: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
 
     def submit(self, plan: SchedulerOutput) -> object:
+        self.plans.append(plan)
         self.gate.wait(30)
         time.sleep(self.seconds)
         if self.raises is not None:
             error, self.raises = self.raises, None
             raise error
         tokens = [[self.token(plan.step, row)] if s else [] for row, s in enumerate(plan.samples)]
-        return ModelRunnerOutput(plan.step, tokens)
+        errors, self.errors = self.errors, {}
+        return ModelRunnerOutput(plan.step, tokens, errors=errors)
 
     def result(self, handle: object) -> ModelRunnerOutput:
+        if self.raises_late is not None:
+            error, self.raises_late = self.raises_late, None
+            raise error
         assert isinstance(handle, ModelRunnerOutput)
         return handle
 
     def rest(self) -> bool:
         return False
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def engine_request(
+    name: str = "a", prompt: Iterable[int] = (1, 2, 3), **params: object
+) -> EngineRequest:
+    """A request for five tokens; `params` are further parameters of sampling."""
+    return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
 
 
 @functools.cache
