@@ -14,8 +14,15 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
+from kvik.engine.remote import EngineState
 from kvik.server.admission import Admission
-from kvik.server.generation import GenerationRecord, GenerationRequest, Generations, RequestLimits
+from kvik.server.generation import (
+    Generation,
+    GenerationRecord,
+    GenerationRequest,
+    Generations,
+    RequestLimits,
+)
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 
@@ -64,6 +71,16 @@ class Generating:
     watcher: Watcher
     texts: Texts
 
+    async def start(
+        self, request: GenerationRequest, tenant: str = "", *, streaming: bool = False
+    ) -> Generation:
+        return await self.generations.start(request, tenant, streaming=streaming)
+
+    async def start_all(
+        self, requests: list[GenerationRequest], *, streaming: bool = False
+    ) -> list[Generation]:
+        return await self.generations.start_all(requests, "", streaming=streaming)
+
     async def at_rest(self) -> None:
         """Nothing lives, and nothing is held: not in the engine, and not before it."""
         await self.engine.at_rest()
@@ -82,8 +99,10 @@ async def generating(
     max_tokens: int = 4096,
     **scheduler: Any,
 ) -> AsyncIterator[Generating]:
-    """Args:
-    scheduler: fields of `SchedulerConfig`.
+    """Generations that have given everything back at the end, unless the engine was closed.
+
+    Args:
+        scheduler: fields of `SchedulerConfig`.
     """
     async with engine_in_thread(None, executor or FakeExecutor(), **scheduler) as engine:
         texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
@@ -95,7 +114,10 @@ async def generating(
         engine.client.start(generations.take)
         await engine.ready()
         try:
-            yield Generating(engine, generations, admission, watcher, texts)
+            made = Generating(engine, generations, admission, watcher, texts)
+            yield made
+            if engine.client.state is not EngineState.CLOSED:
+                await made.at_rest()
         finally:
             await texts.close()
 

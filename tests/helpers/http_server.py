@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ def http_server(
         thread.join(30)
         loop.close()
         listening.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until something has happened, in another thread or process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.001)
 
 
 class Listening(Protocol):

@@ -113,6 +113,13 @@ class FakeExecutor:
         self.stopped += 1
 
 
+def gated_executor() -> FakeExecutor:
+    """An executor whose steps wait until its gate is set."""
+    executor = FakeExecutor()
+    executor.gate.clear()
+    return executor
+
+
 def engine_request(
     name: str = "a", prompt: Iterable[int] = (1, 2, 3), **params: object
 ) -> EngineRequest:

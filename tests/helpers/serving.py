@@ -46,7 +46,7 @@ def served(
     config: ResolvedConfig | None = None,
     **scheduler: object,
 ) -> Iterator[Served]:
-    """A server on a real socket whose text is letters.
+    """A server on a real socket whose text is letters, and which is at rest at the end.
 
     Args:
         routes: of the API under test.
@@ -82,4 +82,6 @@ def served(
 
     with http_server(make, close=close) as http:
         inner = Generating(engine, generations, admission, watcher, texts)
-        yield Served(http, inner, parts)
+        made = Served(http, inner, parts)
+        yield made
+        made.at_rest()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from helpers.http_server import ask
+from helpers.http_server import ask, until
 from helpers.raw_http import read_until
-from helpers.served_engine import FakeExecutor
+from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.serving import Served, served
 
 from kvik.server.access import read_keys
@@ -17,13 +17,6 @@ from kvik.server.app import openai_routes
 
 BODY = '{"prompt": [1, 2, 3, 4], "max_tokens": 100, "ignore_eos": true, "stream": true}'
 QUEUE = 32
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def send(server: Served, key: str, body: str = BODY) -> socket.socket:
@@ -51,7 +44,6 @@ def flooded(executor: FakeExecutor) -> Iterator[Served]:
             executor.gate.set()
             for connection in connections:
                 connection.close()
-            server.at_rest()
 
 
 def test_it_is_told_to_wait_and_another_key_is_not() -> None:
@@ -77,8 +69,7 @@ def test_it_is_told_to_wait_and_another_key_is_not() -> None:
 
 
 def test_each_completion_takes_a_place() -> None:
-    executor = FakeExecutor()
-    executor.gate.clear()
+    executor = gated_executor()
     with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
         first = send(server, "", BODY.replace("{", '{"n": 24, ', 1))
         until(lambda: server.inner.admission.num_waiting == 24)
@@ -90,12 +81,10 @@ def test_each_completion_takes_a_place() -> None:
         executor.gate.set()
         assert b"[DONE]" in read_until(first, b"[DONE]")
         first.close()
-        server.at_rest()
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
-    executor = FakeExecutor()
-    executor.gate.clear()
+    executor = gated_executor()
     with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
         server.parts.admission._max_tokens = 500
         first = send(server, "", f'{{"prompt": {[1] * 200}, "max_tokens": 1, "n": 2}}')
@@ -108,4 +97,3 @@ def test_the_queue_is_bounded_in_tokens() -> None:
         assert ask(server.http, "POST", "/v1/completions", short).status == 200
         read_until(first, b'"usage"')
         first.close()
-        server.at_rest()

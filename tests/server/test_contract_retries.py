@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 from helpers.http_server import HttpServer, http_server
-from helpers.served_engine import FakeExecutor
+from helpers.served_engine import gated_executor
 from helpers.serving import Served, served
 from starlette.requests import Request
 from starlette.responses import Response
@@ -115,8 +115,7 @@ def with_the_server(server: Served) -> None:
 def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool) -> None:
     """What an operator ends is not sent again; what ended with the server is, and does well where
     there is one."""
-    executor = FakeExecutor()
-    executor.gate.clear()  # the first request has to wait
+    executor = gated_executor()
 
     def act() -> None:
         while not server.inner.generations.live:
@@ -140,7 +139,6 @@ def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool)
                 assert (caught.value.status_code, caught.value.code) == (503, "aborted")
         thread.join()
         assert len(server.inner.watcher.arrived_ids) == 1 + again
-        server.at_rest()
 
 
 async def _now(end: Callable[[Served], None], server: Served) -> None:

@@ -37,7 +37,6 @@ def test_its_own_words_are_passed_on_and_trimmed() -> None:
             assert (reply.status, reply.error["param"]) == (400, "messages")
             assert "Begin with the user." in reply.error["message"]
             assert len(reply.error["message"]) <= 1000
-        server.at_rest()
 
 
 @pytest.mark.full
@@ -69,4 +68,3 @@ def test_a_bomb_fails_its_request_and_holds_up_nobody(template: str) -> None:
         reply = bomb.result()
         assert (reply.status, reply.error["param"]) == (400, "messages")
         assert slowest < 2
-        server.at_rest()

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from helpers.http_server import until
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
@@ -30,13 +31,6 @@ class Steps(FakeExecutor):
         while self.begun > self.allowed:
             time.sleep(0.0005)
         return super().submit(plan)
-
-
-def until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
 
 
 def hang_up(sock: socket.socket, how: str) -> None:
@@ -126,7 +120,6 @@ def test_who_sends_no_more_and_then_leaves(stream):
         sock.close()
         until(lambda: not server.inner.generations.live)
         steps.allowed = math.inf
-        server.at_rest()
 
 
 @pytest.mark.full
@@ -143,7 +136,6 @@ def test_a_client_of_http_1_0_that_leaves_is_noticed_by_its_silence():
         sock.close()
         until(lambda: not server.inner.generations.live, 30.0)
         steps.allowed = math.inf
-        server.at_rest()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -162,7 +154,6 @@ def test_a_storm_of_disconnects_and_reconnects(stream):
         deadline = time.monotonic() + 30
         while server.inner.admission.num_waiting:  # of those whose bodies were only just read
             assert time.monotonic() < deadline
-            server.at_rest()
 
 
 def test_before_the_body_is_complete():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
-from helpers.generating import LETTERS, generating, wish
-from helpers.served_engine import EOS, FakeExecutor
+from helpers.generating import LETTERS, Generating, generating, wish
+from helpers.served_engine import EOS, FakeExecutor, gated_executor
 
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine import host
@@ -18,9 +20,17 @@ from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
 from kvik.server.generation import Generations, RequestLimits
 
+Test = Callable[[Generating], Awaitable[None]]
 
-def run(test):
-    asyncio.run(asyncio.wait_for(test, 60))
+
+def run(test: Test, executor: FakeExecutor | None = None, **options: Any) -> None:
+    """Run a test with generations over an engine without a model: see `generating`."""
+
+    async def whole() -> None:
+        async with generating(executor, **options) as serving:
+            await test(serving)
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def counting() -> FakeExecutor:
@@ -34,48 +44,42 @@ async def text_of(generation) -> str:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_text_and_result(streaming):
-    async def test():
-        async with generating(counting()) as serving:
-            generation = await serving.generations.start(wish("AB"), "", streaming=streaming)
-            shown = await text_of(generation) if streaming else None
-            output = await generation.output()
-            assert len(output.text) == 8
-            assert output.text in LETTERS * 2
-            assert shown in (None, output.text)
-            assert list(output.prompt_token_ids) == [0, 1] == list(generation.prompt_token_ids)
-            assert output.outputs[0].finish_reason == "length"
-            assert serving.watcher.tokens[generation.request_id] == 8
-            assert serving.watcher.ended == {generation.request_id: "length"}
-            await serving.at_rest()
+    async def test(serving):
+        generation = await serving.start(wish("AB"), streaming=streaming)
+        shown = await text_of(generation) if streaming else None
+        output = await generation.output()
+        assert len(output.text) == 8
+        assert output.text in LETTERS * 2
+        assert shown in (None, output.text)
+        assert list(output.prompt_token_ids) == [0, 1] == list(generation.prompt_token_ids)
+        assert output.outputs[0].finish_reason == "length"
+        assert serving.watcher.tokens[generation.request_id] == 8
+        assert serving.watcher.ended == {generation.request_id: "length"}
 
-    run(test())
+    run(test, counting())
 
 
 def test_many_streams_get_their_own_text_and_few_pieces():
     """Pieces merge while a reader is away, so that none costs more for being slow."""
 
-    async def test():
-        async with generating(counting(), max_num_seqs=32, max_num_batched_tokens=256) as serving:
-            started = [
-                await serving.generations.start(
-                    wish([i], max_tokens=100, n=1 + i % 3), "", streaming=True
-                )
-                for i in range(10)
-            ]
-            for generation in started:
-                await generation.output()
-            for i, generation in enumerate(started):
-                pieces = [deltas async for deltas in generation]
-                assert len(pieces) == 1
-                assert [delta.index for delta in pieces[0]] == list(range(1 + i % 3))
-                for delta, completion in zip(pieces[0], generation.result.outputs, strict=True):
-                    assert delta.text == completion.text
-                    assert delta.token_ids == completion.token_ids
-                    assert len(delta.token_ids) == 100
-                    assert delta.finish_reason == "length"
-            await serving.at_rest()
+    async def test(serving):
+        started = [
+            await serving.start(wish([i], max_tokens=100, n=1 + i % 3), streaming=True)
+            for i in range(10)
+        ]
+        for generation in started:
+            await generation.output()
+        for i, generation in enumerate(started):
+            pieces = [deltas async for deltas in generation]
+            assert len(pieces) == 1
+            assert [delta.index for delta in pieces[0]] == list(range(1 + i % 3))
+            for delta, completion in zip(pieces[0], generation.result.outputs, strict=True):
+                assert delta.text == completion.text
+                assert delta.token_ids == completion.token_ids
+                assert len(delta.token_ids) == 100
+                assert delta.finish_reason == "length"
 
-    run(test())
+    run(test, counting(), max_num_seqs=32, max_num_batched_tokens=256)
 
 
 def test_logprobs_of_merged_pieces_are_in_order():
@@ -95,44 +99,38 @@ def test_logprobs_of_merged_pieces_are_in_order():
 
 
 def test_a_stop_string_ends_one_sibling_early():
-    async def test():
-        executor = FakeExecutor(token=lambda step, row: (step % 5) if row else 30)
-        async with generating(executor) as serving:
-            generation = await serving.generations.start(
-                wish("A", n=2, max_tokens=200, stop="DE"), "", streaming=True
-            )
-            shown = {0: "", 1: ""}
-            reasons = {}
-            async for deltas in generation:
-                for delta in deltas:
-                    shown[delta.index] += delta.text
-                    if delta.finish_reason:
-                        reasons[delta.index] = (delta.finish_reason, delta.stop_reason)
-            stopped = [i for i in (0, 1) if reasons[i] == ("stop", "DE")]
-            assert len(stopped) == 1
-            assert "D" not in shown[stopped[0]]
-            assert shown == {c.index: c.text for c in generation.result.outputs}
-            await serving.at_rest()
+    executor = FakeExecutor(token=lambda step, row: (step % 5) if row else 30)
 
-    run(test())
+    async def test(serving):
+        generation = await serving.start(wish("A", n=2, max_tokens=200, stop="DE"), streaming=True)
+        shown = {0: "", 1: ""}
+        reasons = {}
+        async for deltas in generation:
+            for delta in deltas:
+                shown[delta.index] += delta.text
+                if delta.finish_reason:
+                    reasons[delta.index] = (delta.finish_reason, delta.stop_reason)
+        stopped = [i for i in (0, 1) if reasons[i] == ("stop", "DE")]
+        assert len(stopped) == 1
+        assert "D" not in shown[stopped[0]]
+        assert shown == {c.index: c.text for c in generation.result.outputs}
+
+    run(test, executor)
 
 
 def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch):
     """Ten thousand steps a second must not be ten thousand events."""
 
-    async def test():
-        async with generating(counting()) as serving:
-            rings = 0
-            generation = await serving.generations.start(
-                wish("A", max_tokens=250), "", streaming=True
-            )
-            async for _ in generation:
-                rings += 1
-            assert rings <= 3  # the first, the last, and what a scheduler of threads may add
+    async def test(serving):
+        rings = 0
+        generation = await serving.start(wish("A", max_tokens=250), streaming=True)
+        async for _ in generation:
+            rings += 1
+        assert rings <= 3  # the first, the last, and what a scheduler of threads may add
 
     monkeypatch.setattr(host, "MAX_DELAY", 5.0)
     monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
-    run(test())
+    run(test, counting())
 
 
 # Refusals
@@ -151,82 +149,71 @@ def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch
     ],
 )
 def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
-    async def test():
-        async with generating(max_queued_requests=16, max_requests=1000) as serving:
-            with pytest.raises((ParamError, CapacityError)) as caught:
-                await serving.generations.start(request_of(), "", streaming=True)
-            assert caught.value.field == field
-            assert serving.watcher.refusals == [("", "invalid")]
-            await serving.at_rest()
+    async def test(serving):
+        with pytest.raises((ParamError, CapacityError)) as caught:
+            await serving.start(request_of(), streaming=True)
+        assert caught.value.field == field
+        assert serving.watcher.refusals == [("", "invalid")]
 
-    run(test())
+    run(test, max_queued_requests=16, max_requests=1000)
 
 
 @pytest.mark.parametrize("priority", [-5, 1])
 def test_a_priority_that_the_policy_ignores_is_refused(priority):
     """As vLLM does, in whose words gateways look for it."""
 
-    async def test():
-        async with generating() as serving:
-            with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
-                await serving.generations.start(wish("A", priority=priority), "", streaming=True)
-            assert caught.value.field == "priority"
-            await serving.at_rest()
-        async with generating(policy="priority") as serving:
-            generation = await serving.generations.start(
-                wish("A", priority=priority, max_tokens=1), "", streaming=False
-            )
-            await generation.output()
-            await serving.at_rest()
+    async def refused(serving):
+        with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
+            await serving.start(wish("A", priority=priority), streaming=True)
+        assert caught.value.field == "priority"
 
-    run(test())
+    async def served(serving):
+        await (await serving.start(wish("A", priority=priority, max_tokens=1))).output()
+
+    run(refused)
+    run(served, policy="priority")
 
 
 def test_all_of_a_batch_or_none():
-    async def test():
-        gate = FakeExecutor()
-        gate.gate.clear()
-        async with generating(gate, max_requests=3) as serving:
-            for bad in ([wish("A"), wish([99])], [wish("A"), wish("B", n=2), wish("C")]):
-                with pytest.raises((ParamError, OverloadError)):
-                    await serving.generations.start_all(bad, "", streaming=False)
-            gate.gate.set()
-            await serving.at_rest()
-            both = await serving.generations.start_all([wish("A"), wish("BC")], "", streaming=False)
-            assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
-            await serving.at_rest()
+    gate = gated_executor()
 
-    run(test())
+    async def test(serving):
+        for bad in ([wish("A"), wish([99])], [wish("A"), wish("B", n=2), wish("C")]):
+            with pytest.raises((ParamError, OverloadError)):
+                await serving.start_all(bad)
+        gate.gate.set()
+        await serving.at_rest()
+        both = await serving.start_all([wish("A"), wish("BC")])
+        assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
+
+    run(test, gate, max_requests=3)
 
 
 def test_a_full_queue_refuses_and_drains():
-    async def test():
-        gate = FakeExecutor()
-        gate.gate.clear()
-        async with generating(gate, max_requests=4) as serving:
-            first = await serving.generations.start(wish("A", n=4), "", streaming=False)
-            with pytest.raises(OverloadError) as caught:
-                await serving.generations.start(wish("A"), "", streaming=False)
-            assert not caught.value.own
-            assert 1 <= caught.value.retry_after <= 60
-            gate.gate.set()
-            await first.output()
-            await (await serving.generations.start(wish("A"), "", streaming=False)).output()
-            assert serving.watcher.refusals == [("", "queue")]
-            await serving.at_rest()
+    gate = gated_executor()
 
-    run(test())
+    async def test(serving):
+        first = await serving.start(wish("A", n=4))
+        with pytest.raises(OverloadError) as caught:
+            await serving.start(wish("A"))
+        assert not caught.value.own
+        assert 1 <= caught.value.retry_after <= 60
+        gate.gate.set()
+        await first.output()
+        await (await serving.start(wish("A"))).output()
+        assert serving.watcher.refusals == [("", "queue")]
+
+    run(test, gate, max_requests=4)
 
 
 def test_an_engine_that_is_not_ready():
-    async def test():
-        async with generating() as serving:
-            await serving.engine.client.close()
-            with pytest.raises(UnavailableError):
-                await serving.generations.start(wish("A"), "", streaming=False)
-            assert serving.watcher.refusals == [("", "unavailable")]
+    async def test(serving):
+        await serving.engine.client.close()
+        with pytest.raises(UnavailableError):
+            await serving.start(wish("A"))
+        assert serving.watcher.refusals == [("", "unavailable")]
 
-    run(test())
+    run(test)
 
 
 # Ends
@@ -234,108 +221,91 @@ def test_an_engine_that_is_not_ready():
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_abort_while_queued_and_while_running(streaming):
-    async def test():
-        async with generating(FakeExecutor(seconds=0.002), max_num_seqs=1) as serving:
-            start = serving.generations.start
-            running = await start(wish("A", max_tokens=250), "", streaming=streaming)
-            while running.record.first_token is None:
-                await asyncio.sleep(0.001)
-            queued = await start(wish("B", n=3, max_tokens=250), "", streaming=streaming)
-            assert serving.admission.num_waiting == 3
-            for generation in (queued, running):
-                generation.abort()
-                generation.abort()  # twice is once
-                with pytest.raises(HttpError) as caught:
-                    await generation.output()
-                assert caught.value.code == ABORTED
-            assert set(serving.watcher.ended.values()) == {"abort"}
-            await serving.at_rest()
+    async def test(serving):
+        running = await serving.start(wish("A", max_tokens=250), streaming=streaming)
+        while running.record.first_token is None:
+            await asyncio.sleep(0.001)
+        queued = await serving.start(wish("B", n=3, max_tokens=250), streaming=streaming)
+        assert serving.admission.num_waiting == 3
+        for generation in (queued, running):
+            generation.abort()
+            generation.abort()  # twice is once
+            with pytest.raises(HttpError) as caught:
+                await generation.output()
+            assert caught.value.code == ABORTED
+        assert set(serving.watcher.ended.values()) == {"abort"}
 
-    run(test())
+    run(test, FakeExecutor(seconds=0.002), max_num_seqs=1)
 
 
 def test_abort_by_id_needs_the_same_tenant():
-    async def test():
-        async with generating(FakeExecutor(seconds=0.002)) as serving:
-            generation = await serving.generations.start(
-                wish("A", max_tokens=250), "me", streaming=True
-            )
-            assert not serving.generations.abort(generation.request_id, "you")
-            assert not serving.generations.abort("unknown")
-            assert not generation.ended
-            assert serving.generations.abort(generation.request_id, "me")
-            assert not serving.generations.abort(generation.request_id, "me")
-            await serving.at_rest()
+    async def test(serving):
+        generation = await serving.start(wish("A", max_tokens=250), "me", streaming=True)
+        assert not serving.generations.abort(generation.request_id, "you")
+        assert not serving.generations.abort("unknown")
+        assert not generation.ended
+        assert serving.generations.abort(generation.request_id, "me")
+        assert not serving.generations.abort(generation.request_id, "me")
 
-    run(test())
+    run(test, FakeExecutor(seconds=0.002))
 
 
 def test_a_deadline_before_and_after_the_first_token():
-    async def test():
-        async with generating(FakeExecutor(seconds=0.005), max_num_seqs=1) as serving:
-            late = await serving.generations.start(
-                wish("A", max_tokens=250, deadline_ms=200), "", streaming=True
-            )
-            shown = ""
-            with pytest.raises(HttpError) as caught:
-                async for deltas in late:
-                    shown += "".join(delta.text for delta in deltas)
-            assert len(shown) > 1  # what came in time was delivered
-            assert (caught.value.status, caught.value.code) == (504, DEADLINE)
-            assert list(serving.watcher.ended.values()) == ["deadline"]
-            await serving.at_rest()
+    async def test(serving):
+        late = await serving.start(wish("A", max_tokens=250, deadline_ms=200), streaming=True)
+        shown = ""
+        with pytest.raises(HttpError) as caught:
+            async for deltas in late:
+                shown += "".join(delta.text for delta in deltas)
+        assert len(shown) > 1  # what came in time was delivered
+        assert (caught.value.status, caught.value.code) == (504, DEADLINE)
+        assert list(serving.watcher.ended.values()) == ["deadline"]
 
-    run(test())
+    run(test, FakeExecutor(seconds=0.005), max_num_seqs=1)
 
 
 def test_the_servers_own_time_limit():
-    async def test():
-        limits = RequestLimits(request_timeout=0.1)
-        async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
-            generation = await serving.generations.start(
-                wish("A", max_tokens=250, deadline_ms=60_000), "", streaming=False
-            )
-            with pytest.raises(HttpError) as caught:
-                await generation.output()
-            assert caught.value.code == DEADLINE
-            await serving.at_rest()
+    limits = RequestLimits(request_timeout=0.1)
 
-    run(test())
+    async def test(serving):
+        generation = await serving.start(wish("A", max_tokens=250, deadline_ms=60_000))
+        with pytest.raises(HttpError) as caught:
+            await generation.output()
+        assert caught.value.code == DEADLINE
+
+    run(test, FakeExecutor(seconds=0.005), limits=limits)
 
 
 def test_a_failing_step_fails_its_requests_and_no_others():
-    async def test():
-        executor = FakeExecutor()
-        async with generating(executor) as serving:
-            executor.raises = RuntimeError("the step failed")
-            generation = await serving.generations.start(wish("A", n=2), "", streaming=True)
-            with pytest.raises(HttpError, match="the engine failed in this request"):
-                await generation.output()
-            other = await serving.generations.start(wish("A"), "", streaming=True)
-            assert len((await other.output()).text) == 8
-            await serving.at_rest()
+    executor = FakeExecutor()
 
-    run(test())
+    async def test(serving):
+        executor.raises = RuntimeError("the step failed")
+        generation = await serving.start(wish("A", n=2), streaming=True)
+        with pytest.raises(HttpError, match="the engine failed in this request"):
+            await generation.output()
+        other = await serving.start(wish("A"), streaming=True)
+        assert len((await other.output()).text) == 8
+
+    run(test, executor)
 
 
 def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
-    async def test():
-        async with generating(counting()) as serving:
-            bad = await serving.generations.start(wish("A", max_tokens=50), "", streaming=True)
-            good = await serving.generations.start(wish("B", max_tokens=50), "", streaming=True)
-            entry = serving.generations._processor._entries[bad.request_id]
+    async def test(serving):
+        bad = await serving.start(wish("A", max_tokens=50), streaming=True)
+        good = await serving.start(wish("B", max_tokens=50), streaming=True)
+        entry = serving.generations._processor._entries[bad.request_id]
 
-            def fail(ids):
-                raise ValueError("no such text")
+        def fail(ids):
+            raise ValueError("no such text")
 
-            monkeypatch.setattr(entry.completions[0], "detokenizer", FailingDetokenizer(fail))
-            with pytest.raises(HttpError, match="the engine failed in this request"):
-                await bad.output()
-            assert len((await good.output()).text) == 50
-            assert serving.watcher.ended[bad.request_id] == "error"
-            await serving.at_rest()
+        monkeypatch.setattr(entry.completions[0], "detokenizer", FailingDetokenizer(fail))
+        with pytest.raises(HttpError, match="the engine failed in this request"):
+            await bad.output()
+        assert len((await good.output()).text) == 50
+        assert serving.watcher.ended[bad.request_id] == "error"
 
-    run(test())
+    run(test, counting())
 
 
 class FailingDetokenizer:
@@ -344,35 +314,30 @@ class FailingDetokenizer:
 
 
 def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
-    async def test():
-        async with generating(counting()) as serving:
-            start = serving.generations.start
-            slow = await start(wish("A", max_tokens=200), "", streaming=True)
-            whole = await start(wish("B", max_tokens=200), "", streaming=False)
-            with pytest.raises(HttpError, match="too slow"):
-                await slow.output()
-            assert len((await whole.output()).text) == 200
-            await serving.at_rest()
+    async def test(serving):
+        slow = await serving.start(wish("A", max_tokens=200), streaming=True)
+        whole = await serving.start(wish("B", max_tokens=200))
+        with pytest.raises(HttpError, match="too slow"):
+            await slow.output()
+        assert len((await whole.output()).text) == 200
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
-    run(test())
+    run(test, counting())
 
 
 def test_the_engines_end_fails_what_lives():
-    async def test():
-        executor = FakeExecutor(seconds=0.005)
-        async with generating(executor) as serving:
-            generation = await serving.generations.start(
-                wish("A", max_tokens=250), "", streaming=True
-            )
-            await anext(generation)
-            await serving.engine.client.close()
-            with pytest.raises(HttpError) as caught:
-                await generation.output()
-            assert caught.value.code == FAILED
-            assert not serving.generations.live
+    executor = FakeExecutor(seconds=0.005)
 
-    run(test())
+    async def test(serving):
+        generation = await serving.start(wish("A", max_tokens=250), streaming=True)
+        await anext(generation)
+        await serving.engine.client.close()
+        with pytest.raises(HttpError) as caught:
+            await generation.output()
+        assert caught.value.code == FAILED
+        assert not serving.generations.live
+
+    run(test, executor)
 
 
 # What the engine is told
@@ -387,190 +352,166 @@ def sent(serving) -> list:
 
 
 def test_ids_are_random_and_tenants_share_no_prefix():
-    async def test():
-        async with generating() as serving:
-            requests = sent(serving)
-            for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
-                one = await serving.generations.start(
-                    wish("A", cache_salt=salt), tenant, streaming=False
-                )
-                await one.output()
-            assert len({r.cache_salt for r in requests}) == 4
-            assert len({r.request_id for r in requests}) == 4
-            assert [r.tenant for r in requests] == ["a", "b", "a", "as"]
+    async def test(serving):
+        requests = sent(serving)
+        for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
+            one = await serving.start(wish("A", cache_salt=salt), tenant)
+            await one.output()
+        assert len({r.cache_salt for r in requests}) == 4
+        assert len({r.request_id for r in requests}) == 4
+        assert [r.tenant for r in requests] == ["a", "b", "a", "as"]
 
-    run(test())
+    run(test)
 
 
 def test_the_operator_may_let_tenants_share_prefixes():
-    async def test():
-        async with generating(limits=RequestLimits(share_prefix_cache=True)) as serving:
-            requests = sent(serving)
-            for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
-                await serving.generations.start(wish("A", cache_salt=salt), tenant, streaming=False)
-            assert [r.cache_salt for r in requests] == ["", "", "s"]
+    async def test(serving):
+        requests = sent(serving)
+        for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
+            await serving.start(wish("A", cache_salt=salt), tenant)
+        assert [r.cache_salt for r in requests] == ["", "", "s"]
 
-    run(test())
+    run(test, limits=RequestLimits(share_prefix_cache=True))
 
 
 def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
-    async def test():
-        gate = FakeExecutor()
-        gate.gate.clear()
-        limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
-        async with generating(gate, limits=limits, max_requests=4) as serving:
-            start = serving.generations.start
-            free = [await start(wish("A", max_tokens=20), "", streaming=False) for _ in range(2)]
-            capped = await start(wish("A", max_tokens=20), "", streaming=False)
-            small = await start(wish("A", max_tokens=3), "", streaming=False)
-            gate.gate.set()
-            lengths = [(await g.output()).num_output_tokens for g in [*free, capped, small]]
-            assert lengths == [20, 20, 5, 3]
-            assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
+    gate = gated_executor()
+    limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
 
-    run(test())
+    async def test(serving):
+        free = [await serving.start(wish("A", max_tokens=20)) for _ in range(2)]
+        capped = await serving.start(wish("A", max_tokens=20))
+        small = await serving.start(wish("A", max_tokens=3))
+        gate.gate.set()
+        lengths = [(await g.output()).num_output_tokens for g in [*free, capped, small]]
+        assert lengths == [20, 20, 5, 3]
+        assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
+
+    run(test, gate, limits=limits, max_requests=4)
 
 
 def test_bad_words_become_ids_beside_the_event_loop():
-    async def test():
-        async with generating() as serving:
-            requests = sent(serving)
-            await serving.generations.start(wish("A", bad_words=("Cat",)), "", streaming=False)
-            cat = tuple(LETTERS.index(c) for c in "Cat")
-            assert cat in requests[0].params.bad_words
+    async def test(serving):
+        requests = sent(serving)
+        await serving.start(wish("A", bad_words=("Cat",)))
+        cat = tuple(LETTERS.index(c) for c in "Cat")
+        assert cat in requests[0].params.bad_words
 
-    run(test())
+    run(test)
 
 
 def test_stop_needs_a_tokenizer():
-    async def test():
-        async with generating() as serving:
-            serving.texts.tokenizer = None
-            bare = Generations(
-                serving.engine.client,
-                serving.texts,
-                serving.admission,
-                serving.watcher,
-                RequestLimits(),
-            )
-            with pytest.raises(ParamError, match="stop"):
-                await bare.start(wish([1], stop="x"), "", streaming=False)
+    async def test(serving):
+        serving.texts.tokenizer = None
+        bare = Generations(
+            serving.engine.client,
+            serving.texts,
+            serving.admission,
+            serving.watcher,
+            RequestLimits(),
+        )
+        with pytest.raises(ParamError, match="stop"):
+            await bare.start(wish([1], stop="x"), "", streaming=False)
 
-    run(test())
+    run(test)
 
 
 def test_end_of_text_is_not_shown():
-    async def test():
-        executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
-        async with generating(executor) as serving:
-            generation = await serving.generations.start(wish("A"), "", streaming=True)
-            assert set(await text_of(generation)) <= {"B"}
-            assert generation.result.outputs[0].finish_reason == "stop"
-            assert threading.active_count() < 20
+    executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
 
-    run(test())
+    async def test(serving):
+        generation = await serving.start(wish("A"), streaming=True)
+        assert set(await text_of(generation)) <= {"B"}
+        assert generation.result.outputs[0].finish_reason == "stop"
+        assert threading.active_count() < 20
+
+    run(test, executor)
 
 
 def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
     """Many siblings have a token in the same step; so have all after the event loop was held up."""
 
-    async def test():
-        async with generating(FakeExecutor(seconds=0.005)) as serving:
-            generation = await serving.generations.start(
-                wish("A", n=8, max_tokens=20), "", streaming=True
-            )
-            async for _ in generation:
-                pass
-            assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
-            await serving.at_rest()
+    async def test(serving):
+        generation = await serving.start(wish("A", n=8, max_tokens=20), streaming=True)
+        async for _ in generation:
+            pass
+        assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
-    run(test())
+    run(test, FakeExecutor(seconds=0.005))
 
 
 def test_others_have_their_turn_while_many_prompts_are_sent():
-    async def test():
-        async with generating(max_requests=64, max_tokens=1 << 20) as serving:
-            turns = 0
+    async def test(serving):
+        turns = 0
 
-            async def other():
-                nonlocal turns
-                while True:
-                    turns += 1
-                    await asyncio.sleep(0)
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
 
-            task = asyncio.get_running_loop().create_task(other())
-            all_of_them = await serving.generations.start_all(
-                [wish([1] * 200)] * 32, "", streaming=False
-            )
-            assert turns >= 32
-            task.cancel()
-            for generation in all_of_them:
-                generation.abort()
-            await serving.at_rest()
+        task = asyncio.get_running_loop().create_task(other())
+        all_of_them = await serving.start_all([wish([1] * 200)] * 32)
+        assert turns >= 32
+        task.cancel()
+        for generation in all_of_them:
+            generation.abort()
 
-    run(test())
+    run(test, max_requests=64, max_tokens=1 << 20)
 
 
 @pytest.mark.parametrize("turns", [0, 3, 10, 40])
 def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
-    async def test():
-        async with generating(max_requests=64) as serving:
-            wishes = [wish([1] * 20, max_tokens=200)] * 16
-            task = asyncio.get_running_loop().create_task(
-                serving.generations.start_all(wishes, "", streaming=True)
-            )
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                for generation in await task:
-                    generation.abort()
-            await serving.at_rest()
+    async def test(serving):
+        wishes = [wish([1] * 20, max_tokens=200)] * 16
+        task = asyncio.get_running_loop().create_task(serving.start_all(wishes, streaming=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            for generation in await task:
+                generation.abort()
 
-    run(test())
+    run(test, max_requests=64)
 
 
 def test_what_only_reads_its_prompt_has_a_pace_too():
     """Embeddings have no tokens, and an echo may have none: they take their turn all the same."""
 
-    async def test():
-        gate = FakeExecutor()
-        gate.gate.clear()
-        async with generating(gate) as serving:
-            start = serving.generations.start
-            for _ in range(3):
-                read = await start(wish("A"), "", streaming=False)
-                await asyncio.sleep(0.02)
-                delta = RequestDelta(read.request_id, 0, [], finish_reason=FinishReason.LENGTH)
-                serving.generations.take([delta])
-                await read.output()
-            await start(wish("A"), "", streaming=False)
-            with pytest.raises(OverloadError) as caught:
-                await start(wish("A", deadline_ms=1), "", streaming=False)
-            assert caught.value.field == "deadline_ms"
-            serving.generations.abort_all("the test is over")
-            gate.gate.set()
+    gate = gated_executor()
 
-    run(test())
+    async def test(serving):
+        for _ in range(3):
+            read = await serving.start(wish("A"))
+            await asyncio.sleep(0.02)
+            delta = RequestDelta(read.request_id, 0, [], finish_reason=FinishReason.LENGTH)
+            serving.generations.take([delta])
+            await read.output()
+        await serving.start(wish("A"))
+        with pytest.raises(OverloadError) as caught:
+            await serving.start(wish("A", deadline_ms=1))
+        assert caught.value.field == "deadline_ms"
+        serving.generations.abort_all("the test is over")
+        gate.gate.set()
+
+    run(test, gate)
 
 
 def test_who_says_no_deadline_is_not_told_of_one():
     """The server's own limit ends what runs, and keeps nobody out."""
 
-    async def test():
-        gate = FakeExecutor()
-        async with generating(gate, limits=RequestLimits(request_timeout=0.5)) as serving:
-            start = serving.generations.start
-            await (await start(wish("A"), "", streaming=False)).output()
-            gate.gate.clear()
-            await start(wish("A"), "", streaming=False)
-            serving.admission._start_rate._seconds = 1e6  # as slow as can be
-            await start(wish("A"), "", streaming=False)
-            with pytest.raises(OverloadError, match="deadline_ms"):
-                await start(wish("A", deadline_ms=1000), "", streaming=False)
-            serving.generations.abort_all("the test is over")
-            gate.gate.set()
-            await serving.at_rest()
+    gate = FakeExecutor()
 
-    run(test())
+    async def test(serving):
+        await (await serving.start(wish("A"))).output()
+        gate.gate.clear()
+        await serving.start(wish("A"))
+        serving.admission._start_rate._seconds = 1e6  # as slow as can be
+        await serving.start(wish("A"))
+        with pytest.raises(OverloadError, match="deadline_ms"):
+            await serving.start(wish("A", deadline_ms=1000))
+        serving.generations.abort_all("the test is over")
+        gate.gate.set()
+
+    run(test, gate, limits=RequestLimits(request_timeout=0.5))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from functools import partial
 
 import httpx2
 import msgspec
 import pytest
 from helpers.generating import ids_of
+from helpers.http_server import until
 from helpers.raw_http import connect, post, read_until
-from helpers.served_engine import FakeExecutor
+from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.serving import served
 from helpers.stalls import assert_turns
 from msgspec import UNSET
@@ -167,23 +167,9 @@ def slow(seconds: float = 0.003) -> FakeExecutor:
     return FakeExecutor(seconds=seconds)
 
 
-def closed() -> FakeExecutor:
-    """Steps wait for `gate`."""
-    executor = FakeExecutor()
-    executor.gate.clear()
-    return executor
-
-
-def until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_fails_before_the_first_token_has_its_own_status(stream):
-    executor = closed()
+    executor = gated_executor()
     with served(routes, executor) as server:
         executor.raises = RuntimeError("the step failed")
         threading.Timer(0.05, executor.gate.set).start()
@@ -191,12 +177,11 @@ def test_what_fails_before_the_first_token_has_its_own_status(stream):
         assert answer.status_code == 500
         assert answer.headers["x-should-retry"] == "false"
         assert "the engine failed in this request" in answer.json()["error"]["message"]
-        server.at_rest()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_in_the_queue(stream):
-    executor = closed()
+    executor = gated_executor()
     with served(routes, executor, max_num_seqs=1) as server:
         first = connect(server.http.port)
         post(first, "/v1/generate", LONG)
@@ -208,7 +193,6 @@ def test_a_deadline_in_the_queue(stream):
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert answer.headers["x-should-retry"] == "false"
         first.close()
-        server.at_rest()
 
 
 @pytest.mark.parametrize("anthropic", [True, False])
@@ -229,7 +213,6 @@ def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
             assert json.loads(data[6:])["error"]["type"] == "timeout_error"
         else:
             assert json.loads(last[6:])["error"]["code"] == "deadline_exceeded"
-        server.at_rest()
 
 
 def test_an_operators_abort_is_told_in_the_stream():
@@ -242,7 +225,6 @@ def test_an_operators_abort_is_told_in_the_stream():
         seen += read_until(sock, b"0\r\n\r\n") if b"0\r\n\r\n" not in seen else b""
         assert b'"code":"aborted"' in seen
         sock.close()
-        server.at_rest()
 
 
 async def abort(server, request_id: str) -> None:
@@ -261,7 +243,6 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
         assert answer.status_code == 200
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text
-        server.at_rest()
     (told,) = [r for r in caplog.records if r.name == "kvik.server.responses"]
     _, *lines = logging.Formatter().format(told).split("\n")
     assert any("secret" in line for line in lines)
@@ -269,7 +250,7 @@ def test_an_error_in_what_shows_a_stream_is_told_without_its_words(caplog):
 
 
 def test_signs_of_life_come_before_the_first_token_too():
-    executor = closed()
+    executor = gated_executor()
     with served(partial(routes, timeouts=StreamTimeouts(heartbeat=0.1)), executor) as server:
         sock = connect(server.http.port)
         post(sock, "/stream", {"prompt": "A", "max_tokens": 3})
@@ -279,7 +260,6 @@ def test_signs_of_life_come_before_the_first_token_too():
         seen = read_until(sock, b"0\r\n\r\n")
         assert b"tokens_generated" in seen
         sock.close()
-        server.at_rest()
 
 
 def test_what_the_server_gave_up_is_in_a_header():
@@ -311,7 +291,6 @@ def test_generations_that_were_started_together_are_one_stream():
             _, position, count = piece.split()
             tokens[position] += int(count)
         assert tokens == {"0": 250, "1": 250}
-        server.at_rest()
 
 
 def test_the_connection_serves_the_next_request_after_a_stream():
@@ -320,11 +299,10 @@ def test_the_connection_serves_the_next_request_after_a_stream():
             answer = client.post("/stream", json={"prompt": "A", "max_tokens": 5})
             assert "tokens_generated" in answer.text
             assert client.post("/v1/generate", json={"prompt": "A"}).status_code == 200
-        server.at_rest()
 
 
 def test_an_overload_is_503_with_the_time_to_come_back():
-    executor = closed()
+    executor = gated_executor()
     with served(routes, executor, max_requests=1) as server:
         first = connect(server.http.port)
         post(first, "/v1/generate", LONG)
@@ -337,7 +315,6 @@ def test_an_overload_is_503_with_the_time_to_come_back():
         executor.gate.set()
         assert b"tokens_generated" in read_until(first, b"}")
         first.close()
-        server.at_rest()
 
 
 def test_a_request_that_is_not_over_keeps_its_connection():
@@ -350,4 +327,3 @@ def test_a_request_that_is_not_over_keeps_its_connection():
         while seen.count(b"tokens_generated") < 2:
             seen += read_until(sock, b"tokens_generated")
         sock.close()
-        server.at_rest()

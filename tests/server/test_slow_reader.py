@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from helpers.generating import ids_of
+from helpers.http_server import until
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.serving import served
@@ -54,10 +55,7 @@ def test_a_reader_who_stops_loses_the_request_after_a_while():
         good = connect(server.http.port)
         post(good, "/stream", {"prompt": "B", "max_tokens": 250})
         assert b'"tokens_generated":250' in read_until(good, b"request_id")[-500:]
-        end = time.monotonic() + 10
-        while server.inner.generations.live:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: not server.inner.generations.live)
         assert sorted(server.inner.watcher.ended.values()) in (
             ["abort", "length"],  # it was too slow while it ran
             ["length", "length"],  # it had ended, and nobody took it
@@ -78,7 +76,6 @@ def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
         assert b'"tokens_generated":200' in seen[-500:]
         assert seen.count(PADDING) < 100  # each of 200 tokens would have been one
         slow.close()
-        server.at_rest()
 
 
 def test_what_waits_for_a_reader_is_bounded(monkeypatch):
@@ -87,13 +84,9 @@ def test_what_waits_for_a_reader_is_bounded(monkeypatch):
     with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
-        end = time.monotonic() + 10
-        while not server.inner.watcher.ended:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: server.inner.watcher.ended)
         assert list(server.inner.watcher.ended.values()) == ["abort"]
         assert (
             b"too slow" in read_until(stuck, b"0\r\n\r\n")[-500:]
         )  # if he reads at last, he is told
         stuck.close()
-        server.at_rest()
