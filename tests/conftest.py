@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 from helpers import tiers
@@ -55,6 +58,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
     if "PYTEST_XDIST_WORKER" in os.environ:  # what takes long first: the others would wait for it
         items.sort(key=lambda item: item.get_closest_marker("full") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in the event loop of its fixture `loop_factory`, if it has
+    one. Arguments that are asynchronous context managers are entered in that loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            arguments = {}
+            for name in inspect.signature(pyfuncitem.obj).parameters:
+                value = pyfuncitem.funcargs[name]
+                if isinstance(value, AbstractAsyncContextManager):
+                    value = await stack.enter_async_context(value)
+                arguments[name] = value
+            await asyncio.wait_for(pyfuncitem.obj(**arguments), 60)
+
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(whole())
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import uvloop
-from helpers.scripted_engine import Rig as ScriptedRig
 from helpers.served_engine import FakeExecutor, tiny_config
 
 from kvik.config.config import ResolvedConfig
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
-from kvik.engine.remote import EngineState
-from kvik.engine.wire import Ready
 
 
 def make_config(**scheduler: object) -> ResolvedConfig:
@@ -58,26 +53,3 @@ def rig() -> Callable[..., Rig]:
         return Rig(core, executor, EngineLoop(core, executor, clock), clock)
 
     return make
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def with_rig(request) -> Callable[[Callable[[ScriptedRig], Awaitable[None]]], None]:
-    """Run a test in an event loop, with a client that is ready."""
-
-    async def whole(test: Callable[[ScriptedRig], Awaitable[None]]) -> None:
-        rig = ScriptedRig()
-        rig.client.start(rig.calls.append)
-        assert rig.client.state is EngineState.STARTING
-        rig.source.say(Ready())
-        await rig.settle()
-        assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
-        await asyncio.wait_for(test(rig), 30)
-        await rig.client.close()
-        rig.source.sock.close()
-
-    def run(test: Callable[[ScriptedRig], Awaitable[None]]) -> None:
-        factory = uvloop.new_event_loop if request.param == "uvloop" else None
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(whole(test))
-
-    return run

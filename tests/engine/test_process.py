@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import uvloop
 from helpers import engine_child
 from helpers.engine_child import CRASH, HANG, PAUSE
+from helpers.served_engine import engine_request as request
 from helpers.served_engine import tiny_config
 from helpers.virtual_time import run_virtually
 
-from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine.process import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.wire import EngineStart
@@ -29,10 +30,6 @@ from kvik.errors import UnavailableError
 QUICK = RestartPolicy(
     stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0
 )
-
-
-def request(name: str = "a", *more: int, **params: object) -> EngineRequest:
-    return EngineRequest(name, [1, 2, 3, *more], SamplingParams(**{"max_tokens": 5, **params}))
 
 
 class Rig:
@@ -85,41 +82,30 @@ def open_files() -> set[str]:
     return found
 
 
-def supervised(
-    test: Callable[[Rig], Awaitable[None]],
-    mode: str = "serve",
-    policy: RestartPolicy = QUICK,
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> Rig:
-    """Run a test with an engine process; afterwards nothing may be left of it."""
+@asynccontextmanager
+async def supervised(mode: str = "serve", policy: RestartPolicy = QUICK) -> AsyncIterator[Rig]:
+    """A client with an engine process; afterwards nothing may be left of it."""
     rig = Rig(mode, policy)
-
-    async def whole() -> None:
-        rig.client.start(rig.deltas.extend)
-        before = None
-        try:
-            await asyncio.wait_for(test(rig), 60)
-        finally:
-            before, began = rig.supervisor.pid, time.monotonic()
-            await rig.client.close()
-            assert time.monotonic() - began < 5
-        assert rig.supervisor.pid is None
-        assert before is None or not exists(before)
-        assert rig.client.num_unfinished == 0
-        ends = [(d.request_id, d.index) for d in rig.deltas if d.finish_reason is not None]
-        assert len(set(ends)) == len(ends)
-
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(asyncio.sleep(0))
-        files = open_files()
-        runner.run(whole())
-        assert open_files() == files
-    return rig
+    files = open_files()
+    rig.client.start(rig.deltas.extend)
+    before = None
+    try:
+        yield rig
+    finally:
+        before, began = rig.supervisor.pid, time.monotonic()
+        await rig.client.close()
+        assert time.monotonic() - began < 5
+    assert rig.supervisor.pid is None
+    assert before is None or not exists(before)
+    assert rig.client.num_unfinished == 0
+    ends = [(d.request_id, d.index) for d in rig.deltas if d.finish_reason is not None]
+    assert len(set(ends)) == len(ends)
+    assert open_files() == files
 
 
-@pytest.mark.parametrize("factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_process_that_dies_is_replaced(factory):
-    async def test(rig: Rig) -> None:
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+async def test_a_process_that_dies_is_replaced(loop_factory):
+    async with supervised() as rig:
         with pytest.raises(UnavailableError, match="being started"):
             rig.client.add(request())
         await rig.until(EngineState.READY)
@@ -138,13 +124,11 @@ def test_a_process_that_dies_is_replaced(factory):
         rig.client.add(request("c"))
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
         assert (await rig.client.stats()).delivered_tokens == 5
-
-    rig = supervised(test, factory=factory)
     assert sum(d.finish_reason is FinishReason.ERROR for d in rig.deltas) == 2
 
 
-def test_what_waits_is_served_by_the_next_engine():
-    async def test(rig: Rig) -> None:
+async def test_what_waits_is_served_by_the_next_engine():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
         for i in range(8):  # as many as run at the same time
             rig.client.add(request(f"r{i}", max_tokens=200))
@@ -156,27 +140,23 @@ def test_what_waits_is_served_by_the_next_engine():
             lost = await rig.ended(f"r{i}")
             assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, True)
         assert (await rig.ended("waits")).finish_reason is FinishReason.LENGTH
-
-    rig = supervised(test)
     assert sum(len(d.token_ids) for d in rig.deltas if d.request_id == "waits") == 5
 
 
-def test_a_request_that_crashes_engines_crashes_two():
-    async def test(rig: Rig) -> None:
+async def test_a_request_that_crashes_engines_crashes_two():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
-        rig.client.add(request("a", CRASH))
+        rig.client.add(request("a", [CRASH]))
         lost = await rig.ended("a")
         assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, False)
         await rig.restarted()
         assert rig.client.num_starts == 3
 
-    supervised(test)
 
-
-def test_the_reason_says_how_it_ended_and_its_last_words():
-    async def test(rig: Rig) -> None:
+async def test_the_reason_says_how_it_ended_and_its_last_words():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
-        rig.client.add(request("a", CRASH))
+        rig.client.add(request("a", [CRASH]))
         assert (await rig.ended("a")).finish_reason is FinishReason.ERROR
         while "status" not in rig.client.reason:
             await asyncio.sleep(0.001)
@@ -186,16 +166,14 @@ def test_the_reason_says_how_it_ended_and_its_last_words():
         os.kill(rig.supervisor.pid, signal.SIGSEGV)
         while "SIGSEGV" not in rig.client.reason:
             await asyncio.sleep(0.001)
-
-    rig = supervised(test)
     assert "here it goes\n" in "".join(rig.printed)
 
 
-def test_one_that_crashes_again_and_again_is_given_up():
-    async def test(rig: Rig) -> None:
+async def test_one_that_crashes_again_and_again_is_given_up():
+    async with supervised() as rig:
         for name in ("twice", "once"):  # the second engine may be asked again
             await rig.until(EngineState.READY)
-            rig.client.add(request(name, CRASH))
+            rig.client.add(request(name, [CRASH]))
             await rig.ended(name)
         await rig.until(EngineState.FAILED)
         assert "crashed 3 times; at last: the engine process exited" in rig.client.reason
@@ -203,57 +181,52 @@ def test_one_that_crashes_again_and_again_is_given_up():
             rig.client.add(request("late"))
         assert rig.supervisor.pid is None
 
-    supervised(test)
-
 
 @pytest.mark.full
-def test_old_crashes_are_forgiven():
-    async def test(rig: Rig) -> None:
+async def test_old_crashes_are_forgiven():
+    async with supervised(
+        policy=RestartPolicy(exit=1.0, pause=0.01, crashes=3, window=0.05)
+    ) as rig:
         for i in range(2 * QUICK.crashes):
             await rig.until(EngineState.READY)
-            rig.client.add(request(f"r{i}", CRASH))
+            rig.client.add(request(f"r{i}", [CRASH]))
             await rig.ended(f"r{i}")
         await rig.until(EngineState.READY)
 
-    supervised(test, policy=RestartPolicy(exit=1.0, pause=0.01, crashes=3, window=0.05))
-
 
 @pytest.mark.full
-def test_one_that_does_not_start_is_given_up():
-    async def test(rig: Rig) -> None:
+async def test_one_that_does_not_start_is_given_up():
+    async with supervised("broken") as rig:
         await rig.until(EngineState.FAILED)
         assert "RuntimeError: this engine cannot even start" in rig.client.reason
 
-    supervised(test, "broken")
 
-
-def test_a_command_that_does_not_exist():
-    async def test(rig: Rig) -> None:
+async def test_a_command_that_does_not_exist():
+    async with supervised("/no/such/command") as rig:
         await rig.until(EngineState.FAILED)
         assert "cannot be started" in rig.client.reason
 
-    supervised(test, "/no/such/command")
 
-
-def test_a_model_that_cannot_be_loaded_is_not_tried_again():
-    async def test(rig: Rig) -> None:
+async def test_a_model_that_cannot_be_loaded_is_not_tried_again():
+    async with supervised("unusable") as rig:
         await rig.until(EngineState.FAILED)
         assert rig.client.reason == "model: has no weights"
         await asyncio.sleep(0.3)
         assert rig.client.state is EngineState.FAILED
         assert rig.supervisor.pid is None
 
-    supervised(test, "unusable")
+
+async def test_closing_while_it_ends():
+    async with supervised("unusable") as rig:
+        await rig.until(EngineState.FAILED)
 
 
-def test_closing_while_it_ends():
-    supervised(lambda rig: rig.until(EngineState.FAILED), "unusable")
-
-
-def test_one_that_was_loaded_before_is_tried_again(tmp_path):
+async def test_one_that_was_loaded_before_is_tried_again(tmp_path):
     """As what is missing now may be back soon: memory, a network disk."""
 
-    async def test(rig: Rig) -> None:
+    async with supervised(
+        f"once:{tmp_path / 'loaded'}", RestartPolicy(exit=1.0, pause=0.05, crashes=20)
+    ) as rig:
         await rig.until(EngineState.READY)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
         await asyncio.sleep(0)
@@ -263,14 +236,12 @@ def test_one_that_was_loaded_before_is_tried_again(tmp_path):
             await asyncio.sleep(0.001)
         await rig.until(EngineState.READY)
 
-    supervised(test, f"once:{tmp_path / 'loaded'}", RestartPolicy(exit=1.0, pause=0.05, crashes=20))
-
 
 @pytest.mark.full
-def test_one_that_hangs_is_unhealthy_and_then_replaced():
-    async def test(rig: Rig) -> None:
+async def test_one_that_hangs_is_unhealthy_and_then_replaced():
+    async with supervised(policy=RestartPolicy(stall=0.5, kill=0.5, exit=1.0, pause=0.01)) as rig:
         await rig.until(EngineState.READY)
-        rig.client.add(request("a", HANG))
+        rig.client.add(request("a", [HANG]))
         await rig.until(EngineState.STALLED)
         assert "no step was computed" in rig.client.reason
         with pytest.raises(UnavailableError, match="no step was computed"):
@@ -281,24 +252,20 @@ def test_one_that_hangs_is_unhealthy_and_then_replaced():
         rig.client.add(request("c"))
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
 
-    supervised(test, policy=RestartPolicy(stall=0.5, kill=0.5, exit=1.0, pause=0.01))
 
-
-def test_one_that_was_only_slow_is_healthy_again():
-    async def test(rig: Rig) -> None:
+async def test_one_that_was_only_slow_is_healthy_again():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
         pid = rig.supervisor.pid
-        rig.client.add(request("a", PAUSE))
+        rig.client.add(request("a", [PAUSE]))
         await rig.until(EngineState.STALLED)
         await rig.until(EngineState.READY)
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
         assert rig.supervisor.pid == pid
 
-    supervised(test)
 
-
-def test_an_idle_engine_does_not_stall():
-    async def test(rig: Rig) -> None:
+async def test_an_idle_engine_does_not_stall():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a"))
         await rig.ended("a")
@@ -306,11 +273,9 @@ def test_an_idle_engine_does_not_stall():
             await asyncio.sleep(0.01)
             assert rig.client.state is EngineState.READY
 
-    supervised(test)
 
-
-def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
-    async def test(rig: Rig) -> None:
+async def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
+    async with supervised(policy=RestartPolicy(stall=1.0)) as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", max_tokens=240, ignore_eos=True))
         while not rig.deltas:
@@ -320,8 +285,6 @@ def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
             assert rig.client.state is EngineState.READY
             await asyncio.sleep(0.01)
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
-
-    supervised(test, policy=RestartPolicy(stall=1.0))
 
 
 class Still:
@@ -336,23 +299,20 @@ class Still:
         self.state = state
 
 
-def test_only_time_that_was_watched_counts():
-    async def test() -> None:
-        line = Still()
-        supervisor = Supervisor(
-            [], EngineStart(tiny_config()), RestartPolicy(stall=1.0, kill=0.2), print
-        )
-        watching = asyncio.create_task(supervisor._watch(line))
-        await asyncio.sleep(0.1)
-        time.sleep(2.0)
-        await asyncio.sleep(0.01)
-        assert line.state is EngineState.READY
-        began = time.monotonic()
-        assert "no step was computed" in await watching
-        assert line.state is EngineState.STALLED
-        assert time.monotonic() - began > 0.5
-
-    asyncio.run(test())
+async def test_only_time_that_was_watched_counts():
+    line = Still()
+    supervisor = Supervisor(
+        [], EngineStart(tiny_config()), RestartPolicy(stall=1.0, kill=0.2), print
+    )
+    watching = asyncio.create_task(supervisor._watch(line))
+    await asyncio.sleep(0.1)
+    time.sleep(2.0)
+    await asyncio.sleep(0.01)
+    assert line.state is EngineState.READY
+    began = time.monotonic()
+    assert "no step was computed" in await watching
+    assert line.state is EngineState.STALLED
+    assert time.monotonic() - began > 0.5
 
 
 @pytest.mark.parametrize(
@@ -382,47 +342,40 @@ def test_patience_follows_the_steps_that_were_measured(
     run_virtually(test())
 
 
-def test_closing_ends_one_that_does_not_listen():
-    async def test(rig: Rig) -> None:
+async def test_closing_ends_one_that_does_not_listen():
+    async with supervised("deaf") as rig:
         await asyncio.sleep(0.5)
         assert rig.client.state is EngineState.STARTING
 
-    supervised(test, "deaf")
 
-
-def test_closing_ends_one_that_hangs_in_a_step():
-    async def test(rig: Rig) -> None:
+async def test_closing_ends_one_that_hangs_in_a_step():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
-        rig.client.add(request("a", HANG, n=3))
+        rig.client.add(request("a", [HANG], n=3))
         await asyncio.sleep(0.1)
-
-    rig = supervised(test)
     assert [d.finish_reason for d in rig.deltas] == [FinishReason.ERROR] * 3
 
 
 @pytest.mark.full
-def test_closing_at_any_moment():
+async def test_closing_at_any_moment():
     for delay in (0.0, 0.02, 0.1, 0.2):
-        supervised(lambda rig, delay=delay: asyncio.sleep(delay))
-        supervised(lambda rig, delay=delay: asyncio.sleep(delay), "broken")
+        for mode in ("serve", "broken"):
+            async with supervised(mode):
+                await asyncio.sleep(delay)
 
 
-def test_signals_of_the_terminal_do_not_reach_it():
-    async def test(rig: Rig) -> None:
+async def test_signals_of_the_terminal_do_not_reach_it():
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
         assert os.getpgid(rig.supervisor.pid) == rig.supervisor.pid != os.getpgid(0)
 
-    supervised(test)
 
-
-def test_it_shares_our_session():
+async def test_it_shares_our_session():
     """Linux shares processors between sessions, and would put all its threads on one core."""
 
-    async def test(rig: Rig) -> None:
+    async with supervised() as rig:
         await rig.until(EngineState.READY)
         assert os.getsid(rig.supervisor.pid) == os.getsid(0)
-
-    supervised(test)
 
 
 ORPHAN = """

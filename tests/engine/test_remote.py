@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import uvloop
@@ -23,100 +26,109 @@ from kvik.engine.wire import Add, End, EngineStart, Query, Ready, Reply, Unusabl
 from kvik.errors import ParamError, UnavailableError
 
 
-def test_requests_and_deltas_go_through(with_rig):
-    async def test(rig):
-        rig.client.add(request())
-        (add,) = rig.source.heard()
-        assert isinstance(add, Add)
-        assert wire.engine_request.decode(add.request) == request()
-        rig.source.step(token("a"))
-        await rig.settle()
-        rig.source.step(token("a"), end("a"), steps=2)
-        await rig.settle()
-        assert rig.deltas == [token("a"), token("a"), end("a")]
-        assert len(rig.calls) == 2
-        assert rig.client.num_unfinished == 0
-
-    with_rig(test)
+@pytest.fixture(params=[None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-def test_what_is_readable_at_once_is_one_call(with_rig):
-    async def test(rig):
-        rig.client.add(request())
-        for i in range(50):
-            rig.source.step(token("a"), steps=i)
-        rig.source.step(end("a"))
-        await rig.settle()
-        assert len(rig.calls) == 1
-        assert len(rig.deltas) == 51
-
-    with_rig(test)
+@pytest.fixture
+def rig(loop_factory: Any) -> AbstractAsyncContextManager[Rig]:
+    """A client that is ready, with the test as its engine."""
+    return connected()
 
 
-def test_each_sibling_has_one_end_whatever_the_engine_says(with_rig):
-    async def test(rig):
-        rig.client.add(request(n=2))
-        rig.source.step(token("b"), end("b"), token("a", 5), end("a", 2), token("a", -1))
-        rig.source.step(end("a", 1), end("a", 1))
-        rig.source.step(token("a", 1), token("a", 0))
-        await rig.settle()
-        assert rig.deltas == [end("a", 1), token("a", 0)]
-        rig.source.step(end("a", 0), end("a", 0))
-        rig.source.step(end("a", 0))
-        await rig.settle()
-        assert len(rig.ends) == 2
-        assert rig.client.num_unfinished == 0
-
-    with_rig(test)
+@asynccontextmanager
+async def connected() -> AsyncIterator[Rig]:
+    rig = Rig()
+    rig.client.start(rig.calls.append)
+    assert rig.client.state is EngineState.STARTING
+    rig.source.say(Ready())
+    await rig.settle()
+    assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
+    yield rig
+    await rig.client.close()
+    rig.source.sock.close()
 
 
-def test_a_lost_engine_ends_everything_at_once(with_rig):
-    async def test(rig):
-        rig.client.add(request("a", n=2))
-        rig.client.add(request("b"))
-        rig.source.step(token("a"), end("a", 1), token("b"))
-        rig.source.sock.close()
-        await rig.settle()
-        assert sorted(rig.ends) == [
-            ("a", 0, FinishReason.ERROR),
-            ("a", 1, FinishReason.LENGTH),
-            ("b", 0, FinishReason.ERROR),
-        ]
-        error = rig.deltas[-1]
-        assert "ended unexpectedly" in error.error
-        assert error.refused is None
-        assert error.report.arrival <= error.report.finished <= time.monotonic()
-        assert rig.client.state is EngineState.RESTARTING
-        assert rig.source.lost_why == [(rig.client.reason, False)]
-        assert rig.client.num_unfinished == 0
-        with pytest.raises(UnavailableError, match="ended unexpectedly"):
-            rig.client.add(request("c"))
-        rig.client.end("a")  # nobody is there to hear it
-
-    with_rig(test)
+async def test_requests_and_deltas_go_through(rig):
+    rig.client.add(request())
+    (add,) = rig.source.heard()
+    assert isinstance(add, Add)
+    assert wire.engine_request.decode(add.request) == request()
+    rig.source.step(token("a"))
+    await rig.settle()
+    rig.source.step(token("a"), end("a"), steps=2)
+    await rig.settle()
+    assert rig.deltas == [token("a"), token("a"), end("a")]
+    assert len(rig.calls) == 2
+    assert rig.client.num_unfinished == 0
 
 
-def test_the_next_engine_knows_nothing_of_the_last(with_rig):
-    async def test(rig):
-        rig.client.add(request("a"))
-        rig.source.step(token("a"), steps=3)
-        rig.source.sock.close()
-        await rig.settle()
-        rig.source.connect(EngineStart(rig.client.config))
-        ((body,), _) = rig.source._frames.receive(rig.source.sock)
-        assert wire.to_start.decode(body) == EngineStart(rig.client.config)
-        assert rig.client.state is EngineState.RESTARTING
-        signs = rig.client.signs_of_life
-        rig.source.say(Ready())
-        await rig.settle()
-        assert rig.client.state is EngineState.READY
-        assert rig.client.signs_of_life == signs + 1
-        rig.client.add(request("a"))
-        rig.source.step(token("a"), end("a"), steps=3)
-        await rig.settle()
-        assert len(rig.ends) == 2
+async def test_what_is_readable_at_once_is_one_call(rig):
+    rig.client.add(request())
+    for i in range(50):
+        rig.source.step(token("a"), steps=i)
+    rig.source.step(end("a"))
+    await rig.settle()
+    assert len(rig.calls) == 1
+    assert len(rig.deltas) == 51
 
-    with_rig(test)
+
+async def test_each_sibling_has_one_end_whatever_the_engine_says(rig):
+    rig.client.add(request(n=2))
+    rig.source.step(token("b"), end("b"), token("a", 5), end("a", 2), token("a", -1))
+    rig.source.step(end("a", 1), end("a", 1))
+    rig.source.step(token("a", 1), token("a", 0))
+    await rig.settle()
+    assert rig.deltas == [end("a", 1), token("a", 0)]
+    rig.source.step(end("a", 0), end("a", 0))
+    rig.source.step(end("a", 0))
+    await rig.settle()
+    assert len(rig.ends) == 2
+    assert rig.client.num_unfinished == 0
+
+
+async def test_a_lost_engine_ends_everything_at_once(rig):
+    rig.client.add(request("a", n=2))
+    rig.client.add(request("b"))
+    rig.source.step(token("a"), end("a", 1), token("b"))
+    rig.source.sock.close()
+    await rig.settle()
+    assert sorted(rig.ends) == [
+        ("a", 0, FinishReason.ERROR),
+        ("a", 1, FinishReason.LENGTH),
+        ("b", 0, FinishReason.ERROR),
+    ]
+    error = rig.deltas[-1]
+    assert "ended unexpectedly" in error.error
+    assert error.refused is None
+    assert error.report.arrival <= error.report.finished <= time.monotonic()
+    assert rig.client.state is EngineState.RESTARTING
+    assert rig.source.lost_why == [(rig.client.reason, False)]
+    assert rig.client.num_unfinished == 0
+    with pytest.raises(UnavailableError, match="ended unexpectedly"):
+        rig.client.add(request("c"))
+    rig.client.end("a")  # nobody is there to hear it
+
+
+async def test_the_next_engine_knows_nothing_of_the_last(rig):
+    rig.client.add(request("a"))
+    rig.source.step(token("a"), steps=3)
+    rig.source.sock.close()
+    await rig.settle()
+    rig.source.connect(EngineStart(rig.client.config))
+    ((body,), _) = rig.source._frames.receive(rig.source.sock)
+    assert wire.to_start.decode(body) == EngineStart(rig.client.config)
+    assert rig.client.state is EngineState.RESTARTING
+    signs = rig.client.signs_of_life
+    rig.source.say(Ready())
+    await rig.settle()
+    assert rig.client.state is EngineState.READY
+    assert rig.client.signs_of_life == signs + 1
+    rig.client.add(request("a"))
+    rig.source.step(token("a"), end("a"), steps=3)
+    await rig.settle()
+    assert len(rig.ends) == 2
 
 
 GARBAGE = [
@@ -129,231 +141,190 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_an_engine_that_talks_nonsense_is_lost(with_rig, garbage, caplog):
-    async def test(rig):
-        rig.client.add(request("a"))
-        rig.source.step(token("a"))
-        await rig.settle()
-        rig.source.sock.sendall(garbage)
-        await rig.settle()
-        assert rig.ends == [("a", 0, FinishReason.ERROR)]
-        assert "cannot be understood" in rig.client.reason
-        assert len(rig.source.lost_why) == 1
-
-    with_rig(test)
+async def test_an_engine_that_talks_nonsense_is_lost(rig, garbage, caplog):
+    rig.client.add(request("a"))
+    rig.source.step(token("a"))
+    await rig.settle()
+    rig.source.sock.sendall(garbage)
+    await rig.settle()
+    assert rig.ends == [("a", 0, FinishReason.ERROR)]
+    assert "cannot be understood" in rig.client.reason
+    assert len(rig.source.lost_why) == 1
 
 
-def test_an_engine_that_cannot_be_loaded_says_why(with_rig):
-    async def test(rig):
-        rig.source.say(Unusable("model", "has no weights"))
-        rig.source.sock.close()
-        await rig.settle()
-        assert rig.client.state is EngineState.RESTARTING  # it could be loaded before
-        assert rig.client.reason == "model: has no weights"
-        assert rig.source.lost_why == [("model: has no weights", True)]
-
-    with_rig(test)
+async def test_an_engine_that_cannot_be_loaded_says_why(rig):
+    rig.source.say(Unusable("model", "has no weights"))
+    rig.source.sock.close()
+    await rig.settle()
+    assert rig.client.state is EngineState.RESTARTING  # it could be loaded before
+    assert rig.client.reason == "model: has no weights"
+    assert rig.source.lost_why == [("model: has no weights", True)]
 
 
-def test_a_sink_that_fails_harms_nobody(with_rig, caplog):
-    async def test(rig):
-        def sink(deltas):
-            rig.calls.append(deltas)
-            raise ValueError("sink")
+async def test_a_sink_that_fails_harms_nobody(rig, caplog):
+    def sink(deltas):
+        rig.calls.append(deltas)
+        raise ValueError("sink")
 
-        rig.client._sink = sink
-        rig.client.add(request("a"))
-        rig.source.step(token("a"))
-        await rig.settle()
-        rig.source.step(end("a"))
-        await rig.settle()
-        assert rig.deltas == [token("a"), end("a")]
-        assert rig.client.state is EngineState.READY
-
-    with_rig(test)
+    rig.client._sink = sink
+    rig.client.add(request("a"))
+    rig.source.step(token("a"))
+    await rig.settle()
+    rig.source.step(end("a"))
+    await rig.settle()
+    assert rig.deltas == [token("a"), end("a")]
+    assert rig.client.state is EngineState.READY
     assert caplog.text.count("deltas were not taken") == 2
 
 
-def test_what_cannot_be_served_is_refused_here(with_rig):
-    async def test(rig):
-        with pytest.raises(ParamError, match="outside"):
-            rig.client.check(request(prompt=[99]))
-        with pytest.raises(ParamError, match="cannot be sent"):
-            rig.client.add(EngineRequest("\ud800", [1], SamplingParams()))
-        with pytest.raises(ParamError, match="cannot be sent"):
-            rig.client.add(request("c", stop=("\ud800",)))
+async def test_what_cannot_be_served_is_refused_here(rig):
+    with pytest.raises(ParamError, match="outside"):
+        rig.client.check(request(prompt=[99]))
+    with pytest.raises(ParamError, match="cannot be sent"):
+        rig.client.add(EngineRequest("\ud800", [1], SamplingParams()))
+    with pytest.raises(ParamError, match="cannot be sent"):
+        rig.client.add(request("c", stop=("\ud800",)))
+    rig.client.add(request("a"))
+    with pytest.raises(ParamError, match="already being served"):
         rig.client.add(request("a"))
-        with pytest.raises(ParamError, match="already being served"):
-            rig.client.add(request("a"))
-        assert len(rig.source.heard()) == 1
-        assert rig.client.num_unfinished == 1
-
-    with_rig(test)
+    assert len(rig.source.heard()) == 1
+    assert rig.client.num_unfinished == 1
 
 
-def test_an_end_is_sent_only_for_what_runs(with_rig):
-    async def test(rig):
-        rig.client.add(request("a"))
-        rig.source.heard()
-        rig.client.end("unknown")
-        rig.client.end("a", 0, FinishReason.ERROR, "text \ud800")
-        (heard,) = rig.source.heard()
-        assert heard == End("a", 0, FinishReason.ERROR, "text ?")
-        assert rig.client.num_unfinished == 1  # until the engine says so
-        rig.source.step(end("a"))
-        await rig.settle()
-        rig.client.end("a")
-        assert rig.source.heard() == []
-
-    with_rig(test)
+async def test_an_end_is_sent_only_for_what_runs(rig):
+    rig.client.add(request("a"))
+    rig.source.heard()
+    rig.client.end("unknown")
+    rig.client.end("a", 0, FinishReason.ERROR, "text \ud800")
+    (heard,) = rig.source.heard()
+    assert heard == End("a", 0, FinishReason.ERROR, "text ?")
+    assert rig.client.num_unfinished == 1  # until the engine says so
+    rig.source.step(end("a"))
+    await rig.settle()
+    rig.client.end("a")
+    assert rig.source.heard() == []
 
 
 @pytest.mark.parametrize("state", [s for s in EngineState if s is not EngineState.READY])
-def test_only_a_ready_engine_is_given_requests(with_rig, state):
-    async def test(rig):
-        rig.client.set_state(state, "so it is")
-        with pytest.raises(UnavailableError, match="so it is"):
-            rig.client.add(request())
-        with pytest.raises(UnavailableError):
-            await rig.client.live()
-        assert (await rig.client.stats()).num_blocks == 512
-        assert rig.source.heard() == []
-
-    with_rig(test)
+async def test_only_a_ready_engine_is_given_requests(rig, state):
+    rig.client.set_state(state, "so it is")
+    with pytest.raises(UnavailableError, match="so it is"):
+        rig.client.add(request())
+    with pytest.raises(UnavailableError):
+        await rig.client.live()
+    assert (await rig.client.stats()).num_blocks == 512
+    assert rig.source.heard() == []
 
 
-def test_an_engine_that_does_not_read_stops_nobody(with_rig, monkeypatch):
+async def test_an_engine_that_does_not_read_stops_nobody(rig, monkeypatch):
     monkeypatch.setattr(module, "MAX_UNSENT", 1 << 20)
 
-    async def test(rig):
-        rig.client.add(request("first"))
-        added = 1
-        with pytest.raises(UnavailableError, match="does not keep up"):
-            while added < 100_000:
-                rig.client.add(request(f"r{added}", [1] * 200))
-                added += 1
-        rig.client.end("r1")
-        heard = []
-        while len(heard) < added + 1:
-            heard += rig.source.heard()
-            await asyncio.sleep(0)
-        assert [m.request_id for m in heard] == [
-            "first",
-            *(f"r{i}" for i in range(1, added)),
-            "r1",
-        ]
-        rig.client.add(request("again"))
-
-    with_rig(test)
+    rig.client.add(request("first"))
+    added = 1
+    with pytest.raises(UnavailableError, match="does not keep up"):
+        while added < 100_000:
+            rig.client.add(request(f"r{added}", [1] * 200))
+            added += 1
+    rig.client.end("r1")
+    heard = []
+    while len(heard) < added + 1:
+        heard += rig.source.heard()
+        await asyncio.sleep(0)
+    assert [m.request_id for m in heard] == [
+        "first",
+        *(f"r{i}" for i in range(1, added)),
+        "r1",
+    ]
+    rig.client.add(request("again"))
 
 
-def test_the_last_stats_are_told_if_there_are_no_new_ones(with_rig, monkeypatch):
+async def test_the_last_stats_are_told_if_there_are_no_new_ones(rig, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
 
-    async def test(rig):
-        known = (await rig.client.stats()).steps
-        asking = asyncio.create_task(rig.client.stats())
+    known = (await rig.client.stats()).steps
+    asking = asyncio.create_task(rig.client.stats())
+    await rig.settle()
+    ask = rig.source.heard()[-1]
+    assert isinstance(ask, Query)
+    fresh = rig.client._stats
+    body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
+    rig.source.say(Reply(ask.ticket, body))
+    assert (await asking).steps == 7 != known
+    assert (await rig.client.stats()).steps == 7  # not answered
+    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or for nobody
+    await rig.settle()
+    assert fresh.steps == 0
+    with pytest.raises(UnavailableError, match="in time"):
+        await rig.client.live()
+
+
+async def test_a_question_ends_with_the_engine(rig):
+    asking = asyncio.create_task(rig.client.reset_prefix_cache())
+    await rig.settle()
+    rig.source.sock.close()
+    with pytest.raises(UnavailableError, match="ended unexpectedly"):
+        await asking
+
+
+async def test_closing_ends_everything_and_is_final(rig):
+    rig.client.add(request("a"))
+    asking = asyncio.create_task(rig.client.reset_prefix_cache())
+    await rig.settle()
+    await rig.client.close()
+    assert rig.ends == [("a", 0, FinishReason.ERROR)]
+    assert rig.source.closed
+    with pytest.raises(UnavailableError):
+        await asking
+    rig.client.set_state(EngineState.READY, "")
+    assert rig.client.state is EngineState.CLOSED
+    assert not rig.source._frames.receive(rig.source.sock)[1]
+
+
+async def test_signs_of_life(rig):
+    signs = rig.client.signs_of_life
+    assert signs > 0
+
+    async def grows(**step) -> bool:
+        nonlocal signs
+        before, _ = signs, rig.source.step(**step)
         await rig.settle()
-        ask = rig.source.heard()[-1]
-        assert isinstance(ask, Query)
-        fresh = rig.client._stats
-        body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
-        rig.source.say(Reply(ask.ticket, body))
-        assert (await asking).steps == 7 != known
-        assert (await rig.client.stats()).steps == 7  # not answered
-        rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or for nobody
-        await rig.settle()
-        assert fresh.steps == 0
-        with pytest.raises(UnavailableError, match="in time"):
-            await rig.client.live()
-
-    with_rig(test)
-
-
-def test_a_question_ends_with_the_engine(with_rig):
-    async def test(rig):
-        asking = asyncio.create_task(rig.client.reset_prefix_cache())
-        await rig.settle()
-        rig.source.sock.close()
-        with pytest.raises(UnavailableError, match="ended unexpectedly"):
-            await asking
-
-    with_rig(test)
-
-
-def test_closing_ends_everything_and_is_final(with_rig):
-    async def test(rig):
-        rig.client.add(request("a"))
-        asking = asyncio.create_task(rig.client.reset_prefix_cache())
-        await rig.settle()
-        await rig.client.close()
-        assert rig.ends == [("a", 0, FinishReason.ERROR)]
-        assert rig.source.closed
-        with pytest.raises(UnavailableError):
-            await asking
-        rig.client.set_state(EngineState.READY, "")
-        assert rig.client.state is EngineState.CLOSED
-        assert not rig.source._frames.receive(rig.source.sock)[1]
-
-    with_rig(test)
-
-
-def test_signs_of_life(with_rig):
-    async def test(rig):
         signs = rig.client.signs_of_life
-        assert signs > 0
+        return signs > before
 
-        async def grows(**step) -> bool:
-            nonlocal signs
-            before, _ = signs, rig.source.step(**step)
-            await rig.settle()
-            signs = rig.client.signs_of_life
-            return signs > before
-
-        assert await grows(steps=1)
-        assert not await grows(steps=1)
-        assert await grows(steps=1, waits=True)
-        assert await grows(steps=2)
-        assert not await grows(steps=2)
-
-    with_rig(test)
+    assert await grows(steps=1)
+    assert not await grows(steps=1)
+    assert await grows(steps=1, waits=True)
+    assert await grows(steps=2)
+    assert not await grows(steps=2)
 
 
-@pytest.mark.parametrize("factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_with_a_real_loop_at_the_other_end(factory):
-    async def test() -> None:
-        async with engine_in_thread(max_num_seqs=4) as served:
-            deltas: list[RequestDelta] = []
-            served.client.start(deltas.extend)
-            await served.ready()
-            for i in range(40):
-                served.client.add(request(f"r{i}", n=1 + i % 3, max_tokens=1 + i % 7))
-                if i % 5 == 0:
-                    served.client.end(f"r{i}")
-            await served.at_rest()
-            while served.client.num_unfinished:
-                await asyncio.sleep(0.001)
-            ends = [d for d in deltas if d.finish_reason is not None]
-            assert len(ends) == sum(1 + i % 3 for i in range(40))
-            assert len({(d.request_id, d.index) for d in ends}) == len(ends)
-            stats = await served.client.stats()
-            assert stats.num_running == 0
-            view = await served.client.live()
-            assert isinstance(view, LiveView)
-            assert await served.client.reset_prefix_cache() == stats.cached_blocks
-
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(test())
+async def test_with_a_real_loop_at_the_other_end(loop_factory):
+    async with engine_in_thread(max_num_seqs=4) as served:
+        deltas: list[RequestDelta] = []
+        served.client.start(deltas.extend)
+        await served.ready()
+        for i in range(40):
+            served.client.add(request(f"r{i}", n=1 + i % 3, max_tokens=1 + i % 7))
+            if i % 5 == 0:
+                served.client.end(f"r{i}")
+        await served.at_rest()
+        while served.client.num_unfinished:
+            await asyncio.sleep(0.001)
+        ends = [d for d in deltas if d.finish_reason is not None]
+        assert len(ends) == sum(1 + i % 3 for i in range(40))
+        assert len({(d.request_id, d.index) for d in ends}) == len(ends)
+        stats = await served.client.stats()
+        assert stats.num_running == 0
+        view = await served.client.live()
+        assert isinstance(view, LiveView)
+        assert await served.client.reset_prefix_cache() == stats.cached_blocks
 
 
-def test_asyncio_has_nothing_to_complain_about(with_rig, caplog):
-    async def test(rig):
+async def test_asyncio_has_nothing_to_complain_about(rig, caplog):
+    with caplog.at_level(logging.WARNING):
         rig.client.add(request())
         rig.source.step(end("a"))
         await rig.settle()
-
-    with caplog.at_level(logging.WARNING):
-        with_rig(test)
     assert not caplog.records
 
 
@@ -374,87 +345,72 @@ async def begin_another(rig: Rig) -> list:
     return rig.source.heard()
 
 
-def test_what_nothing_came_of_is_sent_to_the_next_engine(with_rig):
-    async def test(rig):
-        rig.client.add(request("waits", n=2))
-        rig.client.add(request("begun", n=2))
-        rig.client.add(request("left"))
-        rig.client.end("left")
-        first = rig.source.heard()[0]
-        rig.source.step(token("begun", 1))
-        await lose(rig)
-        assert [(d.request_id, d.index, d.again) for d in rig.deltas[1:]] == [
-            ("begun", 0, True),
-            ("begun", 1, True),
-            ("left", 0, True),
-        ]
-        assert rig.client.num_unfinished == 0  # the supervisor waits for nothing meanwhile
-        with pytest.raises(ParamError, match="already being served"):
-            rig.client.check(request("waits"))
-        rig.calls.clear()
-        assert await begin_another(rig) == [first]
-        rig.source.step(token("waits"), end("waits"), end("waits", 1))
-        await rig.settle()
-        assert rig.deltas == [token("waits"), end("waits"), end("waits", 1)]
-
-    with_rig(test)
+async def test_what_nothing_came_of_is_sent_to_the_next_engine(rig):
+    rig.client.add(request("waits", n=2))
+    rig.client.add(request("begun", n=2))
+    rig.client.add(request("left"))
+    rig.client.end("left")
+    first = rig.source.heard()[0]
+    rig.source.step(token("begun", 1))
+    await lose(rig)
+    assert [(d.request_id, d.index, d.again) for d in rig.deltas[1:]] == [
+        ("begun", 0, True),
+        ("begun", 1, True),
+        ("left", 0, True),
+    ]
+    assert rig.client.num_unfinished == 0  # the supervisor waits for nothing meanwhile
+    with pytest.raises(ParamError, match="already being served"):
+        rig.client.check(request("waits"))
+    rig.calls.clear()
+    assert await begin_another(rig) == [first]
+    rig.source.step(token("waits"), end("waits"), end("waits", 1))
+    await rig.settle()
+    assert rig.deltas == [token("waits"), end("waits"), end("waits", 1)]
 
 
-def test_a_request_is_sent_twice_at_most(with_rig):
-    async def test(rig):
-        rig.client.add(request("a"))
-        await lose(rig)
-        assert len(await begin_another(rig)) == 1
-        await lose(rig)
-        (last,) = rig.deltas
-        assert (last.finish_reason, last.again) == (FinishReason.ERROR, False)
-        assert await begin_another(rig) == []
-
-    with_rig(test)
+async def test_a_request_is_sent_twice_at_most(rig):
+    rig.client.add(request("a"))
+    await lose(rig)
+    assert len(await begin_another(rig)) == 1
+    await lose(rig)
+    (last,) = rig.deltas
+    assert (last.finish_reason, last.again) == (FinishReason.ERROR, False)
+    assert await begin_another(rig) == []
 
 
 @pytest.mark.parametrize("state", [EngineState.FAILED, EngineState.CLOSED])
-def test_what_waits_ends_when_there_is_no_other_engine(with_rig, state):
-    async def test(rig):
-        rig.client.add(request("a", n=2))
-        await lose(rig)
-        assert rig.deltas == []
-        rig.client.disconnect(state, "no more")
-        assert [(d.error, d.again) for d in rig.deltas] == [("no more", True)] * 2
-
-    with_rig(test)
+async def test_what_waits_ends_when_there_is_no_other_engine(rig, state):
+    rig.client.add(request("a", n=2))
+    await lose(rig)
+    assert rig.deltas == []
+    rig.client.disconnect(state, "no more")
+    assert [(d.error, d.again) for d in rig.deltas] == [("no more", True)] * 2
 
 
-def test_what_waits_can_be_ended(with_rig):
-    async def test(rig):
-        for name in ("a", "b"):
-            rig.client.add(request(name, n=2))
-        await lose(rig)
-        rig.client.end("a")
-        rig.client.end("b", 1)
-        assert rig.deltas == []  # never within the call
-        await rig.settle()
-        abort = FinishReason.ABORT
-        assert rig.ends == [("a", 0, abort), ("a", 1, abort), ("b", 1, abort)]
-        heard = await begin_another(rig)
-        assert [(type(m), m.request_id) for m in heard] == [(Add, "b"), (End, "b")]
-        rig.source.step(token("b", 1), end("b", 1), end("b", 0))
-        await rig.settle()
-        assert rig.ends[3:] == [("b", 0, FinishReason.LENGTH)]
-
-    with_rig(test)
+async def test_what_waits_can_be_ended(rig):
+    for name in ("a", "b"):
+        rig.client.add(request(name, n=2))
+    await lose(rig)
+    rig.client.end("a")
+    rig.client.end("b", 1)
+    assert rig.deltas == []  # never within the call
+    await rig.settle()
+    abort = FinishReason.ABORT
+    assert rig.ends == [("a", 0, abort), ("a", 1, abort), ("b", 1, abort)]
+    heard = await begin_another(rig)
+    assert [(type(m), m.request_id) for m in heard] == [(Add, "b"), (End, "b")]
+    rig.source.step(token("b", 1), end("b", 1), end("b", 0))
+    await rig.settle()
+    assert rig.ends[3:] == [("b", 0, FinishReason.LENGTH)]
 
 
-def test_what_waits_is_not_kept_beyond_its_deadline(with_rig):
-    async def test(rig):
-        soon = time.monotonic() + 0.05
-        rig.client.add(replace(request("a"), deadline=soon))
-        rig.client.add(replace(request("b"), deadline=soon + 1000))
-        await lose(rig)
-        while not rig.deltas:
-            await asyncio.sleep(0.005)
-        assert time.monotonic() >= soon
-        assert rig.ends == [("a", 0, FinishReason.DEADLINE)]
-        assert [m.request_id for m in await begin_another(rig)] == ["b"]
-
-    with_rig(test)
+async def test_what_waits_is_not_kept_beyond_its_deadline(rig):
+    soon = time.monotonic() + 0.05
+    rig.client.add(replace(request("a"), deadline=soon))
+    rig.client.add(replace(request("b"), deadline=soon + 1000))
+    await lose(rig)
+    while not rig.deltas:
+        await asyncio.sleep(0.005)
+    assert time.monotonic() >= soon
+    assert rig.ends == [("a", 0, FinishReason.DEADLINE)]
+    assert [m.request_id for m in await begin_another(rig)] == ["b"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
-from helpers.generating import LETTERS, Generating, generating, wish
+from helpers.generating import LETTERS, generating, wish
 from helpers.served_engine import EOS, FakeExecutor, gated_executor
 
 from kvik.core.types import FinishReason, RequestDelta
@@ -19,18 +17,6 @@ from kvik.server import generation as module
 from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
 from kvik.server.generation import Generations, RequestLimits
-
-Test = Callable[[Generating], Awaitable[None]]
-
-
-def run(test: Test, executor: FakeExecutor | None = None, **options: Any) -> None:
-    """Run a test with generations over an engine without a model: see `generating`."""
-
-    async def whole() -> None:
-        async with generating(executor, **options) as serving:
-            await test(serving)
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def counting() -> FakeExecutor:
@@ -43,8 +29,8 @@ async def text_of(generation) -> str:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_text_and_result(streaming):
-    async def test(serving):
+async def test_text_and_result(streaming):
+    async with generating(counting()) as serving:
         generation = await serving.start(wish("AB"), streaming=streaming)
         shown = await text_of(generation) if streaming else None
         output = await generation.output()
@@ -56,13 +42,11 @@ def test_text_and_result(streaming):
         assert serving.watcher.tokens[generation.request_id] == 8
         assert serving.watcher.ended == {generation.request_id: "length"}
 
-    run(test, counting())
 
-
-def test_many_streams_get_their_own_text_and_few_pieces():
+async def test_many_streams_get_their_own_text_and_few_pieces():
     """Pieces merge while a reader is away, so that none costs more for being slow."""
 
-    async def test(serving):
+    async with generating(counting(), max_num_seqs=32, max_num_batched_tokens=256) as serving:
         started = [
             await serving.start(wish([i], max_tokens=100, n=1 + i % 3), streaming=True)
             for i in range(10)
@@ -78,8 +62,6 @@ def test_many_streams_get_their_own_text_and_few_pieces():
                 assert delta.token_ids == completion.token_ids
                 assert len(delta.token_ids) == 100
                 assert delta.finish_reason == "length"
-
-    run(test, counting(), max_num_seqs=32, max_num_batched_tokens=256)
 
 
 def test_logprobs_of_merged_pieces_are_in_order():
@@ -98,10 +80,10 @@ def test_logprobs_of_merged_pieces_are_in_order():
     ]
 
 
-def test_a_stop_string_ends_one_sibling_early():
+async def test_a_stop_string_ends_one_sibling_early():
     executor = FakeExecutor(token=lambda step, row: (step % 5) if row else 30)
 
-    async def test(serving):
+    async with generating(executor) as serving:
         generation = await serving.start(wish("A", n=2, max_tokens=200, stop="DE"), streaming=True)
         shown = {0: "", 1: ""}
         reasons = {}
@@ -115,22 +97,18 @@ def test_a_stop_string_ends_one_sibling_early():
         assert "D" not in shown[stopped[0]]
         assert shown == {c.index: c.text for c in generation.result.outputs}
 
-    run(test, executor)
 
-
-def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch):
+async def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch):
     """Ten thousand steps a second must not be ten thousand events."""
 
-    async def test(serving):
+    monkeypatch.setattr(host, "MAX_DELAY", 5.0)
+    monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
+    async with generating(counting()) as serving:
         rings = 0
         generation = await serving.start(wish("A", max_tokens=250), streaming=True)
         async for _ in generation:
             rings += 1
         assert rings <= 3  # the first, the last, and what a scheduler of threads may add
-
-    monkeypatch.setattr(host, "MAX_DELAY", 5.0)
-    monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
-    run(test, counting())
 
 
 # Refusals
@@ -148,36 +126,31 @@ def test_tokens_between_the_first_and_the_last_are_held_for_a_moment(monkeypatch
         (lambda: wish("A", n=128), "n"),
     ],
 )
-def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
-    async def test(serving):
+async def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
+    async with generating(max_queued_requests=16, max_requests=1000) as serving:
         with pytest.raises((ParamError, CapacityError)) as caught:
             await serving.start(request_of(), streaming=True)
         assert caught.value.field == field
         assert serving.watcher.refusals == [("", "invalid")]
 
-    run(test, max_queued_requests=16, max_requests=1000)
-
 
 @pytest.mark.parametrize("priority", [-5, 1])
-def test_a_priority_that_the_policy_ignores_is_refused(priority):
+async def test_a_priority_that_the_policy_ignores_is_refused(priority):
     """As vLLM does, in whose words gateways look for it."""
 
-    async def refused(serving):
+    async with generating() as serving:
         with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
             await serving.start(wish("A", priority=priority), streaming=True)
         assert caught.value.field == "priority"
 
-    async def served(serving):
+    async with generating(policy="priority") as serving:
         await (await serving.start(wish("A", priority=priority, max_tokens=1))).output()
 
-    run(refused)
-    run(served, policy="priority")
 
-
-def test_all_of_a_batch_or_none():
+async def test_all_of_a_batch_or_none():
     gate = gated_executor()
 
-    async def test(serving):
+    async with generating(gate, max_requests=3) as serving:
         for bad in ([wish("A"), wish([99])], [wish("A"), wish("B", n=2), wish("C")]):
             with pytest.raises((ParamError, OverloadError)):
                 await serving.start_all(bad)
@@ -186,13 +159,11 @@ def test_all_of_a_batch_or_none():
         both = await serving.start_all([wish("A"), wish("BC")])
         assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
 
-    run(test, gate, max_requests=3)
 
-
-def test_a_full_queue_refuses_and_drains():
+async def test_a_full_queue_refuses_and_drains():
     gate = gated_executor()
 
-    async def test(serving):
+    async with generating(gate, max_requests=4) as serving:
         first = await serving.start(wish("A", n=4))
         with pytest.raises(OverloadError) as caught:
             await serving.start(wish("A"))
@@ -203,25 +174,21 @@ def test_a_full_queue_refuses_and_drains():
         await (await serving.start(wish("A"))).output()
         assert serving.watcher.refusals == [("", "queue")]
 
-    run(test, gate, max_requests=4)
 
-
-def test_an_engine_that_is_not_ready():
-    async def test(serving):
+async def test_an_engine_that_is_not_ready():
+    async with generating() as serving:
         await serving.engine.client.close()
         with pytest.raises(UnavailableError):
             await serving.start(wish("A"))
         assert serving.watcher.refusals == [("", "unavailable")]
-
-    run(test)
 
 
 # Ends
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_abort_while_queued_and_while_running(streaming):
-    async def test(serving):
+async def test_abort_while_queued_and_while_running(streaming):
+    async with generating(FakeExecutor(seconds=0.002), max_num_seqs=1) as serving:
         running = await serving.start(wish("A", max_tokens=250), streaming=streaming)
         while running.record.first_token is None:
             await asyncio.sleep(0.001)
@@ -235,11 +202,9 @@ def test_abort_while_queued_and_while_running(streaming):
             assert caught.value.code == ABORTED
         assert set(serving.watcher.ended.values()) == {"abort"}
 
-    run(test, FakeExecutor(seconds=0.002), max_num_seqs=1)
 
-
-def test_abort_by_id_needs_the_same_tenant():
-    async def test(serving):
+async def test_abort_by_id_needs_the_same_tenant():
+    async with generating(FakeExecutor(seconds=0.002)) as serving:
         generation = await serving.start(wish("A", max_tokens=250), "me", streaming=True)
         assert not serving.generations.abort(generation.request_id, "you")
         assert not serving.generations.abort("unknown")
@@ -247,11 +212,9 @@ def test_abort_by_id_needs_the_same_tenant():
         assert serving.generations.abort(generation.request_id, "me")
         assert not serving.generations.abort(generation.request_id, "me")
 
-    run(test, FakeExecutor(seconds=0.002))
 
-
-def test_a_deadline_before_and_after_the_first_token():
-    async def test(serving):
+async def test_a_deadline_before_and_after_the_first_token():
+    async with generating(FakeExecutor(seconds=0.005), max_num_seqs=1) as serving:
         late = await serving.start(wish("A", max_tokens=250, deadline_ms=200), streaming=True)
         shown = ""
         with pytest.raises(HttpError) as caught:
@@ -261,25 +224,21 @@ def test_a_deadline_before_and_after_the_first_token():
         assert (caught.value.status, caught.value.code) == (504, DEADLINE)
         assert list(serving.watcher.ended.values()) == ["deadline"]
 
-    run(test, FakeExecutor(seconds=0.005), max_num_seqs=1)
 
-
-def test_the_servers_own_time_limit():
+async def test_the_servers_own_time_limit():
     limits = RequestLimits(request_timeout=0.1)
 
-    async def test(serving):
+    async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
         generation = await serving.start(wish("A", max_tokens=250, deadline_ms=60_000))
         with pytest.raises(HttpError) as caught:
             await generation.output()
         assert caught.value.code == DEADLINE
 
-    run(test, FakeExecutor(seconds=0.005), limits=limits)
 
-
-def test_a_failing_step_fails_its_requests_and_no_others():
+async def test_a_failing_step_fails_its_requests_and_no_others():
     executor = FakeExecutor()
 
-    async def test(serving):
+    async with generating(executor) as serving:
         executor.raises = RuntimeError("the step failed")
         generation = await serving.start(wish("A", n=2), streaming=True)
         with pytest.raises(HttpError, match="the engine failed in this request"):
@@ -287,11 +246,9 @@ def test_a_failing_step_fails_its_requests_and_no_others():
         other = await serving.start(wish("A"), streaming=True)
         assert len((await other.output()).text) == 8
 
-    run(test, executor)
 
-
-def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
-    async def test(serving):
+async def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
+    async with generating(counting()) as serving:
         bad = await serving.start(wish("A", max_tokens=50), streaming=True)
         good = await serving.start(wish("B", max_tokens=50), streaming=True)
         entry = serving.generations._processor._entries[bad.request_id]
@@ -305,30 +262,26 @@ def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
         assert len((await good.output()).text) == 50
         assert serving.watcher.ended[bad.request_id] == "error"
 
-    run(test, counting())
-
 
 class FailingDetokenizer:
     def __init__(self, push):
         self.push = push
 
 
-def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
-    async def test(serving):
+async def test_a_reader_that_takes_nothing_loses_its_own_request(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
+    async with generating(counting()) as serving:
         slow = await serving.start(wish("A", max_tokens=200), streaming=True)
         whole = await serving.start(wish("B", max_tokens=200))
         with pytest.raises(HttpError, match="too slow"):
             await slow.output()
         assert len((await whole.output()).text) == 200
 
-    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
-    run(test, counting())
 
-
-def test_the_engines_end_fails_what_lives():
+async def test_the_engines_end_fails_what_lives():
     executor = FakeExecutor(seconds=0.005)
 
-    async def test(serving):
+    async with generating(executor) as serving:
         generation = await serving.start(wish("A", max_tokens=250), streaming=True)
         await anext(generation)
         await serving.engine.client.close()
@@ -336,8 +289,6 @@ def test_the_engines_end_fails_what_lives():
             await generation.output()
         assert caught.value.code == FAILED
         assert not serving.generations.live
-
-    run(test, executor)
 
 
 # What the engine is told
@@ -351,8 +302,8 @@ def sent(serving) -> list:
     return requests
 
 
-def test_ids_are_random_and_tenants_share_no_prefix():
-    async def test(serving):
+async def test_ids_are_random_and_tenants_share_no_prefix():
+    async with generating() as serving:
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
             one = await serving.start(wish("A", cache_salt=salt), tenant)
@@ -361,24 +312,20 @@ def test_ids_are_random_and_tenants_share_no_prefix():
         assert len({r.request_id for r in requests}) == 4
         assert [r.tenant for r in requests] == ["a", "b", "a", "as"]
 
-    run(test)
 
-
-def test_the_operator_may_let_tenants_share_prefixes():
-    async def test(serving):
+async def test_the_operator_may_let_tenants_share_prefixes():
+    async with generating(limits=RequestLimits(share_prefix_cache=True)) as serving:
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
             await serving.start(wish("A", cache_salt=salt), tenant)
         assert [r.cache_salt for r in requests] == ["", "", "s"]
 
-    run(test, limits=RequestLimits(share_prefix_cache=True))
 
-
-def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
+async def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
     gate = gated_executor()
     limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
 
-    async def test(serving):
+    async with generating(gate, limits=limits, max_requests=4) as serving:
         free = [await serving.start(wish("A", max_tokens=20)) for _ in range(2)]
         capped = await serving.start(wish("A", max_tokens=20))
         small = await serving.start(wish("A", max_tokens=3))
@@ -387,21 +334,17 @@ def test_under_pressure_answers_are_shorter_if_the_operator_says_so():
         assert lengths == [20, 20, 5, 3]
         assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
 
-    run(test, gate, limits=limits, max_requests=4)
 
-
-def test_bad_words_become_ids_beside_the_event_loop():
-    async def test(serving):
+async def test_bad_words_become_ids_beside_the_event_loop():
+    async with generating() as serving:
         requests = sent(serving)
         await serving.start(wish("A", bad_words=("Cat",)))
         cat = tuple(LETTERS.index(c) for c in "Cat")
         assert cat in requests[0].params.bad_words
 
-    run(test)
 
-
-def test_stop_needs_a_tokenizer():
-    async def test(serving):
+async def test_stop_needs_a_tokenizer():
+    async with generating() as serving:
         serving.texts.tokenizer = None
         bare = Generations(
             serving.engine.client,
@@ -413,36 +356,30 @@ def test_stop_needs_a_tokenizer():
         with pytest.raises(ParamError, match="stop"):
             await bare.start(wish([1], stop="x"), "", streaming=False)
 
-    run(test)
 
-
-def test_end_of_text_is_not_shown():
+async def test_end_of_text_is_not_shown():
     executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
 
-    async def test(serving):
+    async with generating(executor) as serving:
         generation = await serving.start(wish("A"), streaming=True)
         assert set(await text_of(generation)) <= {"B"}
         assert generation.result.outputs[0].finish_reason == "stop"
         assert threading.active_count() < 20
 
-    run(test, executor)
 
-
-def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
+async def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
     """Many siblings have a token in the same step; so have all after the event loop was held up."""
 
-    async def test(serving):
+    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
+    async with generating(FakeExecutor(seconds=0.005)) as serving:
         generation = await serving.start(wish("A", n=8, max_tokens=20), streaming=True)
         async for _ in generation:
             pass
         assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
 
-    monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
-    run(test, FakeExecutor(seconds=0.005))
 
-
-def test_others_have_their_turn_while_many_prompts_are_sent():
-    async def test(serving):
+async def test_others_have_their_turn_while_many_prompts_are_sent():
+    async with generating(max_requests=64, max_tokens=1 << 20) as serving:
         turns = 0
 
         async def other():
@@ -458,12 +395,10 @@ def test_others_have_their_turn_while_many_prompts_are_sent():
         for generation in all_of_them:
             generation.abort()
 
-    run(test, max_requests=64, max_tokens=1 << 20)
-
 
 @pytest.mark.parametrize("turns", [0, 3, 10, 40])
-def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
-    async def test(serving):
+async def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
+    async with generating(max_requests=64) as serving:
         wishes = [wish([1] * 20, max_tokens=200)] * 16
         task = asyncio.get_running_loop().create_task(serving.start_all(wishes, streaming=True))
         for _ in range(turns):
@@ -473,15 +408,13 @@ def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
             for generation in await task:
                 generation.abort()
 
-    run(test, max_requests=64)
 
-
-def test_what_only_reads_its_prompt_has_a_pace_too():
+async def test_what_only_reads_its_prompt_has_a_pace_too():
     """Embeddings have no tokens, and an echo may have none: they take their turn all the same."""
 
     gate = gated_executor()
 
-    async def test(serving):
+    async with generating(gate) as serving:
         for _ in range(3):
             read = await serving.start(wish("A"))
             await asyncio.sleep(0.02)
@@ -495,15 +428,13 @@ def test_what_only_reads_its_prompt_has_a_pace_too():
         serving.generations.abort_all("the test is over")
         gate.gate.set()
 
-    run(test, gate)
 
-
-def test_who_says_no_deadline_is_not_told_of_one():
+async def test_who_says_no_deadline_is_not_told_of_one():
     """The server's own limit ends what runs, and keeps nobody out."""
 
     gate = FakeExecutor()
 
-    async def test(serving):
+    async with generating(gate, limits=RequestLimits(request_timeout=0.5)) as serving:
         await (await serving.start(wish("A"))).output()
         gate.gate.clear()
         await serving.start(wish("A"))
@@ -513,5 +444,3 @@ def test_who_says_no_deadline_is_not_told_of_one():
             await serving.start(wish("A", deadline_ms=1000))
         serving.generations.abort_all("the test is over")
         gate.gate.set()
-
-    run(test, gate, limits=RequestLimits(request_timeout=0.5))
