@@ -207,15 +207,12 @@ def test_a_server_that_stops_takes_no_new_work(server: HttpServer, drain: Drain)
     assert drain.num_open == 0
 
 
-def test_waiting_for_the_last_answer() -> None:
-    async def check() -> None:
-        drain = Drain()
-        assert await drain.wait(0.0)
-        drain.enter()
-        assert not await drain.wait(0.01)
-        waiting = asyncio.ensure_future(drain.wait(10))
-        await asyncio.sleep(0)
-        drain.leave()
-        assert await waiting
-
-    asyncio.run(check())
+async def test_waiting_for_the_last_answer() -> None:
+    drain = Drain()
+    assert await drain.wait(0.0)
+    drain.enter()
+    assert not await drain.wait(0.01)
+    waiting = asyncio.ensure_future(drain.wait(10))
+    await asyncio.sleep(0)
+    drain.leave()
+    assert await waiting

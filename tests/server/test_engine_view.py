@@ -242,32 +242,26 @@ def test_so_many_watch_and_no_more(site: Site) -> None:
     raise AssertionError("there is no room for another watcher")
 
 
-def test_the_engine_is_asked_once_for_all_who_watch() -> None:
-    async def test() -> None:
-        async with engine_in_thread() as served:
-            served.client.start(lambda deltas: None)
-            await served.ready()
-            interval, clock = 0.05, asyncio.get_running_loop().time
-            feed = EngineFeed(served.client, interval=interval)
-            began = clock()
-            first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
-            # One, or more if this process was held up for longer than the interval.
-            assert len({id(frame) for frame in first}) <= 1 + (clock() - began) / interval
-            began = clock()
-            second = await asyncio.gather(*(feed.after(first[-1]) for _ in range(10)))
-            assert len({id(frame) for frame in second}) <= 1 + (clock() - began) / interval
-            assert all(frame is not first[-1] for frame in second)
-
-    asyncio.run(test())
+async def test_the_engine_is_asked_once_for_all_who_watch() -> None:
+    async with engine_in_thread() as served:
+        served.client.start(lambda deltas: None)
+        await served.ready()
+        interval, clock = 0.05, asyncio.get_running_loop().time
+        feed = EngineFeed(served.client, interval=interval)
+        began = clock()
+        first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
+        # One, or more if this process was held up for longer than the interval.
+        assert len({id(frame) for frame in first}) <= 1 + (clock() - began) / interval
+        began = clock()
+        second = await asyncio.gather(*(feed.after(first[-1]) for _ in range(10)))
+        assert len({id(frame) for frame in second}) <= 1 + (clock() - began) / interval
+        assert all(frame is not first[-1] for frame in second)
 
 
-def test_an_engine_that_is_not_ready_has_no_view() -> None:
-    async def test() -> None:
-        async with engine_in_thread() as served:
-            frame = await EngineFeed(served.client, interval=0.01).after(None)
-            assert frame.view is None and frame.state is not EngineState.READY
-
-    asyncio.run(test())
+async def test_an_engine_that_is_not_ready_has_no_view() -> None:
+    async with engine_in_thread() as served:
+        frame = await EngineFeed(served.client, interval=0.01).after(None)
+        assert frame.view is None and frame.state is not EngineState.READY
 
 
 def test_a_server_that_stops_does_not_wait_for_watchers() -> None:

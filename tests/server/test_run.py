@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,133 +106,104 @@ class RunningServer:
         return task
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(30):
-            await work()
-
-    asyncio.run(limited())
-
-
 def kill(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_health_and_readiness_follow_the_engine() -> None:
-    async def work() -> None:
-        server = RunningServer()
-        await asyncio.sleep(0.05)
-        for path in ("/health", "/ready", "/ping"):  # the port answers from the start
-            status, body = await server.get(path)
-            assert status == 503
-            assert b'"starting"' in body
-            assert b"the engine is being started" in body
-        await server.ready()
-        for path in ("/health", "/ready", "/ping", "/version"):
-            assert (await server.get(path))[0] == 200
-        server.room.fill = 1.0
-        assert (await server.get("/health"))[0] == 200
-        assert (await server.get("/ready"))[0] == 503
-        server.room.fill = 0.0
-        for state in (EngineState.STALLED, EngineState.RESTARTING):
-            server.engine.state = state
-            status, body = await server.get("/health")
-            assert status == 503
-            assert str(state).encode() in body
-        kill()
-        assert await server.ended == 0
-
-    run(work)
+async def test_health_and_readiness_follow_the_engine() -> None:
+    server = RunningServer()
+    await asyncio.sleep(0.05)
+    for path in ("/health", "/ready", "/ping"):  # the port answers from the start
+        status, body = await server.get(path)
+        assert status == 503
+        assert b'"starting"' in body
+        assert b"the engine is being started" in body
+    await server.ready()
+    for path in ("/health", "/ready", "/ping", "/version"):
+        assert (await server.get(path))[0] == 200
+    server.room.fill = 1.0
+    assert (await server.get("/health"))[0] == 200
+    assert (await server.get("/ready"))[0] == 503
+    server.room.fill = 0.0
+    for state in (EngineState.STALLED, EngineState.RESTARTING):
+        server.engine.state = state
+        status, body = await server.get("/health")
+        assert status == 503
+        assert str(state).encode() in body
+    kill()
+    assert await server.ended == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_end(number: int) -> None:
-    async def work() -> None:
-        server = RunningServer()
-        await server.ready()
-        waiting = await server.wait()
-        kill(number)
-        await server.until(lambda: server.parts.drain.started)
-        status, body = await server.get("/health")
-        assert (status, b"draining" in body) == (503, True)
-        assert (await server.get("/wait"))[0] == 503
-        assert not server.ended.done()
-        server.running.done.set()
-        assert await waiting == (200, b'{"answer":1}')
-        assert await server.ended == 0
-        assert server.engine.closed
-        assert server.texts.closed
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", server.port)
-
-    run(work)
+async def test_a_signal_lets_what_runs_end(number: int) -> None:
+    server = RunningServer()
+    await server.ready()
+    waiting = await server.wait()
+    kill(number)
+    await server.until(lambda: server.parts.drain.started)
+    status, body = await server.get("/health")
+    assert (status, b"draining" in body) == (503, True)
+    assert (await server.get("/wait"))[0] == 503
+    assert not server.ended.done()
+    server.running.done.set()
+    assert await waiting == (200, b'{"answer":1}')
+    assert await server.ended == 0
+    assert server.engine.closed
+    assert server.texts.closed
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", server.port)
 
 
-def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
-    async def work() -> None:
-        server = RunningServer(shutdown_timeout=0.1)
-        await server.ready()
-        waiting = await server.wait()
-        kill()
-        assert await server.ended == 0
-        status, body = await waiting
-        assert status == 503
-        assert b"the server is being stopped" in body
-
-    run(work)
+async def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
+    server = RunningServer(shutdown_timeout=0.1)
+    await server.ready()
+    waiting = await server.wait()
+    kill()
+    assert await server.ended == 0
+    status, body = await waiting
+    assert status == 503
+    assert b"the server is being stopped" in body
 
 
-def test_the_second_signal_ends_at_once() -> None:
-    async def work() -> None:
-        server = RunningServer(shutdown_timeout=1000)
-        await server.ready()
-        waiting = await server.wait()
-        kill()
-        await server.until(lambda: server.parts.drain.started)
-        start = time.monotonic()
-        kill(signal.SIGINT)
-        assert await server.ended == 0
-        assert time.monotonic() - start < 2
-        assert (await waiting)[0] == 503
-
-    run(work)
+async def test_the_second_signal_ends_at_once() -> None:
+    server = RunningServer(shutdown_timeout=1000)
+    await server.ready()
+    waiting = await server.wait()
+    kill()
+    await server.until(lambda: server.parts.drain.started)
+    start = time.monotonic()
+    kill(signal.SIGINT)
+    assert await server.ended == 0
+    assert time.monotonic() - start < 2
+    assert (await waiting)[0] == 503
 
 
-def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
-    async def work() -> None:
-        server = RunningServer()
-        server.engine.reason = "the checkpoint is broken"
-        server.engine.state = EngineState.FAILED
-        assert await server.ended == 1
-        assert server.engine.closed
-
-    run(work)
+async def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
+    server = RunningServer()
+    server.engine.reason = "the checkpoint is broken"
+    server.engine.state = EngineState.FAILED
+    assert await server.ended == 1
+    assert server.engine.closed
 
 
-def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
+async def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
     """With an exit code at which whoever started the server starts it again."""
 
-    async def work() -> None:
-        server = RunningServer()
-        await server.ready()
-        waiting = await server.wait()
-        server.engine.reason = "it crashed 5 times"
-        server.engine.state = EngineState.FAILED
-        assert (await waiting)[0] == 503
-        assert await server.ended == 1
-        assert server.engine.closed
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", server.port)
-
-    run(work)
+    server = RunningServer()
+    await server.ready()
+    waiting = await server.wait()
+    server.engine.reason = "it crashed 5 times"
+    server.engine.state = EngineState.FAILED
+    assert (await waiting)[0] == 503
+    assert await server.ended == 1
+    assert server.engine.closed
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", server.port)
 
 
-def test_a_signal_while_the_model_is_loaded() -> None:
-    async def work() -> None:
-        server = RunningServer()
-        await asyncio.sleep(0.02)
-        kill()
-        assert await server.ended == 0
-        assert server.told == []
-
-    run(work)
+async def test_a_signal_while_the_model_is_loaded() -> None:
+    server = RunningServer()
+    await asyncio.sleep(0.02)
+    kill()
+    assert await server.ended == 0
+    assert server.told == []

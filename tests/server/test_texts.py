@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from helpers.generating import letters
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -22,8 +24,6 @@ from kvik.server.texts import INLINE_CHARS, Templates, Texts
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -31,36 +31,22 @@ def tokenizer() -> Tokenizer:
     return model_files(Path(resolved.runner.model_path)).tokenizer()
 
 
-def with_texts(
-    tokenizer: Tokenizer | None, use: Callable[[Texts], Awaitable[T]], limit: int = 2048
-) -> T:
-    async def run() -> T:
-        texts = Texts(tokenizer, limit)
-        try:
-            return await use(texts)
-        finally:
-            await texts.close()
-
-    return asyncio.run(run())
-
-
-def refusal(tokenizer: Tokenizer | None, text: str, limit: int = 2048) -> str:
-    async def use(texts: Texts) -> str:
-        with pytest.raises(ParamError) as caught:
-            await texts.encode(text)
-        return str(caught.value)
-
-    return with_texts(tokenizer, use, limit)
+@asynccontextmanager
+async def texts_of(tokenizer: Tokenizer | None, limit: int = 2048) -> AsyncIterator[Texts]:
+    texts = Texts(tokenizer, limit)
+    try:
+        yield texts
+    finally:
+        await texts.close()
 
 
 @pytest.mark.parametrize("repeats", [1, 700])
-def test_ids_are_the_tokenizers(tokenizer: Tokenizer, repeats: int) -> None:
+async def test_ids_are_the_tokenizers(tokenizer: Tokenizer, repeats: int) -> None:
     text = "The fox ran. " * repeats
     assert (len(text) > INLINE_CHARS) == (repeats > 1)
-    found = with_texts(tokenizer, lambda texts: texts.encode(text), 100_000)
-    assert found == tokenizer.encode(text)
-    bare = with_texts(tokenizer, lambda texts: texts.encode(text, False), 100_000)
-    assert bare == tokenizer.encode(text, False)
+    async with texts_of(tokenizer, 100_000) as texts:
+        assert await texts.encode(text) == tokenizer.encode(text)
+        assert await texts.encode(text, False) == tokenizer.encode(text, False)
 
 
 class Counted(Tokenizer):
@@ -77,58 +63,59 @@ def counted(tokenizer: Tokenizer) -> Counted:
     return Counted(tokenizer.library, tokenizer.bos_token, tokenizer.eos_token)
 
 
-def test_what_no_context_holds_is_refused_unread(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("text", "message", "read"),
+    [
+        ("fox " * 100_000, "prompt: has more than 3125 tokens.* 512 .max_model_len", 0),
+        ("fox and hen, " * 4000, "prompt: has more than", 512 * 8),
+    ],
+    ids=["unread", "by its beginning"],
+)
+async def test_what_no_context_holds_is_refused(
+    tokenizer: Tokenizer, text: str, message: str, read: int
+) -> None:
     counter = counted(tokenizer)
-    message = refusal(counter, "fox " * 100_000, limit=512)
-    assert message.startswith("prompt: has more than 3125 tokens")
-    assert "512 (max_model_len)" in message
-    assert counter.chars == 0
+    async with texts_of(counter, 512) as texts:
+        with pytest.raises(ParamError, match=f"^{message}"):
+            await texts.encode(text)
+    assert counter.chars == read
 
 
-def test_the_beginning_of_a_long_text_tells(tokenizer: Tokenizer) -> None:
-    counter = counted(tokenizer)
-    message = refusal(counter, "fox and hen, " * 4000, limit=512)
-    assert "prompt: has more than" in message
-    assert counter.chars == 512 * 8
-
-
-def test_a_text_of_few_long_tokens_is_read_to_its_end() -> None:
+async def test_a_text_of_few_long_tokens_is_read_to_its_end() -> None:
     library = Library(WordLevel({"[unk]": 0, "abcdefghijklmnop": 1}, "[unk]"))
     library.pre_tokenizer = Whitespace()
     text = "abcdefghijklmnop " * 200
     assert len(text) > 300 * 8
-    assert with_texts(Counted(library), lambda texts: texts.encode(text), 300) == [1] * 200
+    async with texts_of(Counted(library), 300) as texts:
+        assert await texts.encode(text) == [1] * 200
 
 
-def test_a_conversation_is_rendered_as_its_template_does(tokenizer: Tokenizer) -> None:
+async def test_a_conversation_is_rendered_as_its_template_does(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "A story about a fox, please."}]
     template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    found = with_texts(tokenizer, lambda texts: texts.render(messages))
-    assert found == template.render(messages)
+    async with texts_of(tokenizer) as texts:
+        assert await texts.render(messages) == template.render(messages)
     template.close()
 
 
-def test_an_invalid_template_refuses_conversations(tokenizer: Tokenizer) -> None:
-    tokenizer = Tokenizer(tokenizer.library, chat_template="{% if %}")
-
-    async def use(texts: Texts) -> None:
-        reason = "messages: cannot be rendered: chat_template: is not a valid template: "
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(None, "the model has none"), ("{% if %}", "is not a valid template: ")],
+)
+async def test_without_a_valid_template_conversations_are_refused(
+    tokenizer: Tokenizer, template: str | None, reason: str
+) -> None:
+    async with texts_of(Tokenizer(tokenizer.library, chat_template=template)) as texts:
+        reason = f"^messages: cannot be rendered: chat_template: {reason}"
         with pytest.raises(ParamError, match=reason):
             await texts.render(said())
 
-    with_texts(tokenizer, use)
 
-
-def test_without_a_tokenizer_prompts_must_be_ids() -> None:
-    assert refusal(None, "hello") == "prompt: must be token ids: this model has no tokenizer"
-
-
-def test_without_a_template_conversations_are_refused(tokenizer: Tokenizer) -> None:
-    async def use(texts: Texts) -> None:
-        with pytest.raises(ParamError, match="messages: cannot be rendered: chat_template"):
-            await texts.render([{"role": "user", "content": "hi"}])
-
-    with_texts(counted(tokenizer), use)
+async def test_without_a_tokenizer_prompts_must_be_ids() -> None:
+    async with texts_of(None) as texts:
+        reason = "^prompt: must be token ids: this model has no tokenizer$"
+        with pytest.raises(ParamError, match=reason):
+            await texts.encode("hello")
 
 
 class Slow(Counted):
@@ -145,11 +132,10 @@ class Slow(Counted):
         return [1]
 
 
-def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
+async def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
     """A flood by one delays a text of another by what is being tokenised, and by no more."""
     slow, length = Slow(tokenizer), INLINE_CHARS + 1
-
-    async def use(texts: Texts) -> list[str]:
+    async with texts_of(slow, 100_000) as texts:
         flood = [asyncio.ensure_future(texts.of("a").encode("a" * length)) for _ in range(20)]
         await asyncio.sleep(0.01)  # two of them have the threads
         gone = asyncio.ensure_future(texts.of("c").encode("c" * length))
@@ -160,47 +146,37 @@ def test_tenants_take_turns(tokenizer: Tokenizer) -> None:
             slow.go.release()
             await asyncio.sleep(0.005)
         assert await asyncio.gather(*flood, *late) == [[1]] * 23
-        return slow.order
-
-    order = "".join(with_texts(slow, use, 100_000))
-    assert order == "aa" + "abdab" + "a" * 16
+    assert "".join(slow.order) == "aa" + "abdab" + "a" * 16
 
 
-def test_a_tenant_has_bounded_room(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenant_has_bounded_room(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_TENANT_CHARS", 10_000)
-    long = "a " * 2000
-
-    async def use(texts: Texts) -> None:
-        found = await asyncio.gather(
-            *(texts.of(tenant).encode(long) for tenant in "aaabbb"), return_exceptions=True
-        )
-        refused = [isinstance(one, OverloadError) and one.own for one in found]
-        assert refused == [False, False, True] * 2
-
-    with_texts(tokenizer, use, 16_000)
+    async with texts_of(tokenizer, 16_000) as texts:
+        work = [texts.of(tenant).encode("a " * 2000) for tenant in "aaabbb"]
+        found = await asyncio.gather(*work, return_exceptions=True)
+    refused = [isinstance(one, OverloadError) and one.own for one in found]
+    assert refused == [False, False, True] * 2
 
 
-def test_texts_that_wait_have_bounded_room(
+async def test_texts_that_wait_have_bounded_room(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_CHARS", 10_000)
-    long, talk = "a " * 2000, [{"role": "user", "content": "a " * 4000}]
-
-    async def use(texts: Texts) -> None:
-        found = await asyncio.gather(
-            *(texts.encode(long) for _ in range(4)), return_exceptions=True
-        )
+    long = "a " * 2000
+    async with texts_of(tokenizer, 16_000) as texts:
+        work = [texts.encode(long) for _ in range(4)]
+        found = await asyncio.gather(*work, return_exceptions=True)
         assert [isinstance(one, OverloadError) for one in found] == [False, False, True, True]
         first = asyncio.ensure_future(texts.encode(long))
         await asyncio.sleep(0)
         with pytest.raises(OverloadError):
-            await texts.render(talk)
+            await texts.render(said("a " * 4000))
         await first
         for _ in range(2):  # all is given back, and one alone may be of any length
             await texts.encode("a " * 5500)
         await texts.encode(long)
-
-    with_texts(tokenizer, use, 16_000)
 
 
 SOURCE = (
@@ -213,76 +189,60 @@ def said(text: str = "hello") -> list[dict[str, object]]:
     return [{"role": "user", "content": text}]
 
 
-def with_templates(
-    use: Callable[[Templates], Awaitable[T]], source: str = SOURCE, workers: int = 2
-) -> T:
-    async def run() -> T:
-        templates = Templates(lambda: ChatTemplate(source, "<s>", None), workers)
-        try:
-            return await use(templates)
-        finally:
-            await templates.close()
-            assert all(one._process is None for one in templates._live)
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def templates_of(source: str = SOURCE, workers: int = 2) -> AsyncIterator[Templates]:
+    templates = Templates(lambda: ChatTemplate(source, "<s>", None), workers)
+    try:
+        yield templates
+    finally:
+        await templates.close()
+        assert all(one._process is None for one in templates._live)
 
 
-def test_conversations_are_rendered_as_by_the_template() -> None:
-    async def use(templates: Templates) -> list[str]:
-        return [
-            await templates.render(said()),
-            await templates.render(said("é 😀"), add_generation_prompt=False),
-            await templates.render(said(), variables={"mood": "!"}),
-        ]
-
-    assert with_templates(use) == [
-        "<s><user>hello\n<assistant>",
-        "<s><user>é 😀\n",
-        "<s><user>hello\n<assistant>!",
-    ]
+async def test_conversations_are_rendered_as_by_the_template() -> None:
+    async with templates_of() as templates:
+        render = templates.render
+        assert await render(said()) == "<s><user>hello\n<assistant>"
+        assert await render(said("é 😀"), add_generation_prompt=False) == "<s><user>é 😀\n"
+        assert await render(said(), variables={"mood": "!"}) == "<s><user>hello\n<assistant>!"
 
 
-def test_one_process_serves_many_in_turn_and_two_at_once() -> None:
-    async def use(templates: Templates) -> tuple[int, int]:
+async def test_one_process_serves_many_in_turn_and_two_at_once() -> None:
+    async with templates_of() as templates:
         for _ in range(5):
             await templates.render(said())
-        alone = len(templates._live)
+        assert len(templates._live) == 1
         await asyncio.gather(*(templates.render(said(str(i))) for i in range(8)))
-        return alone, len(templates._live)
-
-    assert with_templates(use) == (1, 2)
+        assert len(templates._live) == 2
 
 
-def test_refusals_come_back_by_name() -> None:
-    async def use(templates: Templates) -> None:
+async def test_refusals_come_back_by_name() -> None:
+    source = "{% if 'cat' in messages[0].content %}{{ raise_exception('no cats') }}{% endif %}dog"
+    async with templates_of(source) as templates:
         with pytest.raises(ParamError, match="messages: message 0 needs a role"):
             await templates.render([{"content": "x"}])
         with pytest.raises(ParamError, match="messages: the chat template refuses them: no cats"):
             await templates.render(said("cat"))
         assert await templates.render(said("dog"))  # it goes on
 
-    with_templates(
-        use,
-        "{% if 'cat' in messages[0].content %}{{ raise_exception('no cats') }}{% endif %}dog",
-    )
 
-
-def test_nesting_without_end_is_refused() -> None:
+async def test_nesting_without_end_is_refused() -> None:
     deep: dict[str, object] = {}
     for _ in range(100_000):
         deep = {"x": deep}
-
-    async def use(templates: Templates) -> None:
+    async with templates_of() as templates:
         with pytest.raises(ParamError, match="messages"):
             await templates.render([{"role": "user", "content": "x", "more": deep}])
-
-    with_templates(use)
     while deep:  # a deep chain of dicts is freed by hand: its destructor would recurse
         deep = deep.pop("x", {})  # type: ignore[assignment]
 
 
-def test_a_cancelled_rendering_ends_its_process() -> None:
-    async def use(templates: Templates) -> str:
+async def test_a_cancelled_rendering_ends_its_process() -> None:
+    source = (
+        "{% if 'cat' in messages[0].content %}{% for a in range(99999) %}"
+        "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    async with templates_of(source, workers=1) as templates:
         endless = asyncio.create_task(templates.render(said("cat")))
         await asyncio.sleep(0.5)
         (template,) = templates._live
@@ -290,10 +250,37 @@ def test_a_cancelled_rendering_ends_its_process() -> None:
         with pytest.raises(asyncio.CancelledError):
             await endless
         assert template not in templates._live and template._process is None
-        return await templates.render(said("second"))
+        assert await templates.render(said("second")) == "second"
 
-    source = (
-        "{% if 'cat' in messages[0].content %}{% for a in range(99999) %}"
-        "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
-    )
-    assert with_templates(use, source, workers=1) == "second"
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>\n{% endfor %}"
+FIRST = "{{ messages[0].content }}"
+
+
+async def begun(template: str, *contents: str) -> str:
+    """The prompt to continue the last of these messages."""
+    async with texts_of(Tokenizer(letters().library, chat_template=template), 1000) as texts:
+        return await texts.render_to_continue([{"role": "u", "content": c} for c in contents])
+
+
+@pytest.mark.parametrize("last", ["<", "<|", "end", "|>", "d|>", "a<|end|>"])
+async def test_the_end_of_the_template_is_not_taken_for_the_message(last: str) -> None:
+    assert await begun(CHAT, "Hi", last) == f"<u>Hi<|end|>\n<u>{last}"
+
+
+async def test_white_space_at_its_end_is_left_out() -> None:
+    assert await begun(CHAT, "Hi", "Well \n") == "<u>Hi<|end|>\n<u>Well"
+
+
+@pytest.mark.parametrize(("template", "last"), [(FIRST, "a"), (CHAT, " ")])
+async def test_a_message_that_is_not_shown_cannot_be_continued(template: str, last: str) -> None:
+    with pytest.raises(ParamError, match="does not show"):
+        await begun(template, "Hi", last)
+
+
+async def test_looking_for_it_takes_no_longer_than_reading() -> None:
+    """A text that nearly is the last message, everywhere."""
+    began = time.monotonic()
+    with pytest.raises(ParamError):
+        await begun(FIRST, "a" * 1_000_000, "ab" + "a" * 500_000)
+    assert time.monotonic() - began < 10
