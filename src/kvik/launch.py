@@ -122,7 +122,7 @@ def load_loop(resolved: ResolvedConfig, record: Path | None = None) -> EngineLoo
 
 
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
-    """None: the model has none."""
+    """Load the tokenizer; None: the model has none."""
     files = model_files(Path(resolved.runner.model_path))
     return files.tokenizer() if files.has_tokenizer() else None
 
@@ -201,7 +201,7 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
 
 
 def find_device(device: str) -> str:
-    """What computes where no model is served: "cpu" or "cuda:N".
+    """Find what computes where no model is served: "cpu" or "cuda:N".
 
     Args:
         device: as `EngineConfig.device`.
@@ -216,7 +216,7 @@ def find_device(device: str) -> str:
 
 
 def _draft_source(asked: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
-    """The draft model or the heads, if any are wanted."""
+    """Return the draft model or the heads, if any are wanted."""
     if asked is None or asked.method not in MODEL_METHODS:
         return NO_SOURCE
     if asked.method in KINDS:

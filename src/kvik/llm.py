@@ -162,7 +162,7 @@ class LLM:
         normalize: bool = True,
         progress: bool | None = None,
     ) -> list[EmbeddingOutput]:
-        """A vector for each prompt, from the last layer's hidden states after the last norm.
+        """Return a vector for each prompt, from the last layer's hidden states after the last norm.
 
         Args:
             pooling: "mean" over all tokens, or that of the "last" token.
@@ -190,7 +190,7 @@ class LLM:
         return self._stream(self.render_chat(messages), params, add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt that the model's chat template makes of a conversation."""
+        """Return the prompt that the model's chat template makes of a conversation."""
         self._engine.check_usable()
         if self._chat_template is None:
             tokenizer = self.tokenizer
@@ -359,7 +359,7 @@ def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many."""
+    """Return one prompt or many as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):

@@ -60,7 +60,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
 
 
 def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
-    """Most tokens of prompt and output together: as requested, within the context."""
+    """Return the most tokens of prompt and output together: as requested, within the context."""
     limit = config.scheduler.max_model_len
     if request.pooling is not None:
         return len(request.prompt_token_ids)
@@ -183,7 +183,7 @@ class EngineCore:
                 self.scheduler.end(request, reason, now, error)
 
     def plan(self, now: float) -> SchedulerOutput | None:
-        """The next step to compute, or None if there is nothing to do now."""
+        """Return the next step to compute, or None if there is nothing to do now."""
         return self.scheduler.schedule(now)
 
     def finish_step(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
@@ -216,7 +216,7 @@ class EngineCore:
         return bool(self._requests)
 
     def stats(self) -> EngineStats:
-        """All statistics but times, which the loop adds."""
+        """Return all statistics but times, which the loop adds."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         return EngineStats(

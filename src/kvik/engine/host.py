@@ -292,7 +292,7 @@ class EngineHost:
     def _last_delta(
         self, request_id: str, index: int, error: str, refused: str | None = None
     ) -> RequestDelta:
-        """The last delta of a request that failed where the core does not see it."""
+        """Return the last delta of a request that failed where the core does not see it."""
         now = self._loop.clock()
         return RequestDelta(
             request_id,
@@ -306,5 +306,5 @@ class EngineHost:
 
 
 def _message(error: Exception) -> str:
-    """The error in text that can be encoded, whatever text it is about."""
+    """Return the error in text that can be encoded, whatever text it is about."""
     return f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()

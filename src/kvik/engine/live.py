@@ -83,7 +83,7 @@ class Steps:
     preemptions: tuple[int, ...] = ()
 
     def after(self, number: int) -> Steps:
-        """The steps after the first `number` steps of the engine."""
+        """Return the steps after the first `number` steps of the engine."""
         drop = max(0, number - self.first)
         return Steps(
             self.first + drop,
@@ -153,7 +153,7 @@ class LiveView:
     finished: tuple[LiveRequest, ...] = ()
 
     def after(self, earlier: LiveView) -> LiveView:
-        """The same without the steps and finished requests of an earlier view."""
+        """Return the same without the steps and finished requests of an earlier view."""
         seen = earlier.steps.first + len(earlier.steps.ended)
         told = {request.number for request in earlier.finished}
         return replace(

@@ -206,7 +206,7 @@ class EngineLoop:
         return self.core.has_requests or bool(self._in_flight or self._found)
 
     def idle_seconds(self) -> float | None:
-        """How long `step` will have nothing to do; None if until a request comes."""
+        """Return how long `step` will have nothing to do; None if until a request comes."""
         scheduler = self.core.scheduler
         if self._in_flight or self._found or scheduler.running:
             return 0.0

@@ -45,7 +45,7 @@ class EmbeddingOutput:
 
 
 def normalise(vector: Sequence[float]) -> list[float]:
-    """The same direction with length 1; a vector of zeros stays as it is."""
+    """Scale a vector to length 1; one of zeros stays as it is."""
     length = sqrt(fsum(x * x for x in vector))
     return [x / length for x in vector] if length else list(vector)
 
@@ -343,7 +343,7 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
 
 
 def _prompt_logprobs(entry: _Entry) -> list[TokenLogprobs | None] | None:
-    """Log probabilities of the prompt, once; they are complete before the first token."""
+    """Return the log probabilities of the prompt, once; they precede the first token."""
     if entry.prompt_logprobs_sent or entry.prompt_logprobs is None:
         return None
     entry.prompt_logprobs_sent = True

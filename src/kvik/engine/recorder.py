@@ -135,7 +135,7 @@ _decode_event = msgspec.msgpack.Decoder(Event).decode
 
 
 def version() -> str:
-    """The installed version of kvik."""
+    """Return the installed version of kvik."""
     try:
         return metadata.version("kvik")
     except metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def version() -> str:
 
 
 def encode(event: Header | Event) -> bytes:
-    """An event as the body of a frame.
+    """Encode an event as the body of a frame.
 
     Raises:
         Exception: something in it cannot be encoded.
@@ -170,7 +170,8 @@ class RecordReader:
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """
+        """Read the head of the file.
+
         Raises:
             RecordError: it is no recording that can be replayed.
         """
@@ -237,13 +238,15 @@ _LAST_FRAMES = 256  # bytes that are kept free for `Stopped`
 
 
 def plan_digest(plan: SchedulerOutput) -> bytes:
-    """A digest that is the same for equal plans of any process: their sets are made of the same
-    integers in the same way, and so have the same order."""
+    """Return a digest that is the same for equal plans of any process.
+
+    Their sets are made of the same integers in the same way, and so have the same order.
+    """
     return blake2b(_encode(plan), digest_size=8).digest()
 
 
 def output_digest(output: ModelRunnerOutput) -> bytes:
-    """A digest of log probabilities and vectors; empty if there are none."""
+    """Return a digest of log probabilities and vectors; empty if there are none."""
     if not output.logprobs and not output.prompt_logprobs and not output.embeddings:
         return b""
     found = (output.logprobs, output.prompt_logprobs, output.embeddings)
@@ -278,7 +281,8 @@ class Recorder(LoopObserver):
     def __init__(
         self, path: Path, config: ResolvedConfig, tape: ClockTape, limit: int = DEFAULT_LIMIT
     ) -> None:
-        """
+        """Begin the file.
+
         Args:
             tape: the clock of the worker, which was already built with it.
             limit: bytes of the file, after which recording ends.

@@ -292,7 +292,7 @@ class RemoteClient:
         return self._stats
 
     async def live(self) -> LiveView:
-        """The current state of requests, blocks and steps.
+        """Return the current state of requests, blocks and steps.
 
         Raises:
             UnavailableError: the engine does not answer within a second.
@@ -407,7 +407,7 @@ class RemoteClient:
         self._give([delta for delta in deltas if self._expected(delta)])
 
     def _expected(self, delta: RequestDelta) -> bool:
-        """Whether the delta belongs to an unfinished request; a last delta finishes it."""
+        """Return whether the delta belongs to an unfinished request; a last delta finishes it."""
         unfinished = self._unfinished.get(delta.request_id)
         if unfinished is None or delta.index not in unfinished.indexes:
             return False

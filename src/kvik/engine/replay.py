@@ -1,8 +1,8 @@
-"""A recording played again: the same requests at the same steps must bring the same plans and the
-same tokens.
+"""Replay of a recording: the same requests at the same steps must bring the same plans and the same
+tokens.
 
-The core is told what it was told then, with the times of then; the worker's clock shows what it
-showed then. So on the same machine every difference is a difference of the code, of the weights or
+The core gets the recorded inputs with their times, and the worker's clock shows the recorded
+readings. So on the same machine every difference is a difference of the code, of the weights or
 of the file.
 """
 
@@ -35,7 +35,7 @@ from kvik.errors import KvikError
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that went another way.
+    """The first difference between a recording and its replay.
 
     Attributes:
         step: the one that differs, or before which something differs.
@@ -53,11 +53,14 @@ class Difference:
 
 @dataclass(slots=True)
 class Replayed:
-    """Attributes:
-    steps, tokens, requests: that were played again and found equal.
-    failed_steps: of the steps, those that failed when they were recorded, and were not compared.
-    stopped: why the recording ends; None: the engine was cut short.
-    unfinished: steps that were being computed then. They are computed again, in case that was why.
+    """The result of a replay.
+
+    Attributes:
+        steps, tokens, requests: that were played again and found equal.
+        failed_steps: steps that failed when they were recorded, and were not compared.
+        stopped: why the recording ends; None: the engine died.
+        unfinished: steps that were being computed at its end. They are computed again, in case one
+            of them was the reason.
     """
 
     steps: int = 0
@@ -77,7 +80,7 @@ class RecordedClock:
         self._last = 0.0
 
     def load(self, readings: Iterable[float]) -> None:
-        """Those of the next step."""
+        """Take the readings of the next step."""
         self._readings = deque(readings)
 
     def __call__(self) -> float:
@@ -105,10 +108,11 @@ class _Step:
 
 
 class Replay:
-    """Plays events one by one. After a difference it must not go on."""
+    """Plays the events of a recording, up to the first difference."""
 
     def __init__(self, core: EngineCore, executor: Executor, clock: RecordedClock) -> None:
-        """
+        """Prepare to play events.
+
         Args:
             executor: started; its worker reads `clock`.
         """
@@ -117,7 +121,8 @@ class Replay:
         self.result = Replayed()
 
     def run(self, events: Iterable[Event], progress: Callable[[int], None]) -> Replayed:
-        """
+        """Play all events.
+
         Args:
             progress: called with the number of each step that was played.
 
@@ -230,7 +235,7 @@ class Replay:
 
 
 def _where_plans_differ(step: _Step, event: Planned) -> tuple[str | None, str] | None:
-    """Whose row it is, if one can be told, and what is the matter; None: they are equal."""
+    """Return the request whose row differs, if it is one, and how; None: the plans are equal."""
     plan = step.plan
     if plan.step != event.step:
         return None, f"it is planned where step {event.step} was"

@@ -29,7 +29,7 @@ class LoopTime:
         return self.executor + self.host
 
     def since(self, earlier: LoopTime) -> LoopTime:
-        """What passed after an earlier reading."""
+        """Return what passed after an earlier reading."""
         return LoopTime(
             self.executor - earlier.executor, self.host - earlier.host, self.idle - earlier.idle
         )

@@ -266,7 +266,7 @@ class EngineThread:
                 call.updates.put(CallUpdate(error=error))
 
     def _has_room(self, request: EngineRequest) -> bool:
-        """Whether the queue takes the request now, so that long batches stay within its limits."""
+        """Return whether the queue takes the request now: long batches stay within its limits."""
         stats, n = self._client.stats(), request.params.n
         if stats.num_waiting == 0:
             return True  # refused if it never fits

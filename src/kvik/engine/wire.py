@@ -116,7 +116,7 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     rows: Sequence[RequestDelta] = ()
 
     def deltas(self) -> list[RequestDelta]:
-        """All deltas, in order."""
+        """Return all deltas, in order."""
         columns = zip(self.ids, self.indexes, self.tokens, strict=True)
         deltas = [RequestDelta(id, index, tokens) for id, index, tokens in columns]
         deltas += self.rows

@@ -63,7 +63,7 @@ class Keys:
         return any(key.caller.is_admin for key in self._keys)
 
     def caller(self, headers: Headers) -> Caller | None:
-        """Whose key these headers have; None: no valid one.
+        """Return whose key these headers have; None: no valid one.
 
         A key is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`; some clients send both,
         and one that is right will do.
@@ -80,7 +80,7 @@ class Keys:
 
 
 def presented(headers: Headers) -> list[str]:
-    """The keys in the headers of a request."""
+    """Return the keys in the headers of a request."""
     texts = list(headers.getlist("x-api-key"))
     for value in headers.getlist("authorization"):
         scheme, _, text = value.strip().partition(" ")
@@ -90,8 +90,9 @@ def presented(headers: Headers) -> list[str]:
 
 
 def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
-    """The given keys, then those of a file. A single key without a name is an
-    administrator's: the server has one user.
+    """Read the given keys, then those of a file.
+
+    A single key without a name is an administrator's: the server has one user.
 
     Raises:
         ConfigError: `api_key` or `api_key_file` holds something that cannot be a key.
@@ -111,7 +112,7 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
 
 
 def _of_file(file: str) -> tuple[list[Key], bool]:
-    """The keys of a file, and whether one of them has a name."""
+    """Return the keys of a file, and whether one of them has a name."""
     try:
         lines = Path(file).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -156,7 +157,7 @@ MAX_AGE = "600"  # seconds for which a browser caches a preflight response
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is reached only from this machine."""
+    """Return whether a host name or address is reached only from this machine."""
     name = _plain(host)
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -228,7 +229,10 @@ class Origins:
         self._allowed = frozenset(origin.rstrip("/").lower() for origin in allowed)
 
     def headers(self, headers: Headers) -> dict[str, str]:
-        """The CORS headers of a response; without credentials, as the page itself sends the key."""
+        """Return the CORS headers of a response.
+
+        They allow no credentials, as the page itself sends the key.
+        """
         origin = headers.get("origin")
         if origin is None or not self._is_listed(origin):
             return {}
@@ -239,7 +243,7 @@ class Origins:
         }
 
     def preflight(self, headers: Headers) -> dict[str, str] | None:
-        """The further headers of the response to an allowed preflight request; None: it is none."""
+        """Return the headers of the response to an allowed preflight request; None: it is none."""
         if not self.headers(headers) or "access-control-request-method" not in headers:
             return None
         asked = headers.get("access-control-request-headers", "")

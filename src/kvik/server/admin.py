@@ -69,7 +69,7 @@ async def stats(server: Server, request: Request) -> Response:
 
 
 def make_admin_app(server: Server) -> App:
-    """The application on the admin port. The end of the server does not wait for it."""
+    """Return the application on the admin port. The end of the server does not wait for it."""
     return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 

@@ -196,7 +196,7 @@ class StartRate:
         self._tokens += tokens
 
     def estimate(self, requests: float, tokens: float, *, cautious: bool = False) -> float | None:
-        """Seconds until this much has started; None if nothing is known yet.
+        """Return the seconds until this much has started; None if nothing is known yet.
 
         Requests with short prompts are slow per token, and with long ones per request, so one of
         two estimates is too high. This is the smaller one; `cautious` takes the larger.
@@ -227,7 +227,7 @@ class Degradation:
     threshold: float = 0.75
 
     def apply(self, params: SamplingParams, pressure: float) -> SamplingParams:
-        """The parameters to use: the same object if nothing changes."""
+        """Return the parameters to use: the same object if nothing changes."""
         if self.max_tokens is None or pressure < self.threshold:
             return params
         cap = max(self.max_tokens, params.min_tokens)
@@ -237,7 +237,7 @@ class Degradation:
 
 
 def pressure(queue_fill: float, kv_usage: float, *, waiting: bool) -> float:
-    """How loaded the server is, 0 to 1. A full KV cache counts only if requests wait for it."""
+    """Return the load of the server, 0 to 1. A full KV cache counts only if requests wait."""
     return max(queue_fill, kv_usage if waiting else 0.0)
 
 
@@ -252,7 +252,7 @@ class KVUsage:
         self._last = 0.0
 
     def read(self) -> float:
-        """The last known share; asks the engine for the next call."""
+        """Return the last known share; asks the engine for the next call."""
         if self._clock() - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
             self._asked_at = self._clock()
             self._task = asyncio.get_running_loop().create_task(self._ask())

@@ -130,7 +130,7 @@ class Conversation:
 
 
 def read_conversation(body: CountRequest) -> Conversation:
-    """The conversation of a body.
+    """Return the conversation of a body.
 
     Raises:
         ParamError: a block is not text, or too many are marked.
@@ -155,7 +155,7 @@ def read_conversation(body: CountRequest) -> Conversation:
 
 
 def plain(turns: Sequence[ConversationTurn]) -> list[Mapping[str, object]]:
-    """The messages for the chat template."""
+    """Return the messages for the chat template."""
     return [{"role": turn.role, "content": "\n".join(turn.texts)} for turn in turns]
 
 
@@ -505,7 +505,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
 
 
 async def count_tokens(server: Server, request: Request, body: CountRequest) -> Response:
-    """How many tokens a conversation would have as a prompt."""
+    """Count the tokens that a conversation would have as a prompt."""
     server.check_model(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # where they stand is not asked
@@ -514,7 +514,7 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
 
 
 def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
-    """What is silent takes the model's own defaults."""
+    """Return the sampling parameters; absent fields take the model's own defaults."""
     given = {
         "max_tokens": max(1, body.max_tokens),  # of 0 the one token is not shown
         "stop": tuple(body.stop_sequences) if body.stop_sequences else None,

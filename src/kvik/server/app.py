@@ -65,7 +65,7 @@ class RouteTable:
         self._patterns = [(*compile_path(path)[::2], methods) for path, methods in patterns.items()]
 
     def methods(self, path: str) -> tuple[Mapping[str, Route], Mapping[str, Any]]:
-        """The routes of a path by method, and the parameters in the path."""
+        """Return the routes of a path by method, and the parameters in the path."""
         if path in self._exact:
             return self._exact[path], {}
         for regex, convertors, methods in self._patterns:
@@ -124,7 +124,7 @@ class AppConfig:
 
 
 def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
-    """The application on the main port."""
+    """Return the application on the main port."""
     config = server.config
     app_config = AppConfig(config.host, config.allowed_host, config.cors_origin, limits=limits)
     return App(routes, server.keys, server.drain, app_config)
@@ -222,7 +222,7 @@ class App:
         return caller
 
     def _headers(self, request: Request, context: RequestContext) -> Mapping[str, str]:
-        """What every response has."""
+        """Return the headers that every response has."""
         client_id = request.headers.get("x-request-id", "")
         headers = {
             "date": formatdate(usegmt=True),
@@ -237,7 +237,7 @@ class App:
     def _log_access(
         self, request: Request, context: RequestContext, sender: ResponseSender, seconds: float
     ) -> None:
-        """One line for each response, without prompts and query strings, and all escaped."""
+        """Log one line for each response: escaped, and without prompts and query strings."""
         # Load balancers ask for the server's health every few seconds.
         is_probe = request.scope["path"] in PROBES and sender.status == 200
         access_log.log(
@@ -260,7 +260,7 @@ class App:
 def all_routes(
     server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
 ) -> list[Route]:
-    """The one route table of the main port.
+    """Return the one route table of the main port.
 
     Args:
         requests: observes the server's requests, for `/metrics`.
@@ -279,6 +279,6 @@ def all_routes(
 
 
 def openai_routes(server: Server) -> list[Route]:
-    """The routes of the OpenAI API and of the tokenizer."""
+    """Return the routes of the OpenAI API and of the tokenizer."""
     endpoints = (chat, completions, embeddings, invocations, models)
     return [route for endpoint in endpoints for route in endpoint.routes(server)]

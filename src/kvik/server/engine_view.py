@@ -48,8 +48,10 @@ class EngineFrame:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Attributes:
-    memory: as planned, in bytes; `total` of its parts.
+    """The decisions and the state of the engine.
+
+    Attributes:
+        memory: as planned, in bytes; `total` of its parts.
     """
 
     model: str
@@ -73,7 +75,7 @@ class EngineFeed:
         self._taken = 0.0  # when, on the clock of the event loop
 
     async def after(self, seen: EngineFrame | None) -> EngineFrame:
-        """The next frame after `seen`."""
+        """Return the next frame after `seen`."""
         now = asyncio.get_running_loop().time
         async with self._lock:
             frame = self._frame

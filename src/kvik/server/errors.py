@@ -32,7 +32,7 @@ def escaped(text: str, most: int) -> str:
 
 
 def escaped_traceback(error: BaseException) -> str:
-    """The traceback of an error, escaped: it may quote text of a request.
+    """Return the traceback of an error, escaped: it may quote text of a request.
 
     Each line is indented, so that none looks like a line of the log.
     """
@@ -109,7 +109,7 @@ class HttpError(KvikError):
         self._anthropic_message = anthropic_message
 
     def body(self, *, anthropic: bool = False) -> Error | MessagesError:
-        """The body in the shape of OpenAI's API or of Anthropic's."""
+        """Return the body in the shape of OpenAI's API or of Anthropic's."""
         if anthropic:
             kind = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC_TYPES.get(self.status, kind)
@@ -127,7 +127,7 @@ class HttpError(KvikError):
 
 @contextmanager
 def rename_fields(**names: str) -> Iterator[None]:
-    """Errors that name a field of the engine name that of the request: `prompt="messages"`."""
+    """Rename the fields that errors name, from the engine's to the request's: `prompt="messages"`."""
     try:
         yield
     except KvikError as error:
@@ -139,7 +139,7 @@ def rename_fields(**names: str) -> Iterator[None]:
 
 
 def http_error(error: Exception) -> HttpError:
-    """An error as the client sees it. An internal error says nothing of its cause."""
+    """Return an error as the client sees it. An internal error says nothing of its cause."""
     match error:
         case HttpError():
             return error
@@ -161,7 +161,7 @@ def http_error(error: Exception) -> HttpError:
 
 
 def in_messages(path: str) -> bool:
-    """Whether errors of this path have the shape of Anthropic's API."""
+    """Return whether errors of this path have the shape of Anthropic's API."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
@@ -170,8 +170,8 @@ def model_not_found(model: str) -> HttpError:
 
 
 def _too_long(field: str, overflow: Overflow) -> HttpError:
-    """A prompt that is too long, in the words that clients look for to shorten a conversation
-    (LiteLLM, LangChain, coding agents)."""
+    """Return the error of a prompt that is too long, in the words that clients (LiteLLM, LangChain,
+    coding agents) look for to shorten a conversation."""
     limit, prompt = overflow.limit, overflow.prompt
     count = f"{'' if overflow.counted else 'more than '}{overflow.num_prompt}"
     requested, shorten = f"{count} tokens in the {prompt}", prompt
@@ -210,12 +210,12 @@ _STATES: Mapping[EngineState, str] = {
 
 
 def failed(request_id: str) -> HttpError:
-    """The engine failed, and would fail again. The log says why, under `request_id`."""
+    """Return the error of a request that the engine fails; the log says why, under its id."""
     return HttpError(500, f"the engine failed in this request ({request_id})", code=FAILED)
 
 
 def lost() -> HttpError:
-    """The engine failed before anything of the answer was sent: a retry may succeed."""
+    """Return the error of a request that may be sent again: nothing of its answer was sent."""
     message = "the engine failed and is being started again; nothing of the answer was sent"
     return HttpError(503, message, code=FAILED, headers=RETRY)
 
@@ -226,7 +226,7 @@ def deadline_exceeded() -> HttpError:
 
 
 def aborted(message: str, *, again: bool) -> HttpError:
-    """The request was ended from outside.
+    """Return the error of a request that was ended from outside.
 
     Args:
         again: whether the client should send it again, to another server or to this one later.
@@ -236,7 +236,7 @@ def aborted(message: str, *, again: bool) -> HttpError:
 
 
 def state_in_words(state: EngineState) -> str:
-    """What an engine does that is not ready."""
+    """Describe what an engine does that is not ready."""
     return _STATES.get(state, "is not ready")
 
 

@@ -203,7 +203,7 @@ class Generation:
         return self.result is not None or self.failure is not None
 
     def take(self) -> list[TextDelta]:
-        """What came since the last call, without waiting: at most one delta for each completion."""
+        """Return what came since the last call, without waiting: one delta for each completion."""
         pending, self._pending, self._pending_weight = self._pending, [], 0
         return merged(pending)
 
@@ -386,7 +386,7 @@ class Generations:
     async def _engine_request(
         self, request: GenerationRequest, tenant: str, arrived: float
     ) -> EngineRequest:
-        """The request in the engine's terms: words as token ids, limits as a deadline."""
+        """Return the request in the engine's terms: words as token ids, limits as a deadline."""
         policy = self._engine.config.scheduler.policy
         if request.priority and policy != "priority":
             raise ParamError(
@@ -421,7 +421,7 @@ class Generations:
         return await asyncio.to_thread(spelled, params, self._tokenizer)
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with fewer tokens of output under pressure."""
+        """Return the parameters, with fewer tokens of output under pressure."""
         policy = self._limits.degradation
         if policy.max_tokens is None:
             return params
@@ -553,7 +553,7 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
 
 
 def _failed(request_id: str, error: str) -> KvikError:
-    """The error of a failed request. The message of an exception is for the log alone."""
+    """Return the error of a failed request. The message of an exception is for the log alone."""
     _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
     return failed(request_id)
 

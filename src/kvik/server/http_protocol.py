@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to keep the connection when the client sends no more.
+        """Return whether to keep the connection when the client sends no more.
 
         The client may have closed one half and wait for its response, or be gone; both look the
         same from here.

@@ -48,7 +48,7 @@ OTHERS = ("docs.html",)  # of the same folder, served elsewhere
 
 
 def playground_routes() -> list[Route]:
-    """One for each file, read now: nothing that a request says is ever part of a file's name.
+    """Make a route for each file, read now: no file name comes from a request.
 
     They are open, since a browser cannot send a key with them, and hold nothing to protect.
     """
@@ -66,7 +66,7 @@ def playground_routes() -> list[Route]:
 
 
 def form_fields() -> list[dict[str, object]]:
-    """The form's fields for numbers: name, label, what an input may hold, note."""
+    """Return the form's fields for numbers: name, label, what an input may hold, note."""
     made = []
     for one in PARAMETERS.values():
         kind = one.kind
@@ -101,7 +101,7 @@ ERRORS = {
 
 
 def document_routes(table: Sequence[Route]) -> list[Route]:
-    """The two routes that describe the table and themselves."""
+    """Return the two routes that describe the table and themselves."""
     made: dict[str, bytes] = {}
 
     async def schema(request: Request) -> Response:
@@ -121,7 +121,7 @@ def document_routes(table: Sequence[Route]) -> list[Route]:
 
 
 def document(table: Iterable[Route]) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of the routes that have a note."""
+    """Return an OpenAPI 3.1 document of the routes that have a note."""
     rows = [route for route in table if route.note]
     types = {kind for row in rows for kind in (row.body, row.answer) if kind is not None}
     kinds = [Error, MessagesError, *sorted(types, key=lambda kind: kind.__name__)]
@@ -168,7 +168,7 @@ def _json_of(schema: Any) -> dict[str, Any]:
 
 
 def render(described: Mapping[str, Any]) -> str:
-    """The document as a page."""
+    """Return the document as a page."""
     operations = []
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
@@ -215,12 +215,12 @@ def _note(kind: Mapping[str, Any]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text as HTML, with backquotes as code."""
+    """Write a text as HTML, with backquotes as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _words(kind: Mapping[str, Any]) -> str:
-    """A schema in words, as HTML."""
+    """Return a schema in words, as HTML."""
     if "$ref" in kind:
         name = escape(kind["$ref"].removeprefix(REFERENCE))
         return f'<a href="#{name}">{name}</a>'

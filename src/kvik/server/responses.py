@@ -115,7 +115,7 @@ HEARTBEAT = b": alive\n\n"  # a comment, which clients skip
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One event; `data` is JSON in one line."""
+    """Make one event; `data` is JSON in one line."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 
@@ -142,7 +142,7 @@ class Template:
             raise ValueError("the value has no hole")
 
     def fill(self, text: str) -> bytes:
-        """The event with this text."""
+        """Return the event with this text."""
         return self._before + msgspec.json.encode(text) + self._after
 
 
@@ -164,15 +164,15 @@ class ResponseFormat(Protocol):
         ...
 
     def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
-        """The object."""
+        """Return the object."""
         ...
 
     def begin(self) -> bytes:
-        """The events before the first text."""
+        """Return the events before the first text."""
         ...
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        """The events of new text.
+        """Return the events of new text.
 
         Args:
             position: of the generation.
@@ -181,14 +181,14 @@ class ResponseFormat(Protocol):
         ...
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The events after the last text, unless something failed."""
+        """Return the events after the last text, unless something failed."""
         ...
 
 
 async def generation_response(
     request: Request, generations: Sequence[Generation], form: ResponseFormat, *, stream: bool
 ) -> Response:
-    """The response of generations that were started together.
+    """Return the response of generations that were started together.
 
     Raises:
         KvikError, ClientDisconnect: see `wait_for_outputs`.
@@ -281,7 +281,7 @@ class StreamReply(Response):
                 return
 
     async def _next(self) -> tuple[bytes, bool]:
-        """The events to send now, and whether they are the last."""
+        """Return the events to send now, and whether they are the last."""
         taken = [generation.take() for generation in self._generations]
         failure = next((g.failure for g in self._generations if g.failure is not None), None)
         last = all(generation.result is not None for generation in self._generations)
@@ -367,7 +367,7 @@ async def wait_for_outputs(
 
 
 def _num_logprobs(output: RequestOutput) -> int:
-    """Log probabilities in the response to a finished request."""
+    """Count the log probabilities in the response to a finished request."""
     rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.outputs]
     rows.append(output.prompt_logprobs or ())
     # The last entry is as wide as all; the first of a prompt is none.
@@ -375,7 +375,7 @@ def _num_logprobs(output: RequestOutput) -> int:
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
-    """Log probabilities of prompts in deltas. The rest of a delta is small."""
+    """Count the log probabilities of prompts in deltas. The rest of a delta is small."""
     rows = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
 

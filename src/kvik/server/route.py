@@ -142,13 +142,13 @@ class RequestContext:
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context of a request that came through the application."""
+    """Return the context of a request that came through the application."""
     context: RequestContext = request.scope[SCOPE_KEY]
     return context
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request."""
+    """Return who sent a request."""
     return context_of(request).caller
 
 
@@ -202,7 +202,7 @@ def post(
     answer: type[msgspec.Struct] | None = None,
     note: str,
 ) -> Route:
-    """A POST route whose handler gets the decoded body: see `read_body`."""
+    """Make a POST route whose handler gets the decoded body: see `read_body`."""
 
     async def handler(request: Request) -> Response:
         return await handle(request, await read_body(request, body, unhonoured))
@@ -211,7 +211,7 @@ def post(
 
 
 async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING) -> T:
-    """The body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
+    """Read the body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
 
     Args:
         unhonoured: fields to refuse if they ask for something, unless `kind` has them.
@@ -227,7 +227,7 @@ async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING
 async def read_chosen(
     request: Request, choose: Callable[[dict[str, Any]], tuple[type[T], Table]]
 ) -> T:
-    """As `read_body`, for a body that determines its own kind.
+    """Read a body that determines its own kind, as `read_body` does.
 
     Args:
         choose: returns the kind of a JSON object and the fields that are not honoured; may raise
@@ -249,7 +249,7 @@ async def read_chosen(
 def _decode(
     data: Data, choose: Callable[[dict[str, Any]], tuple[type[T], Table]], limits: BodyLimits
 ) -> tuple[T, list[str]]:
-    """The body, and the names of the ignored fields."""
+    """Decode the body; returns it with the names of the ignored fields."""
     value = parse_json(data, limits)
     if not isinstance(value, dict):
         raise HttpError(400, "the body must be a JSON object")
@@ -261,7 +261,7 @@ def _decode(
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
-    """Decoded JSON as a Struct.
+    """Convert decoded JSON to a Struct.
 
     Raises:
         HttpError: 400, naming the field.
@@ -368,7 +368,7 @@ def _check_size(data: Data, limits: BodyLimits) -> None:
 
 
 def _outside_strings(data: Data, most: int) -> bytes | None:
-    """JSON without its strings; None if there are more than `most`.
+    """Return JSON without its strings; None if there are more than `most`.
 
     A regular expression would block all other threads for ten times as long.
     """
@@ -386,7 +386,7 @@ def _outside_strings(data: Data, most: int) -> bytes | None:
 
 
 def _uncut(data: Data) -> Iterator[Data]:
-    """The data in pieces, of which none ends inside an escape."""
+    """Yield the data in pieces, of which none ends inside an escape."""
     start = 0
     while start < len(data):
         end = start + PIECE_BYTES
@@ -398,7 +398,7 @@ def _uncut(data: Data) -> Iterator[Data]:
 
 
 def _is_small(data: Data, limits: BodyLimits) -> bool:
-    """Whether it has few values: each follows a comma or an opening bracket."""
+    """Return whether it has few values: each follows a comma or an opening bracket."""
     num_brackets = data.count(b"[") + data.count(b"{")
     num_values = num_brackets + data.count(b",")
     num_keys = max(num_brackets, data.count(b":"))
@@ -444,7 +444,7 @@ class _BadNumber(ValueError):
 
 
 def _bad_number(error: _BadNumber, text: str) -> HttpError:
-    """The parser does not report the field, so search for the number."""
+    """Return the error of a bad number. The parser does not report its field: search for it."""
     found = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
     field = found[1] if found else ""
     what = f"{error.number} {error.why}"

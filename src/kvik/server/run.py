@@ -296,7 +296,7 @@ class Printer:
             self._changed.wait_for(lambda: not self._size, seconds)
 
     def _note(self) -> bytes:
-        """The message about lost lines, once."""
+        """Return the message about lost lines, once."""
         lost, self._num_lost = self._num_lost, 0
         return f"{lost} lines were lost: nobody read what was printed\n".encode() if lost else b""
 

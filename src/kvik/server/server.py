@@ -44,7 +44,7 @@ class Drain:
             self._empty.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Until nothing is under way; False: some still is after `seconds`."""
+        """Wait until nothing is under way; False: some still is after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
@@ -132,7 +132,7 @@ def assemble(
 
 
 def model_names(config: ServerConfig, model: str, path: Path) -> tuple[str, ...]:
-    """The names of the model: those of the operator, else its hub id, folder or file name.
+    """Return the names of the model: those of the operator, else its hub id, folder or file name.
 
     Args:
         model: as given by the operator; "" is the bundled one.

@@ -184,13 +184,13 @@ class Texts:
         self._tenant = ""
 
     def of(self, tenant: str) -> Texts:
-        """The same for another tenant; tenants share threads and processes fairly."""
+        """Return the same for another tenant; tenants share threads and processes fairly."""
         other = copy.copy(self)
         other._tenant = tenant
         return other
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Raises:
             ParamError: `text` has certainly more tokens than the context, or there is no tokenizer.
@@ -224,7 +224,7 @@ class Texts:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt that the chat template makes of a conversation. It has its own BOS.
+        """Render the prompt of a conversation by the chat template. It has its own BOS.
 
         Raises:
             ParamError: the messages are malformed, the template refuses them, takes too long or
@@ -251,7 +251,7 @@ class Texts:
         messages: Sequence[Mapping[str, object]],
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt up to the end of the last message, for the model to continue that.
+        """Render the prompt up to the end of the last message, for the model to continue that.
 
         White space at its end is left out, as many templates do anyway. The end is found by a
         random mark: the last words may also be part of what the template appends ("<" in
@@ -277,7 +277,7 @@ class Texts:
         return text[:place]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._known("tokens").decode(ids, skip_special_tokens)
 
     async def close(self) -> None:

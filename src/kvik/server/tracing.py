@@ -109,7 +109,7 @@ class Tracing:
 
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
-    """The attributes of speculation; empty without it."""
+    """Return the attributes of speculation; empty without it."""
     found = output.speculation
     if found is None:
         return {}
@@ -152,7 +152,7 @@ def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
 
 
 def _parent(header: str | None) -> Context | None:
-    """The context of the caller's trace, if it sent one (W3C Trace Context)."""
+    """Return the context of the caller's trace, if it sent one (W3C Trace Context)."""
     if header is None:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -160,7 +160,7 @@ def missing(known: Collection[str]) -> Table:
 
 
 def refuse(values: Mapping[str, object], table: Table, param: str | None = None) -> None:
-    """Raises `ParamError` if a field of the table asks for something.
+    """Raise `ParamError` if a field of the table asks for something.
 
     Args:
         values: an object of the request, by field.
@@ -178,5 +178,5 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
 
 
 def _same(value: object, other: object) -> bool:
-    """Equal as JSON: true is not 1."""
+    """Return whether values are equal as JSON: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -43,7 +43,7 @@ class StopTable:
         self.starts = frozenset(self._next[0])  # characters that a stop string begins with
 
     def step(self, node: int, char: str) -> int:
-        """The node after one more character."""
+        """Return the node after one more character."""
         while node and char not in self._next[node]:
             node = self._fail[node]
         return self._next[node].get(char, 0)
@@ -87,7 +87,7 @@ class StopStrings:
         self._found: str | None = None
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string if one was found.
+        """Return the text that may be shown now, and the stop string if one was found.
 
         Whatever is pushed after a match is dropped.
 
@@ -115,7 +115,7 @@ class StopStrings:
         return known[:free], None
 
     def flush(self) -> str:
-        """The held text, when the output ends without a match."""
+        """Return the text kept back, when the output ends without a match."""
         text, self._held = self._held, ""
         self._node = 0
         return text
@@ -135,7 +135,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters in which byte-level BPE spells bytes (Radford et al. 2019, GPT-2)."""
+    """Return the characters in which byte-level BPE spells bytes (Radford et al. 2019, GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -171,7 +171,7 @@ class TokenTexts:
         self._cache: dict[int, str | bytes] = {}
 
     def of(self, token: int) -> str | bytes:
-        """Text of a token inside a sequence, or its bytes if they are not whole characters.
+        """Return the text of a token inside a sequence, or its bytes if they are no characters.
 
         An id that the tokenizer does not know (models pad their vocabulary) has no text.
         """
@@ -181,14 +181,14 @@ class TokenTexts:
         return piece
 
     def join(self, ids: Sequence[int]) -> str | None:
-        """Text of tokens inside a sequence; None if one is new or has unfinished characters."""
+        """Return the text of tokens inside a sequence; None: one is new or has half a character."""
         try:
             return "".join(map(self._cache.__getitem__, ids))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens that begin a sequence, as the library sees it."""
+        """Return the text of tokens that begin a sequence, as the library sees it."""
         with panics_are_errors():
             return self._library.decode(ids, skip_special_tokens=False)
 
@@ -248,7 +248,7 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for an unfinished character."""
+        """Return the text kept back, when the output ends without a match."""
         rest = self._partial.decode(errors="replace")
         self._partial = b""
         return rest
@@ -269,7 +269,7 @@ class Detokenizer:
         return text
 
     def _last_shown(self, ids: Sequence[int]) -> Iterator[int]:
-        """The last tokens of the prompt that are not skipped, in order."""
+        """Return the last tokens of the prompt that are not skipped, in order."""
         shown: list[int] = []
         for token in reversed(ids):
             if len(shown) == MAX_LEADING:

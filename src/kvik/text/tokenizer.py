@@ -89,7 +89,7 @@ class Tokenizer:
         return self._library
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, which may be empty.
+        """Return the token ids of a text, which may be empty.
 
         A chat template writes BOS itself, so its output is encoded without special tokens.
         Special tokens that are spelt out in the text are recognised either way.
@@ -115,7 +115,7 @@ class Tokenizer:
             return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The whole text of a sequence; equal to what a stream of it yields."""
+        """Return the whole text of a sequence; equal to what a stream of it yields."""
         shown = [token for token in ids if 0 <= token < self.vocab_size]
         if skip_special_tokens:
             shown = [token for token in shown if token not in self.special_ids]
@@ -126,12 +126,12 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str:
-        """The vocabulary entry of an id, as spelt in tokenizer.json; "" for an unknown id."""
+        """Return the vocabulary entry of an id, spelt as in the file; "" for an unknown id."""
         known = 0 <= token_id < self.vocab_size
         return (self._library.id_to_token(token_id) or "") if known else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token, also a special one, adds inside a text; b"" for an unknown id."""
+        """Return the bytes that a token adds inside a text; b"" for an unknown id."""
         if not 0 <= token_id < self.vocab_size:
             return b""
         piece = self._pieces.of(token_id)
@@ -173,7 +173,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def _read_json(path: Path) -> Mapping[str, object]:
-    """A JSON object; empty if there is no such file."""
+    """Read a JSON object; empty if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -188,7 +188,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
 
 
 def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
-    """A special token, given as a string or as an object with its content."""
+    """Return a special token, given as a string or as an object with its content."""
     for file in files:
         value = file.get(field)
         if isinstance(value, dict):
@@ -201,7 +201,7 @@ def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
 
 
 def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    """The chat template: a file of its own, or a field of tokenizer_config.json."""
+    """Return the chat template: a file of its own, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:

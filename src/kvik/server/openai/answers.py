@@ -56,7 +56,7 @@ class Speculation(Struct, kw_only=True):
 
 
 def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
-    """The speculation of finished requests together; unset if there was none."""
+    """Return the speculation of finished requests together; unset if there was none."""
     known = [one for output in outputs if (one := output.speculation) is not None]
     if not known:
         return UNSET
@@ -125,7 +125,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Of finished requests together. A prompt counts once, whatever its `n`."""
+    """Return the usage of finished requests. A prompt counts once, whatever its `n`."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.num_output_tokens for output in outputs)
     drafted = sum(output.num_drafted_tokens for output in outputs)
@@ -180,11 +180,11 @@ class TokenNames:
         self.tokenizer = tokenizer
 
     def bytes(self, token: int) -> bytes | None:
-        """What it adds to a text."""
+        """Return what a token adds to a text."""
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
     def name(self, token: int, escape: str = "") -> str:
-        """Its text; if it is no UTF-8 by itself, `escape` and its bytes as \\xHH."""
+        """Return a token's text; if it is no UTF-8 by itself, `escape` and its bytes as \\xHH."""
         data = self.bytes(token)
         if data is None:
             return f"token_id:{token}"
@@ -194,11 +194,11 @@ class TokenNames:
             return escape + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Of a few output tokens, in order."""
+        """Show a few output tokens, in order."""
         return ChatLogprobs([self._chat_token(one) for one in logprobs])
 
     def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Of all of them, made while `encode_in_chunks` encodes them."""
+        """Show all output tokens, made while `encode_in_chunks` encodes them."""
         return ChatLogprobs(cast(list[TokenLogprob], LazyList(logprobs, self._chat_token)))
 
     def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:

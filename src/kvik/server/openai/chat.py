@@ -196,7 +196,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
 
 
 def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a body. Without a limit an answer may fill the context.
+    """Return the sampling parameters of a body. Without a limit an answer may fill the context.
 
     Raises:
         ParamError: a value is impossible, or nothing that the engine honours.
@@ -241,7 +241,7 @@ class RenderOptions(Protocol):
 async def conversation_ids(
     texts: Texts, messages: Sequence[ChatMessage], options: RenderOptions
 ) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's answer.
+    """Return the token ids of a conversation, ready for the assistant's answer.
 
     Raises:
         ParamError: the messages are malformed or too long, or the template refuses them.

@@ -140,7 +140,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: SinglePrompt) -> str:
-    """The text of a prompt that precedes its completions."""
+    """Return the text of a prompt that precedes its completions."""
     if not body.echo:
         return ""
     if isinstance(prompt, str):
@@ -152,7 +152,7 @@ COMPLETION_TOKENS = 16  # default of the API
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a body.
+    """Return the sampling parameters of a body.
 
     `max_tokens` may be 0 with `echo`: the prompt is read, and scored if it asks for `logprobs`.
 
@@ -278,7 +278,7 @@ class CompletionFormat:
             )
 
     def _first_choice(self, index: int, position: int) -> CompletionChoice | None:
-        """What a stream shows of the prompt before a completion of it, if anything."""
+        """Return what a stream shows of the prompt before a completion of it, if anything."""
         echo = self._echoes[position]
         if not (echo or self._echo_logprobs or self._prompt_logprobs):
             return None
@@ -293,7 +293,7 @@ class CompletionFormat:
     def _of_echo(
         self, position: int, logprobs: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """Log probabilities of an echoed prompt."""
+        """Return the log probabilities of an echoed prompt."""
         tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, ())
         return tokens.show(self._prompts[position], logprobs)
 

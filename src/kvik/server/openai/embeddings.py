@@ -82,7 +82,7 @@ DEFAULT_POOLING = "mean"
 
 
 async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
-    """A vector of length 1 for each input, pooled from the last layer's hidden states."""
+    """Return a vector of length 1 for each input, pooled from the last layer's hidden states."""
     server.check_model(body.model)
     hidden = server.engine.config.model.hidden_size
     if body.dimensions not in (None, hidden):

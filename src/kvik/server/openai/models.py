@@ -47,14 +47,14 @@ class ModelList(Struct, kw_only=True):
 
 
 async def models(server: Server, request: Request) -> Response:
-    """The served model under each of its names."""
+    """Return the served model under each of its names."""
     names = server.model_names
     listed = [_model(server, name) for name in names]
     return json_response(ModelList(data=listed, first_id=names[0], last_id=names[-1]))
 
 
 async def model(server: Server, request: Request) -> Response:
-    """The served model under one of its names."""
+    """Return the served model under one of its names."""
     name = request.path_params["model"]
     if name not in server.model_names:
         raise model_not_found(name)
@@ -122,7 +122,7 @@ class TokenizerInfo(Struct, kw_only=True):
 
 
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
-    """Token ids of a text, which may be empty, or of a conversation."""
+    """Return the token ids of a text, which may be empty, or of a conversation."""
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParamError("prompt", "or messages must be given, not both")
@@ -145,7 +145,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
 
 
 async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
-    """The text of tokens, with special ones."""
+    """Return the text of tokens, with special ones."""
     server.check_model(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
@@ -158,7 +158,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeRequest) 
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
-    """What a client needs to tokenise and render as this server does."""
+    """Return what a client needs to tokenise and render as this server does."""
     tokenizer = server.texts.tokenizer
     if tokenizer is None:
         raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")

@@ -58,7 +58,7 @@ Prompt = Annotated[
 
 
 def json_type(kind: Kind) -> Any:
-    """What JSON has for a kind of parameter, as msgspec decodes it."""
+    """Return the type that a kind of parameter has in JSON, as msgspec decodes it."""
     match kind:
         case Integer(low=low, high=high):
             return Annotated[int, Meta(ge=low, le=high)]
@@ -94,7 +94,7 @@ def parameters_struct(left_out: Collection[str] = ()) -> Any:
 
 
 def parameters_of(body: Struct) -> dict[str, Any]:
-    """The sampling parameters that a request gives; null gives none.
+    """Return the sampling parameters that a request gives; null gives none.
 
     Raises:
         ParamError: a parameter and its alias contradict each other.
@@ -115,7 +115,7 @@ def _parameters_in(kind: type[Struct]) -> tuple[tuple[str, str], ...]:
 
 
 def limit_of(asked: int) -> int | None:
-    """A `Limit` as `SamplingParams` has it."""
+    """Return a `Limit` as `SamplingParams` has it."""
     return None if asked == TO_THE_END else asked
 
 
@@ -153,7 +153,7 @@ class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
 
 
 def aliased(body: msgspec.Struct, name: str, other: str) -> Any:
-    """The value of a field that has two names; None if it has none.
+    """Return the value of a field that has two names; None if it has none.
 
     Raises:
         ParamError: they contradict each other.
@@ -171,7 +171,7 @@ _KINDS = {str: "a text", int: "a token id", list: "a list of token ids"}
 
 
 def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
-    """Prompts by their names in errors: `name` alone, or `name[0]`, `name[1]`, ... of many.
+    """Name prompts as errors do: `name` alone, or `name[0]`, `name[1]`, ... of many.
 
     Raises:
         ParamError: one is empty, or they are of mixed kinds.
@@ -203,7 +203,7 @@ def check_choices(name: str, num_prompts: int, n: int) -> None:
 async def all_prompt_ids(
     texts: Texts, prompts: Mapping[str, SinglePrompt], add_special_tokens: bool | None
 ) -> dict[str, list[int]]:
-    """Token ids of each prompt, by its name in errors."""
+    """Return the token ids of each prompt, by its name in errors."""
     found = {}
     for field, prompt in prompts.items():
         with rename_fields(prompt=field):
@@ -214,14 +214,14 @@ async def all_prompt_ids(
 async def prompt_ids(
     texts: Texts, prompt: SinglePrompt, add_special_tokens: bool | None = None
 ) -> list[int]:
-    """Token ids of one prompt; to a text, special tokens are added unless that is not wanted."""
+    """Return the token ids of a prompt; to a text, special tokens are added unless unwanted."""
     if not isinstance(prompt, str):
         return prompt
     return await texts.encode(prompt, add_special_tokens is not False)
 
 
 def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
-    """The field that limits the tokens of an answer, and its value.
+    """Return the field that limits the tokens of an answer, and its value.
 
     Args:
         newest: `max_completion_tokens`, which takes precedence.
@@ -254,7 +254,7 @@ MAX_LOGPROB_VALUES = 1 << 19
 def generation_request(
     body: GenerationFields, prompt_ids: Sequence[int], params: SamplingParams, field: str
 ) -> GenerationRequest:
-    """The request to generate from one prompt, which errors call `field`."""
+    """Return the request to generate from one prompt, which errors call `field`."""
     return GenerationRequest(
         prompt_token_ids=prompt_ids,
         params=params,
