@@ -127,7 +127,7 @@ class HttpError(KvikError):
 
 @contextmanager
 def rename_fields(**names: str) -> Iterator[None]:
-    """Rename the fields that errors name, from the engine's to the request's: `prompt="messages"`."""
+    """Name the request's fields in errors, in place of the engine's: `prompt="messages"`."""
     try:
         yield
     except KvikError as error:
