@@ -39,11 +39,12 @@ def test_each_unit_is_counted_until_it_starts_or_ends():
     queue, _ = admission()
     ticket = queue.admit("a", 3, 10)
     assert (queue.num_waiting, queue.waiting_tokens) == (3, 30)
-    ticket.started()
-    assert (queue.num_waiting, queue.waiting_tokens) == (2, 20)
+    for _ in range(2):
+        ticket.started(1)  # twice is once
+        assert (queue.num_waiting, queue.waiting_tokens) == (2, 20)
     ticket.release()
     ticket.release()
-    ticket.started()
+    ticket.started(0)
     assert (queue.num_waiting, queue.waiting_tokens) == (0, 0)
 
 
@@ -107,7 +108,7 @@ def test_the_time_to_retry_is_measured():
     tickets = [queue.admit("", 1, 10) for _ in range(200)]
     for ticket in tickets[:20]:  # 2 requests a second
         clock.now += 0.5
-        ticket.started()
+        ticket.started(0)
     for _ in range(20):
         queue.admit("", 1, 10)
     for n, expected in [(1, 1), (10, 5), (50, 25), (128, 60)]:
@@ -131,7 +132,7 @@ def test_a_deadline_that_the_queue_cannot_meet():
     queue.check_deadline("", clock.now + 0.001)
     for ticket in tickets[:20]:
         clock.now += 0.5
-        ticket.started()
+        ticket.started(0)
     queue.check_deadline("", clock.now + 12)  # 20 wait, 2 start each second
     with pytest.raises(OverloadError) as caught:
         queue.check_deadline("", clock.now + 8)
@@ -145,7 +146,7 @@ def test_another_tenants_flood_says_little_of_ones_own_deadline():
     tickets = [queue.admit("flood", 1, 10) for _ in range(100)]
     for ticket in tickets[:20]:
         clock.now += 0.5
-        ticket.started()
+        ticket.started(0)
     with pytest.raises(OverloadError):
         queue.check_deadline("flood", clock.now + 8)
     queue.check_deadline("newcomer", clock.now + 8)
@@ -197,8 +198,8 @@ class QueueMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject, seconds: float) -> None:
         self.clock.now += seconds
         ticket = data.draw(st.sampled_from(list(self.left)))
-        ticket.started()
         tenant, n, tokens = self.left[ticket]
+        ticket.started(n - 1)
         self.left[ticket] = (tenant, max(0, n - 1), tokens)
 
     @precondition(lambda self: self.left)
@@ -213,7 +214,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), again=st.booleans())
     def tell_twice(self, data: st.DataObject, again: bool) -> None:
         ticket = data.draw(st.sampled_from(self.ended))
-        ticket.release() if again else ticket.started()
+        ticket.release() if again else ticket.started(0)
 
     @invariant()
     def counts(self) -> None:

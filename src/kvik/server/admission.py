@@ -155,20 +155,20 @@ class Reservation:
     def __init__(self, admission: Admission, tenant: str, requests: int, tokens: int) -> None:
         self._admission = admission
         self._tenant = tenant
-        self._left = requests
+        self._waiting = set(range(requests))
         self._tokens = tokens
 
-    def started(self) -> None:
-        """One sibling has its first token."""
-        if self._left:
-            self._left -= 1
+    def started(self, index: int) -> None:
+        """A sibling has its first token, or is done without any: only its prompt was read."""
+        if index in self._waiting:
+            self._waiting.discard(index)
             self._admission._change(self._tenant, -1, self._tokens, started=True)
 
     def release(self) -> None:
         """The request ended, well or not."""
-        if self._left:
-            self._admission._change(self._tenant, -self._left, self._tokens)
-            self._left = 0
+        if self._waiting:
+            self._admission._change(self._tenant, -len(self._waiting), self._tokens)
+            self._waiting.clear()
 
 
 class StartRate:

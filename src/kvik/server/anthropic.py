@@ -21,6 +21,7 @@ from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.requests import Count, Name, Word
 from kvik.server.responses import (
     HOLE,
+    ResponseFormat,
     Template,
     generation_response,
     json_event,
@@ -399,7 +400,7 @@ _STOP = json_event({"type": "content_block_stop", "index": 0}, "content_block_st
 _END = json_event({"type": "message_stop"}, "message_stop")
 
 
-class MessageFormat:
+class MessageFormat(ResponseFormat):
     """A message as a `ResponseFormat`: one block of text.
 
     Args:
@@ -439,10 +440,9 @@ class MessageFormat:
         start = json_event({"type": "message_start", "message": message}, "message_start")
         return start + (PING if self._silent else _START + PING)
 
-    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        if self._silent:
-            return b""
-        return b"".join(_TEXT.fill(delta.text) for delta in deltas if delta.text)
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        if delta.text and not self._silent:
+            yield _TEXT.fill(delta.text)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         message = self.whole(outputs)

@@ -192,7 +192,6 @@ class Generation:
         self.failure: KvikError | None = None
         self._owner = owner
         self._reservation = reservation
-        self._unstarted = set(range(request.params.n))
         self._pending: list[TextDelta] = []
         self._weight = 1 + (request.params.logprobs or 0)
         self._pending_weight = 0
@@ -231,12 +230,6 @@ class Generation:
             raise self.failure
         assert self.result is not None
         return self.result
-
-    def _start(self, index: int) -> None:
-        """A completion has its first token, or is done without any: only its prompt was read."""
-        if index in self._unstarted:
-            self._unstarted.discard(index)
-            self._reservation.started()
 
     def abort(self, reason: str = "the request was aborted", *, again: bool = False) -> None:
         """End it now; nothing happens if it has ended. `again`: ask its caller to send it again."""
@@ -476,7 +469,7 @@ class Generations:
             if generation is None:
                 continue
             if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
-                generation._start(delta.index)
+                generation._reservation.started(delta.index)
             if delta.token_ids:
                 self._count(generation, delta, now)
         for piece in processed.deltas:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,8 +28,8 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import (
-    HEARTBEAT,
     HOLE,
+    ResponseFormat,
     Template,
     generation_response,
     json_event,
@@ -129,10 +129,9 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
     )
 
 
-class GenerateFormat:
+class GenerateFormat(ResponseFormat):
     """A text as a `ResponseFormat`."""
 
-    heartbeat = HEARTBEAT
     _text = Template(TextPiece(HOLE))
 
     def __init__(self, generation: Generation) -> None:
@@ -143,11 +142,9 @@ class GenerateFormat:
         generated.text = outputs[0].text
         return generated
 
-    def begin(self) -> bytes:
-        return b""
-
-    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join([self._text.fill(delta.text) for delta in deltas if delta.text])
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        if delta.text:
+            yield self._text.fill(delta.text)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         return json_event(self._without_text(outputs))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -155,21 +157,18 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 _log = logging.getLogger(__name__)
 
 
-class ResponseFormat(Protocol):
+class ResponseFormat(ABC):
     """How an API shows generations: as one object, or as a stream of events."""
 
-    @property
-    def heartbeat(self) -> bytes:
-        """The event that says that a stream is alive."""
-        ...
+    heartbeat = HEARTBEAT  # the event that says that a stream is alive
 
+    @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
         """Return the object."""
-        ...
 
     def begin(self) -> bytes:
         """Return the events before the first text."""
-        ...
+        return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
         """Return the events of new text.
@@ -178,11 +177,15 @@ class ResponseFormat(Protocol):
             position: of the generation.
             deltas: at most one for each of its completions.
         """
-        ...
+        return b"".join(event for delta in deltas for event in self.events(position, delta))
 
+    @abstractmethod
+    def events(self, position: int, delta: TextDelta) -> Iterable[bytes]:
+        """Return the events of one delta."""
+
+    @abstractmethod
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the events after the last text, unless something failed."""
-        ...
 
 
 async def generation_response(
@@ -244,7 +247,6 @@ class StreamReply(Response):
         self._anthropic = False  # errors have the shape of its API
         self._timeouts = timeouts
         self._begun = False
-        self._gone = False
         self._beat = False  # a heartbeat is due
         self._sent_at = 0.0
 
@@ -252,21 +254,18 @@ class StreamReply(Response):
         self._anthropic = in_messages(scope["path"])
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
-        watch = loop.create_task(_until_gone(receive))
-        watch.add_done_callback(self._lose)
-        ticker = loop.create_task(self._tick())
         limit_unread(scope, self._timeouts.send)
-        try:
-            await self._run(send)
-        finally:
-            watch.cancel()
-            ticker.cancel()
-            _abort(self._generations, "its reader is gone")
+        with _watched(receive, self._generations) as watch:
+            ticker = loop.create_task(self._tick())
+            try:
+                await self._run(send, watch)
+            finally:
+                ticker.cancel()
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, send: Send, watch: asyncio.Task[None]) -> None:
         while True:
             await wait_for_change(self._generations[0])
-            if self._gone:
+            if watch.done():
                 raise ClientDisconnect
             try:
                 chunk, last = await self._next()
@@ -323,12 +322,6 @@ class StreamReply(Response):
         body = http_error(error).body(anthropic=self._anthropic)
         return json_event(body, "error" if self._anthropic else None)
 
-    def _lose(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled():
-            self._gone = True
-            _abort(self._generations, "its reader is gone")
-            self._generations[0].changed.set()
-
     async def _tick(self) -> None:
         """Check a quiet stream from time to time: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
@@ -348,10 +341,8 @@ async def wait_for_outputs(
         KvikError: one of them failed; then all are ended.
         ClientDisconnect: the client went away, which ends them too.
     """
-    watch = asyncio.get_running_loop().create_task(_until_gone(request.receive))
-    watch.add_done_callback(lambda _: generations[0].changed.set())
-    try:
-        while True:
+    with _watched(request.receive, generations) as watch:
+        while not watch.done():
             for generation in generations:
                 if generation.failure is not None:
                     raise generation.failure
@@ -359,11 +350,30 @@ async def wait_for_outputs(
             if len(results) == len(generations):
                 return results
             await wait_for_change(generations[0])
-            if watch.done():
-                raise ClientDisconnect
+        raise ClientDisconnect
+
+
+@contextmanager
+def _watched(receive: Receive, generations: Sequence[Generation]) -> Iterator[asyncio.Task[None]]:
+    """Watch the client while its generations live: the task is done when it has gone away, and
+    whatever has not ended then, or at the end of the block, is aborted."""
+
+    def abort() -> None:
+        for generation in generations:
+            generation.abort("its reader is gone")
+
+    def lose(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            abort()
+            generations[0].changed.set()
+
+    watch = asyncio.get_running_loop().create_task(_until_gone(receive))
+    watch.add_done_callback(lose)
+    try:
+        yield watch
     finally:
         watch.cancel()
-        _abort(generations, "its reader is gone")
+        abort()
 
 
 def _num_logprobs(output: RequestOutput) -> int:
@@ -389,8 +399,3 @@ def degraded_header(generations: Sequence[Generation]) -> dict[str, str]:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _abort(generations: Sequence[Generation], reason: str) -> None:
-    for generation in generations:
-        generation.abort(reason)

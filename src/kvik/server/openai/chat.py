@@ -39,8 +39,8 @@ from kvik.server.openai.requests import (
 )
 from kvik.server.responses import (
     DONE,
-    HEARTBEAT,
     HOLE,
+    ResponseFormat,
     Template,
     encode_in_chunks,
     event,
@@ -291,14 +291,12 @@ def _text(content: str | list[ContentPart] | None) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-class ChatFormat:
+class ChatFormat(ResponseFormat):
     """A chat as a `ResponseFormat`: the role first, then text, then the finish reason.
 
     Args:
         num_prompt_tokens: of the whole conversation.
     """
-
-    heartbeat = HEARTBEAT
 
     def __init__(
         self, head: ResponseHead, body: ChatRequest, names: TokenNames, num_prompt_tokens: int
@@ -322,12 +320,6 @@ class ChatFormat:
             prompt_logprobs=self._of_prompt(output.prompt_logprobs),
         )
 
-    def begin(self) -> bytes:
-        return b""
-
-    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join(event for delta in deltas for event in self._events(delta))
-
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         usage = json_event(self._chunk([], usage_of(outputs))) if self._usage.final else b""
         return usage + DONE
@@ -342,7 +334,7 @@ class ChatFormat:
             stop_reason=completion.stop_reason,
         )
 
-    def _events(self, delta: TextDelta) -> Iterator[bytes]:
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(len(delta.token_ids))
         index = delta.index
         if index not in self._templates:

@@ -43,8 +43,8 @@ from kvik.server.openai.requests import (
 )
 from kvik.server.responses import (
     DONE,
-    HEARTBEAT,
     HOLE,
+    ResponseFormat,
     Template,
     encode_in_chunks,
     event,
@@ -177,15 +177,13 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
     return defaults.with_changes(**changes)
 
 
-class CompletionFormat:
+class CompletionFormat(ResponseFormat):
     """Completions as a `ResponseFormat`; the choices of the first prompt come first.
 
     Args:
         prompts: token ids of each.
         echoes: the text of each that precedes its completions; "" unless `echo`.
     """
-
-    heartbeat = HEARTBEAT
 
     def __init__(
         self,
@@ -217,12 +215,6 @@ class CompletionFormat:
         ]
         return self._completion(choices, usage_of(outputs))
 
-    def begin(self) -> bytes:
-        return b""
-
-    def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        return b"".join(event for delta in deltas for event in self._events(position, delta))
-
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         usage = json_event(self._completion([], usage_of(outputs))) if self._usage.final else b""
         return usage + DONE
@@ -247,7 +239,7 @@ class CompletionFormat:
             prompt_logprobs=self._names.prompt(of_prompt) if asked else UNSET,
         )
 
-    def _events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+    def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         index = position * self._n + delta.index
         if delta.prompt_logprobs is not None:  # only the first completion of a prompt brings them
             self._of_prompts[position] = delta.prompt_logprobs
