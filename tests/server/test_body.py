@@ -231,13 +231,13 @@ def test_unknown_fields_are_told_of(server: HttpServer) -> None:
 def test_large_bodies_share_a_budget() -> None:
     budget = BodyBudget(BodyLimits(small_bytes=10, total_bytes=100))
     with budget.share() as one, budget.share() as two, budget.share() as small:
-        one.grow(40)
-        one.grow(60)
-        two.grow(40)
-        small.grow(10)  # not counted
+        one(40)
+        one(60)
+        two(40)
+        small(10)  # not counted
         assert budget.num_bytes == 100
         with pytest.raises(OverloadError) as error:
-            two.grow(41)
+            two(41)
         assert not error.value.own
     assert budget.num_bytes == 0
 

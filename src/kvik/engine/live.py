@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum, StrEnum
 
 from kvik.core.block_pool import BlockPool
@@ -85,16 +85,8 @@ class Steps:
     def after(self, number: int) -> Steps:
         """Return the steps after the first `number` steps of the engine."""
         drop = max(0, number - self.first)
-        return Steps(
-            self.first + drop,
-            self.ended[drop:],
-            self.seconds[drop:],
-            self.prefill_tokens[drop:],
-            self.decode_tokens[drop:],
-            self.running[drop:],
-            self.waiting[drop:],
-            self.preemptions[drop:],
-        )
+        columns = (getattr(self, field.name)[drop:] for field in fields(self)[1:])
+        return Steps(self.first + drop, *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +260,21 @@ def _live(request: Request) -> LiveRequest:
         phase = Phase.PREFILL
     else:
         phase = Phase.DECODE
+    blocks = sum(len(ids) - ids.count(0) for ids in request.block_ids)
+    return _view_of(request, phase, request.num_computed_tokens, blocks)
+
+
+def _finished(delta: RequestDelta, report: RequestReport) -> LiveRequest:
+    return replace(
+        _view_of(report, Phase.FINISHED, report.num_prompt_tokens + report.num_output_tokens, 0),
+        finished=report.finished,
+        finish_reason=delta.finish_reason and delta.finish_reason.value,
+    )
+
+
+def _view_of(
+    request: Request | RequestReport, phase: Phase, computed: int, blocks: int
+) -> LiveRequest:
     return LiveRequest(
         number=request.serial,
         phase=phase,
@@ -278,25 +285,7 @@ def _live(request: Request) -> LiveRequest:
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=request.num_output_tokens,
         cached_tokens=request.num_cached_tokens,
-        computed=request.num_computed_tokens,
-        blocks=sum(len(ids) - ids.count(0) for ids in request.block_ids),
+        computed=computed,
+        blocks=blocks,
         preemptions=request.num_preemptions,
-    )
-
-
-def _finished(delta: RequestDelta, report: RequestReport) -> LiveRequest:
-    return LiveRequest(
-        number=report.serial,
-        phase=Phase.FINISHED,
-        arrival=report.arrival,
-        first_scheduled=report.first_scheduled,
-        first_token=report.first_token,
-        finished=report.finished,
-        prompt_tokens=report.num_prompt_tokens,
-        output_tokens=report.num_output_tokens,
-        cached_tokens=report.num_cached_tokens,
-        computed=report.num_prompt_tokens + report.num_output_tokens,
-        blocks=0,
-        preemptions=report.num_preemptions,
-        finish_reason=delta.finish_reason and delta.finish_reason.value,
     )

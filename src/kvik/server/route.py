@@ -87,34 +87,28 @@ class BodyBudget:
         self.num_bytes = 0
 
     @contextmanager
-    def share(self) -> Iterator[BodyShare]:
-        share = BodyShare(self)
-        try:
-            yield share
-        finally:
-            self.num_bytes -= share.num_bytes
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Count one body until the block ends.
 
-
-class BodyShare:
-    """The part of the budget that one body takes."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.num_bytes = 0
-
-    def grow(self, num_bytes: int) -> None:
-        """The body has `num_bytes` now.
-
-        Raises:
-            OverloadError: all bodies together are too large.
+        Yields:
+            A function to call with the bytes that the body has now. It raises `OverloadError` if
+            all bodies together are too large.
         """
-        budget = self._budget
-        if num_bytes <= budget.limits.small_bytes:
-            return
-        if budget.num_bytes - self.num_bytes + num_bytes > budget.limits.total_bytes:
-            raise OverloadError("body", "too many large requests at once", 1.0, own=False)
-        budget.num_bytes += num_bytes - self.num_bytes
-        self.num_bytes = num_bytes
+        counted = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal counted
+            if num_bytes <= self.limits.small_bytes:
+                return
+            if self.num_bytes - counted + num_bytes > self.limits.total_bytes:
+                raise OverloadError("body", "too many large requests at once", 1.0, own=False)
+            self.num_bytes += num_bytes - counted
+            counted = num_bytes
+
+        try:
+            yield grow
+        finally:
+            self.num_bytes -= counted
 
 
 SCOPE_KEY = "kvik.context"
@@ -235,8 +229,8 @@ async def read_chosen(
     """
     context = context_of(request)
     _check_headers(request, context.budget.limits)
-    with context.budget.share() as share:
-        data = await _read(request, context.budget.limits, share)
+    with context.budget.share() as grow:
+        data = await _read(request, context.budget.limits, grow)
         limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)
@@ -340,7 +334,7 @@ def _check_headers(request: Request, limits: BodyLimits) -> None:
         raise _too_large(limits)
 
 
-async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytearray:
+async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytearray:
     data = bytearray()
     try:
         async with asyncio.timeout(limits.seconds):
@@ -348,7 +342,7 @@ async def _read(request: Request, limits: BodyLimits, share: BodyShare) -> bytea
                 data += piece
                 if len(data) > limits.max_bytes:
                     raise _too_large(limits)
-                share.grow(len(data))
+                grow(len(data))
     except TimeoutError:
         headers = {"connection": "close"}
         message = f"the body did not come within {limits.seconds:g} seconds"
