@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -20,27 +21,30 @@ TALK: Any = [
 ]
 
 
-def test_greedy_text_is_that_of_the_library(client: openai.OpenAI, llm: LLM) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=TALK, temperature=0, max_tokens=40
-    )
+@pytest.fixture
+def chat(client: openai.OpenAI) -> Any:
+    """Calls the route with the model and a conversation."""
+    return partial(client.chat.completions.create, model=MODEL, messages=TALK)
+
+
+def test_greedy_text_is_that_of_the_library(chat: Any, llm: LLM) -> None:
+    answer = chat(temperature=0, max_tokens=40)
     params = llm.default_params.with_changes(temperature=0.0, max_tokens=40)
     (expected,) = llm.chat(TALK, params)
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.refusal is None
     assert answer.choices[0].finish_reason == expected.outputs[0].finish_reason
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == expected.num_output_tokens
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + expected.num_output_tokens
     assert answer.object == "chat.completion" and answer.model == MODEL
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": TALK, "temperature": 0, "max_tokens": 30}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+def test_a_stream_says_the_same(chat: Any) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 30}
+    whole = chat(**asked)
+    chunks = list(chat(**asked, stream=True))
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     first, last = chunks[0].choices[0], chunks[-1].choices[0]
     assert first.delta.role == "assistant" and first.delta.content == ""
@@ -61,48 +65,45 @@ def test_the_events_are_to_the_letter(http: httpx2.Client) -> None:
     assert '"usage"' not in answer.text
 
 
-def test_usage_of_a_stream(client: openai.OpenAI) -> None:
+def test_usage_of_a_stream(chat: Any) -> None:
     asked: Any = {
-        "model": MODEL,
-        "messages": TALK,
         "max_tokens": 9,
         "stream": True,
         "extra_body": {"ignore_eos": True},
     }
-    chunks = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    chunks = list(chat(**asked, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
     assert all(c.usage is None for c in chunks[:-1])
     assert chunks[-1].usage.completion_tokens == 9
     assert chunks[-1].usage.prompt_tokens_details is not None
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(client.chat.completions.create(**asked, stream_options=options))
+    chunks = list(chat(**asked, stream_options=options))
     counts = [c.usage.completion_tokens for c in chunks if c.usage]
     assert len(counts) == len(chunks)
     assert counts == sorted(counts) and counts[-1] == 9
     assert chunks[0].usage is not None and chunks[0].usage.prompt_tokens > 0
 
 
-def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+def test_cached_tokens_are_told(chat: Any) -> None:
     text = "A long tale of a cat that sat on a mat and ate a hat. " * 4
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    asked: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
     for _ in range(2):
-        answer = client.chat.completions.create(**asked)
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        answer = chat(**asked)
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached is not None and 0 < cached < answer.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_many_choices(client: openai.OpenAI, stream: bool) -> None:
-    asked: Any = {"model": MODEL, "messages": TALK, "n": 3, "seed": 7, "max_tokens": 12}
-    whole = client.chat.completions.create(**asked)
+def test_many_choices(chat: Any, stream: bool) -> None:
+    asked: Any = {"n": 3, "seed": 7, "max_tokens": 12}
+    whole = chat(**asked)
     texts = [choice.message.content or "" for choice in whole.choices]
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len(set(texts)) > 1
     if stream:
         grown = ["", "", ""]
         ended = []
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        for chunk in chat(**asked, stream=True):
             for choice in chunk.choices:
                 grown[choice.index] += choice.delta.content or ""
                 if choice.finish_reason:
@@ -111,10 +112,8 @@ def test_many_choices(client: openai.OpenAI, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
+def test_logprobs(chat: Any, stream: bool) -> None:
     asked: Any = {
-        "model": MODEL,
-        "messages": TALK,
         "temperature": 0,
         "max_tokens": 6,
         "logprobs": True,
@@ -125,13 +124,12 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
     shown: list[Any] = []
     if stream:
         text = ""
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        for chunk in chat(**asked, stream=True):
             choice = chunk.choices[0]
             text += choice.delta.content or ""
             shown += choice.logprobs.content or [] if choice.logprobs else []
     else:
-        answer = client.chat.completions.create(**asked).choices[0]
-        assert answer.logprobs is not None and answer.logprobs.content is not None
+        answer = chat(**asked).choices[0]
         text, shown = answer.message.content or "", answer.logprobs.content
     assert len(shown) == 6
     assert b"".join(bytes(one.bytes) for one in shown).decode() == text
@@ -144,60 +142,55 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
         assert values == sorted(values, reverse=True)
 
 
-def test_logprobs_alone_show_no_others(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=TALK, max_tokens=2, logprobs=True)
+def test_logprobs_alone_show_no_others(chat: Any) -> None:
+    answer = chat(max_tokens=2, logprobs=True)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.content is not None
     assert all(one.top_logprobs == [] for one in answer.choices[0].logprobs.content)
 
 
-def test_a_stop_string_ends_it(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": TALK, "temperature": 0, "max_tokens": 40}
-    text = client.chat.completions.create(**asked).choices[0].message.content or ""
+def test_a_stop_string_ends_it(chat: Any) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 40}
+    text = chat(**asked).choices[0].message.content or ""
     stop = text[10:14]
-    cut = client.chat.completions.create(**asked, stop=stop).choices[0]
+    cut = chat(**asked, stop=stop).choices[0]
     assert cut.message.content == text[: text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.model_extra == {"stop_reason": stop}
-    streamed = client.chat.completions.create(**asked, stop=[stop, "zzz"], stream=True)
+    streamed = chat(**asked, stop=[stop, "zzz"], stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in streamed) == cut.message.content
 
 
 @pytest.mark.full
-def test_without_a_limit_it_may_fill_the_context(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=TALK, temperature=0, extra_body={"ignore_eos": True}
-    )
-    assert answer.usage is not None and answer.usage.total_tokens == 512
+def test_without_a_limit_it_may_fill_the_context(chat: Any) -> None:
+    answer = chat(temperature=0, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == 512
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_the_newer_name_of_the_limit_goes_before(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=TALK,
+def test_the_newer_name_of_the_limit_goes_before(chat: Any) -> None:
+    answer = chat(
         max_tokens=9,
         max_completion_tokens=3,
         extra_body={"ignore_eos": True},
     )
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
+    assert answer.usage.completion_tokens == 3
 
 
-def test_content_in_parts_and_a_developer(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 8}
-    plain = client.chat.completions.create(messages=TALK, **asked)
+def test_content_in_parts_and_a_developer(chat: Any) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 8}
+    plain = chat(**asked)
     parts: Any = [
         {"role": "developer", "content": [{"type": "text", "text": "You tell stories."}]},
         {"role": "user", "content": [{"type": "text", "text": "Tell me of a dog."}]},
     ]
-    same = client.chat.completions.create(messages=parts, **asked)
+    same = chat(messages=parts, **asked)
     assert same.choices[0].message.content == plain.choices[0].message.content
 
 
-def test_the_final_message_is_continued(client: openai.OpenAI, llm: LLM) -> None:
+def test_the_final_message_is_continued(chat: Any, llm: LLM) -> None:
     talk: Any = [*TALK, {"role": "assistant", "content": "Once upon a time"}]
-    answer = client.chat.completions.create(
-        model=MODEL,
+    answer = chat(
         messages=talk,
         temperature=0,
         max_tokens=12,

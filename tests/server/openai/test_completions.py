@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -18,21 +19,24 @@ MODEL = "stories"
 TEXT = "Once upon a time there was a small"
 
 
-def test_greedy_text_is_that_of_the_library(client: openai.OpenAI, llm: LLM) -> None:
-    answer = client.completions.create(model=MODEL, prompt=TEXT, temperature=0, max_tokens=40)
+@pytest.fixture
+def complete(client: openai.OpenAI) -> Any:
+    """Calls the route with the model and a prompt."""
+    return partial(client.completions.create, model=MODEL, prompt=TEXT)
+
+
+def test_greedy_text_is_that_of_the_library(complete: Any, llm: LLM) -> None:
+    answer = complete(temperature=0, max_tokens=40)
     params = llm.default_params.with_changes(temperature=0.0, max_tokens=40)
     (expected,) = llm.generate(TEXT, params)
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == expected.outputs[0].finish_reason
     assert answer.object == "text_completion"
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == expected.num_output_tokens
 
 
-def test_a_seed_draws_as_in_the_library(client: openai.OpenAI, llm: LLM) -> None:
-    answer = client.completions.create(
-        model=MODEL, prompt=TEXT, seed=11, max_tokens=30, extra_body={"top_k": 50, "min_p": 0.01}
-    )
+def test_a_seed_draws_as_in_the_library(complete: Any, llm: LLM) -> None:
+    answer = complete(seed=11, max_tokens=30, extra_body={"top_k": 50, "min_p": 0.01})
     changes: Any = {"seed": 11, "max_tokens": 30, "top_k": 50, "min_p": 0.01}
     assert (
         answer.choices[0].text
@@ -40,29 +44,27 @@ def test_a_seed_draws_as_in_the_library(client: openai.OpenAI, llm: LLM) -> None
     )
 
 
-def test_sixteen_tokens_if_it_does_not_say(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt=TEXT, extra_body={"ignore_eos": True})
-    assert answer.usage is not None and answer.usage.completion_tokens == 16
+def test_sixteen_tokens_if_it_does_not_say(complete: Any) -> None:
+    answer = complete(extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("kind", ["texts", "ids"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_many_prompts_with_many_choices(
-    client: openai.OpenAI, llm: LLM, kind: str, stream: bool
-) -> None:
+def test_many_prompts_with_many_choices(complete: Any, llm: LLM, kind: str, stream: bool) -> None:
     """The choices of the first prompt come first, whatever the shape of the prompts."""
     texts = [TEXT, "The cat sat", "Tom and Sue went to the park"]
     prompts: Any = texts if kind == "texts" else [llm.tokenizer.encode(text) for text in texts]
-    asked: Any = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 10}
-    alone = [client.completions.create(prompt=text, **asked).choices for text in texts]
+    asked: Any = {"n": 2, "seed": 3, "max_tokens": 10}
+    alone = [complete(prompt=text, **asked).choices for text in texts]
     expected = [choice.text for choices in alone for choice in choices]
     if not stream:
-        choices = client.completions.create(prompt=prompts, **asked).choices
+        choices = complete(prompt=prompts, **asked).choices
         assert [choice.index for choice in choices] == list(range(6))
         assert [choice.text for choice in choices] == expected
         return
     grown, ended = [""] * 6, set()
-    for chunk in client.completions.create(prompt=prompts, stream=True, **asked):
+    for chunk in complete(prompt=prompts, stream=True, **asked):
         for choice in chunk.choices:
             grown[choice.index] += choice.text
             if choice.finish_reason:
@@ -70,44 +72,36 @@ def test_many_prompts_with_many_choices(
     assert grown == expected and ended == set(range(6))
 
 
-def test_one_prompt_of_ids(client: openai.OpenAI, llm: LLM) -> None:
-    asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 10}
+def test_one_prompt_of_ids(complete: Any, llm: LLM) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 10}
     ids = llm.tokenizer.encode(TEXT)
-    by_ids = client.completions.create(prompt=ids, **asked)
-    by_text = client.completions.create(prompt=TEXT, **asked)
+    by_ids = complete(prompt=ids, **asked)
+    by_text = complete(**asked)
     assert by_ids.choices[0].text == by_text.choices[0].text
     assert len(by_ids.choices) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo(client: openai.OpenAI, stream: bool) -> None:
-    asked: Any = {"model": MODEL, "prompt": TEXT, "temperature": 0, "max_tokens": 8}
-    text = client.completions.create(**asked).choices[0].text
+def test_echo(complete: Any, stream: bool) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 8}
+    text = complete(**asked).choices[0].text
     if stream:
-        chunks = client.completions.create(**asked, echo=True, stream=True)
+        chunks = complete(**asked, echo=True, stream=True)
         assert "".join(c.choices[0].text for c in chunks) == TEXT + text
     else:
-        assert client.completions.create(**asked, echo=True).choices[0].text == TEXT + text
+        assert complete(**asked, echo=True).choices[0].text == TEXT + text
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_echoed_logprobs_are_the_prompts_own(
-    client: openai.OpenAI, llm: LLM, max_tokens: int
-) -> None:
+def test_echoed_logprobs_are_the_prompts_own(complete: Any, llm: LLM, max_tokens: int) -> None:
     """The shape in which benchmarks score texts."""
     ids = llm.tokenizer.encode(TEXT)
-    answer = client.completions.create(
-        model=MODEL, prompt=[ids], echo=True, logprobs=2, max_tokens=max_tokens, temperature=0
-    )
+    answer = complete(prompt=[ids], echo=True, logprobs=2, max_tokens=max_tokens, temperature=0)
     shown = answer.choices[0].logprobs
-    assert shown is not None
-    assert shown.token_logprobs is not None and shown.tokens is not None
-    assert shown.text_offset is not None and shown.top_logprobs is not None
     lengths = {len(shown.token_logprobs), len(shown.tokens), len(shown.text_offset)}
     assert lengths == {len(ids) + max_tokens} == {len(shown.top_logprobs)}
     assert shown.token_logprobs[0] is None and shown.top_logprobs[0] is None
     (scored,) = llm.score([ids], top=2)
-    assert scored.prompt_logprobs is not None
     expected = [one.logprob for one in scored.prompt_logprobs if one is not None]
     assert shown.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
     for token, value, top in zip(
@@ -121,26 +115,23 @@ def test_echoed_logprobs_are_the_prompts_own(
         assert text[begin : begin + len(token)] == token
 
 
-def test_nothing_is_generated_with_max_tokens_0(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt=TEXT, echo=True, max_tokens=0)
+def test_nothing_is_generated_with_max_tokens_0(complete: Any) -> None:
+    answer = complete(echo=True, max_tokens=0)
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].logprobs is None
-    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    assert answer.usage.completion_tokens == 0
 
 
-def test_logprobs_of_a_stream_join_to_those_of_the_whole(client: openai.OpenAI) -> None:
+def test_logprobs_of_a_stream_join_to_those_of_the_whole(complete: Any) -> None:
     asked: Any = {
-        "model": MODEL,
-        "prompt": TEXT,
         "temperature": 0,
         "max_tokens": 12,
         "logprobs": 1,
     }
-    whole = client.completions.create(**asked).choices[0].logprobs
-    assert whole is not None
+    whole = complete(**asked).choices[0].logprobs
     tokens: list[str] = []
     offsets: list[int] = []
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in complete(**asked, stream=True):
         if chunk.choices[0].logprobs is not None:
             tokens += chunk.choices[0].logprobs.tokens or []
             offsets += chunk.choices[0].logprobs.text_offset or []
@@ -180,13 +171,12 @@ def test_a_stream_shows_its_prompt_as_the_whole_does(
             assert [value for one in shown for value in one[name]] == values, name
 
 
-def test_bytes_of_a_character_are_escaped(client: openai.OpenAI, llm: LLM) -> None:
+def test_bytes_of_a_character_are_escaped(complete: Any, llm: LLM) -> None:
     """A character of several tokens: their bytes join to it, and offsets count characters."""
     text = "a 🐕 b"
     ids = llm.tokenizer.encode(text)
-    answer = client.completions.create(model=MODEL, prompt=ids, echo=True, logprobs=0, max_tokens=0)
+    answer = complete(prompt=ids, echo=True, logprobs=0, max_tokens=0)
     shown = answer.choices[0].logprobs
-    assert shown is not None and shown.tokens is not None and shown.text_offset is not None
     escaped = [token for token in shown.tokens if token.startswith("bytes:")]
     assert "".join(escaped).replace("bytes:", "") == "\\xf0\\x9f\\x90\\x95"
     assert answer.choices[0].text == text
@@ -194,24 +184,22 @@ def test_bytes_of_a_character_are_escaped(client: openai.OpenAI, llm: LLM) -> No
     assert shown.top_logprobs is None
 
 
-def test_the_word_that_is_banned_and_the_bias(client: openai.OpenAI, llm: LLM) -> None:
-    asked: Any = {"model": MODEL, "prompt": TEXT, "temperature": 0, "max_tokens": 12}
-    text = client.completions.create(**asked).choices[0].text
+def test_the_word_that_is_banned_and_the_bias(complete: Any, llm: LLM) -> None:
+    asked: Any = {"temperature": 0, "max_tokens": 12}
+    text = complete(**asked).choices[0].text
     word = text.split()[0]
-    banned = client.completions.create(**asked, extra_body={"bad_words": [word]})
+    banned = complete(**asked, extra_body={"bad_words": [word]})
     assert word not in banned.choices[0].text.split()[:1]
     token = llm.tokenizer.encode(" dog")[0]
-    biased = client.completions.create(**asked, logit_bias={str(token): 100})
+    biased = complete(**asked, logit_bias={str(token): 100})
     assert biased.choices[0].text == llm.tokenizer.decode([token] * 12)
-    allowed = client.completions.create(**asked, extra_body={"allowed_token_ids": [token]})
+    allowed = complete(**asked, extra_body={"allowed_token_ids": [token]})
     assert set(llm.tokenizer.encode(allowed.choices[0].text)) <= {token}
 
 
-def test_min_tokens_and_ignore_eos(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model=MODEL, prompt=TEXT, max_tokens=30, extra_body={"min_tokens": 30}
-    )
-    assert answer.usage is not None and answer.usage.completion_tokens == 30
+def test_min_tokens_and_ignore_eos(complete: Any) -> None:
+    answer = complete(max_tokens=30, extra_body={"min_tokens": 30})
+    assert answer.usage.completion_tokens == 30
 
 
 def test_a_reader_who_goes_away_frees_everything(site: Site) -> None:
