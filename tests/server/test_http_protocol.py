@@ -7,10 +7,11 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
-from helpers.http_server import HttpServer, ask, http_server, raw, until_head
+from helpers.http_server import HttpServer, ask, http_server, raw, until, until_head
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -217,16 +218,19 @@ def test_nothing_comes(server: HttpServer, data: bytes) -> None:
     assert raw(server, data, 5) in (b"", b"HTTP/1.1 408")
 
 
+def drip(connection: socket.socket, data: bytes) -> None:
+    """Send these bytes again and again, which the server ends soon."""
+    start = time.monotonic()
+    with suppress(OSError):
+        while time.monotonic() - start < 3:
+            connection.sendall(data)
+            time.sleep(0.02)
+    assert time.monotonic() - start < 2
+
+
 def test_blank_lines_for_ever(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
-        start = time.monotonic()
-        try:
-            while time.monotonic() - start < 3:
-                connection.sendall(b"\r\n")
-                time.sleep(0.05)
-        except OSError:
-            pass
-        assert time.monotonic() - start < 2
+        drip(connection, b"\r\n")
 
 
 # Bodies
@@ -261,37 +265,14 @@ def test_who_wants_the_connection_closed_sees_the_answer_too(server: HttpServer,
     assert "large" in told["message"] or "bytes" in told["message"]
 
 
-def test_after_the_last_answer_nothing_is_waited_for_long(server: HttpServer) -> None:
-    head = POST + CLOSE + b"Content-Length: 999999999\r\n\r\n"
+@pytest.mark.parametrize("last", [b"", CLOSE])
+def test_the_rest_of_a_body_cannot_trickle_for_ever(server: HttpServer, last: bytes) -> None:
+    head = POST + last + b"Content-Length: 999999999\r\n\r\n"
     connection, answer = until_head(server, head)
     with connection:
         assert answer.startswith(b"HTTP/1.1 413 ")
-        start = time.monotonic()
-        try:
-            while time.monotonic() - start < 3:
-                connection.sendall(b" ")
-                time.sleep(0.02)
-        except OSError:
-            pass
-        assert time.monotonic() - start < 2
-    deadline = time.monotonic() + 5
-    while server.listener.num_connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_the_rest_of_a_body_cannot_trickle_for_ever(server: HttpServer) -> None:
-    connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
-    with connection:
-        assert head.startswith(b"HTTP/1.1 413 ")
-        start = time.monotonic()
-        try:
-            while time.monotonic() - start < 3:
-                connection.sendall(b" ")
-                time.sleep(0.02)
-        except OSError:
-            pass
-        assert time.monotonic() - start < 2
+        drip(connection, b" ")
+    until(lambda: not server.listener.num_connections)
 
 
 @pytest.mark.parametrize("start", [b"", b'{"text": "'])
@@ -365,9 +346,7 @@ def test_when_all_are_busy_another_is_refused(server: HttpServer) -> None:
     for connection in busy:
         connection.sendall(POST + b"Content-Length: 2\r\n\r\n{")
     try:
-        deadline = time.monotonic() + 5
-        while server.listener.num_connections < LIMITS.max_connections:
-            assert time.monotonic() < deadline
+        until(lambda: server.listener.num_connections == LIMITS.max_connections)
         time.sleep(0.05)
         status, told = error(raw(server, b""))
         assert status == 503
@@ -375,20 +354,14 @@ def test_when_all_are_busy_another_is_refused(server: HttpServer) -> None:
     finally:
         for connection in (*held, *busy):
             connection.close()
-    deadline = time.monotonic() + 5
-    while server.listener.num_connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not server.listener.num_connections)
 
 
 def test_who_does_not_read_is_left(server: HttpServer, state: State) -> None:
     state.gone.clear()
     connection, _ = until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
     with connection:
-        deadline = time.monotonic() + 5
-        while not state.gone.is_set():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(state.gone.is_set)
         before = state.sent
         time.sleep(0.1)
         assert state.sent == before
