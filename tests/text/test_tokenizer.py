@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
+from tokenizers.models import WordLevel
 
-from kvik.errors import ModelError, ParamError
+from kvik import LLM, SamplingParams
+from kvik.errors import ConfigError, ModelError, ParamError
+from kvik.launch import shared_vocabulary
 from kvik.text import tokenizer as module
-from kvik.text.tokenizer import Tokenizer
+from kvik.text.tokenizer import Tokenizer, spelled
 
 
 @pytest.fixture
@@ -230,3 +233,75 @@ def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
     inside = [t for t in ticks if begin + (end - begin) / 4 < t < end - (end - begin) / 4]
     assert len(inside) > 3
     assert ids == tokenizer.library.encode(text).ids
+
+
+# Bad words as token ids.
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(dtype="float32", device="cpu", threads=1, max_model_len=128) as llm:
+        yield llm
+
+
+def test_both_spellings_each_once(llm):
+    tokenizer = llm.tokenizer
+    ids = spelled(SamplingParams(bad_words=("fox", " fox", (5, 6))), tokenizer).bad_words
+    assert set(ids) == {tuple(tokenizer.encode("fox")), tuple(tokenizer.encode(" fox")), (5, 6)}
+    assert len(ids) == 3
+
+
+def test_a_bad_word_is_not_written(llm):
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    (free,) = llm.generate("Once upon a time", greedy)
+    word = max(free.text.split()[:8], key=len).strip(".,")
+    (held,) = llm.generate("Once upon a time", greedy.with_changes(bad_words=[word]))
+    assert word in free.text
+    banned = spelled(SamplingParams(bad_words=(word,)), llm.tokenizer).bad_words
+    tokens = held.outputs[0].token_ids
+    for ids in banned:
+        assert all(tuple(tokens[i : i + len(ids)]) != ids for i in range(len(tokens)))
+    assert held.text != free.text
+
+
+@pytest.mark.parametrize("word", ["", "   "])
+def test_an_empty_word_is_refused(llm, word):
+    with pytest.raises(ParamError, match="bad_words"):
+        llm.generate("Once", SamplingParams(bad_words=[word]))
+
+
+def test_without_a_tokenizer_only_ids():
+    with pytest.raises(ParamError, match="no tokenizer"):
+        spelled(SamplingParams(bad_words=("fox",)), None)
+    assert spelled(SamplingParams(bad_words=((1, 2),)), None).bad_words == ((1, 2),)
+
+
+def test_the_engine_takes_no_words():
+    with pytest.raises(ParamError, match="bad_words"):
+        SamplingParams(bad_words=("fox",)).check_against(100, 10)
+
+
+# Tokens in common are found by their spelling.
+
+
+WORDS = [f"w{i}" for i in range(20)]
+
+
+def tokenizer(words: list[str]) -> Tokenizer:
+    vocab = {word: i for i, word in enumerate(words)}
+    return Tokenizer(Library(WordLevel(vocab, unk_token=words[0])))
+
+
+def test_equal_vocabularies_need_no_map() -> None:
+    assert shared_vocabulary(tokenizer(WORDS), tokenizer(list(WORDS))) is None
+
+
+def test_tokens_are_found_by_their_spelling() -> None:
+    found = shared_vocabulary(tokenizer(WORDS), tokenizer(["extra", *reversed(WORDS)]))
+    assert found == (-1, *reversed(range(20)))
+
+
+def test_a_smaller_vocabulary_may_lack_a_tenth() -> None:
+    assert shared_vocabulary(tokenizer(WORDS), tokenizer(WORDS[:18])) == tuple(range(18))
+    with pytest.raises(ConfigError, match=r"spec_model.*knows 85% of the model's tokens"):
+        shared_vocabulary(tokenizer(WORDS), tokenizer(WORDS[:17]))
