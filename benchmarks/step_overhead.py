@@ -37,7 +37,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
-from kvik.kernels.select import select as select_ops
+from kvik.kernels.torch_ops import select as select_ops
 from kvik.models.model_spec import read_model_spec
 from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.text.tokenizer import Tokenizer

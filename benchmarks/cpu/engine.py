@@ -149,12 +149,12 @@ def layers(spec) -> list[tuple[int, int]]:
 
 def weight_bytes(spec, quantization: str) -> float:
     """Bytes of weights that a token reads: all layers and the head."""
-    from kvik.spec.weights import layer_scheme
+    from kvik.spec.weights import layer_kind
 
     total = 0.0
     shapes = layers(spec) * spec.num_layers + [(spec.hidden_size, spec.vocab_size)]
     for i, (inputs, outputs) in enumerate(shapes):
-        scheme = layer_scheme(quantization, inputs, head=i == len(shapes) - 1)
+        scheme = layer_kind(quantization, inputs, head=i == len(shapes) - 1)
         if scheme is None:
             total += 2 * inputs * outputs
         elif scheme.bits == 4:

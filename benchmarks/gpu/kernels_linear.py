@@ -20,12 +20,12 @@ from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.weights import (
     Activation,
-    FloatWeight,
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
     Matrix,
     Weight,
+    float_weight,
+    fp8_weight,
+    int4_weight,
+    int8_weight,
 )
 from kvik_bench.kernel_cases import filled_matrix
 
@@ -123,7 +123,7 @@ def _floats(outputs: int, inputs: int) -> Tensor:
 
 
 def _bf16(outputs: int, inputs: int) -> Weight:
-    return FloatWeight(_floats(outputs, inputs))
+    return float_weight(_floats(outputs, inputs))
 
 
 def _int4(outputs: int, inputs: int) -> Weight:
@@ -144,7 +144,7 @@ def _fp8(outputs: int, inputs: int) -> Weight:
 
 def _fp8_token(outputs: int, inputs: int) -> Weight:
     rounded = round_to_fp8(_floats(outputs, inputs))
-    return Fp8Weight(rounded.values, rounded.scales, 0, "token")
+    return fp8_weight(rounded.values, rounded.scales, 0, "token")
 
 
 def _fp8_blocks(outputs: int, inputs: int) -> Weight:
@@ -152,26 +152,26 @@ def _fp8_blocks(outputs: int, inputs: int) -> Weight:
     rounded = round_to_fp8(_floats(outputs, inputs))
     squares = rounded.scales[::SQUARE].repeat_interleave(SQUARE)[:outputs, None]
     scales = squares.expand(outputs, -(-inputs // SQUARE)).contiguous()
-    return Fp8Weight(rounded.values, scales, SQUARE, "group")
+    return fp8_weight(rounded.values, scales, SQUARE, "group")
 
 
 def _fp8_one(outputs: int, inputs: int) -> Weight:
     """A scale for all weights, and for all tokens."""
     rounded = round_to_fp8(_floats(outputs, inputs))
     scales = rounded.scales[:1].expand(outputs).contiguous()
-    return Fp8Weight(rounded.values, scales, 0, "static", torch.full((1,), 0.01, device=DEVICE))
+    return fp8_weight(rounded.values, scales, 0, "static", torch.full((1,), 0.01, device=DEVICE))
 
 
 def _bytes(weight: Weight) -> int:
     """Scales of groups as 16 bits, and their zero points as four, as no more is known of them."""
     match weight:
-        case FloatWeight(values):
+        case float_weight(values):
             return values.nbytes
-        case Int4Weight(values, scales):
+        case int4_weight(values, scales):
             return values.nbytes + 2 * scales.numel() + scales.numel() // 2
-        case Fp8Weight(values, scales) if weight.group:
+        case fp8_weight(values, scales) if weight.group:
             return values.nbytes + 4 * scales.numel() // SQUARE
-        case Int8Weight(values, scales) | Fp8Weight(values, scales):
+        case int8_weight(values, scales) | fp8_weight(values, scales):
             return values.nbytes + 4 * scales.numel()
         case _:
             raise TypeError(f"the bytes of {type(weight).__name__} are not known here")

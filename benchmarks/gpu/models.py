@@ -24,7 +24,7 @@ from shapes import LOAD, write_config
 
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
-from kvik.spec.weights import matrix_scheme
+from kvik.spec.weights import matrix_kind
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
 
@@ -287,7 +287,7 @@ class Measured:
         total = 0.0
         quantization = self.engine.resolved.runner.quantization
         for m in self.engine.resolved.model.linear_layers():
-            scheme = matrix_scheme(quantization, m.inputs, m.stored, head=m.head)
+            scheme = matrix_kind(quantization, m.inputs, m.stored, head=m.head)
             size = 2 * m.inputs * m.outputs
             if scheme is not None:  # without what fills up tiles, which nobody asked for
                 kept = "native" if scheme.group else "torch"  # scales of groups count 16 bits

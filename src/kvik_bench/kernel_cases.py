@@ -16,18 +16,17 @@ from torch import Tensor
 from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
 from kvik.kernels.weights import (
     Activation,
-    FloatWeight,
-    Fp8Activations,
-    Fp8Weight,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Weight,
     Matrix,
     MatrixSpec,
-    OrderedWeight,
-    PlainWeight,
     Weight,
+    float_weight,
+    fp8_weight,
+    int4_min_weight,
+    int4_weight,
+    int8_weight,
+    ordered_weight,
 )
+from kvik.spec.weight_kind import Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -242,11 +241,10 @@ def _products() -> list[Case]:
 
 
 MakeWeight = Callable[[Maker, int, int], Weight]
-MakePlainWeight = Callable[[Maker, int, int], PlainWeight]
 
 
-def _float_weight(m: Maker, outputs: int, inputs: int) -> FloatWeight:
-    return FloatWeight(m.normal(outputs, inputs, scale=inputs**-0.5))
+def _float_weight(m: Maker, outputs: int, inputs: int) -> Weight:
+    return float_weight(m.normal(outputs, inputs, scale=inputs**-0.5))
 
 
 def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> Tensor:
@@ -258,51 +256,51 @@ def _scales(m: Maker, outputs: int, inputs: int, group: int, largest: float) -> 
     return drawn.abs().float()
 
 
-def _int8_weight(group: int = 0, *, activations: bool) -> MakePlainWeight:
-    def make(m: Maker, outputs: int, inputs: int) -> Int8Weight:
+def _int8_weight(group: int = 0, *, activations: bool) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(-127, 127, outputs, inputs, dtype=torch.int8)
         scales = _scales(m, outputs, inputs, group, 140)
-        return Int8Weight(values, scales, activations, group)
+        return int8_weight(values, scales, activations, group)
 
     return make
 
 
-def _int4_weight(group: int, *, zeros: bool) -> MakePlainWeight:
-    def make(m: Maker, outputs: int, inputs: int) -> Int4Weight:
+def _int4_weight(group: int, *, zeros: bool) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
         scales = _scales(m, outputs, inputs, group, 10)
         points = m.integers(0, 15, *scales.shape, dtype=torch.uint8) if zeros else None
-        return Int4Weight(values, scales, points, group)
+        return int4_weight(values, scales, points, group)
 
     return make
 
 
-def _int4_min_weight(group: int) -> MakePlainWeight:
-    def make(m: Maker, outputs: int, inputs: int) -> Int4MinWeight:
+def _int4_min_weight(group: int) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
         values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
         scales = _scales(m, outputs, inputs, group, 10)
         minima = _scales(m, outputs, inputs, group, 2)
-        return Int4MinWeight(values, scales, minima, group)
+        return int4_min_weight(values, scales, minima, group)
 
     return make
 
 
-def _fp8_weight(group: int, activations: Fp8Activations = "float") -> MakePlainWeight:
-    def make(m: Maker, outputs: int, inputs: int) -> Fp8Weight:
+def _fp8_weight(group: int, activations: Rounding = "float") -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
         sizes = m.integers(0, 126, outputs, inputs, dtype=torch.uint8)  # 127 is NaN
         signs = m.integers(0, 1, outputs, inputs, dtype=torch.uint8) * 128
         values = (sizes + signs).view(torch.float8_e4m3fn)
         scales = _scales(m, outputs, inputs, group, 448)
         static = activations == "static"  # a scale that cuts the largest numbers
         scale = torch.full((1,), 1.5 / 448, device=m.device) if static else None
-        return Fp8Weight(values, scales, group, activations, scale)
+        return fp8_weight(values, scales, group, activations, scale)
 
     return make
 
 
-def _ordered(weight: MakePlainWeight) -> MakeWeight:
-    def make(m: Maker, outputs: int, inputs: int) -> OrderedWeight:
-        return OrderedWeight(weight(m, outputs, inputs), m.permutation(inputs).int())
+def _ordered(weight: MakeWeight) -> MakeWeight:
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
+        return ordered_weight(weight(m, outputs, inputs), m.permutation(inputs).int())
 
     return make
 
@@ -345,7 +343,6 @@ def filled_matrix(
     device: torch.device | None = None,
 ) -> Matrix:
     """A matrix of one run of rows, on a device; None: where the weight is."""
-    plain = weight.plain if isinstance(weight, OrderedWeight) else weight
     spec = MatrixSpec(
         weight.kind,
         weight.outputs,
@@ -353,7 +350,7 @@ def filled_matrix(
         bias is not None,
         activation,
         out_dtype,
-        device or plain.values.device,
+        device or weight.values.device,
     )
     matrix = ops.matrix(spec)
     ops.pack_rows(matrix, 0, weight)

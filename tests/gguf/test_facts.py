@@ -38,7 +38,8 @@ from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
-from kvik.spec.weights import LayerScheme, loaded_scheme
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import loaded_kind
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -358,18 +359,18 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 # What the types of a file's tensors mean for its layers.
 
-MINIMA = LayerScheme(4, 32, minima=True)
+MINIMA = WeightKind("int4", 32, "minima")
 LOADED = {
-    "Q8_0": LayerScheme(8, 32),
-    "Q4_0": LayerScheme(4, 32, zeros=False),
+    "Q8_0": WeightKind("int8", 32),
+    "Q4_0": WeightKind("int4", 32),
     "Q4_1": MINIMA,
-    "Q5_0": LayerScheme(8, 32),
+    "Q5_0": WeightKind("int8", 32),
     "Q5_1": None,
-    "Q2_K": LayerScheme(4, 16, minima=True),
-    "Q3_K": LayerScheme(4, 16, zeros=False),
+    "Q2_K": WeightKind("int4", 16, "minima"),
+    "Q3_K": WeightKind("int4", 16),
     "Q4_K": MINIMA,
     "Q5_K": None,
-    "Q6_K": LayerScheme(8, 16),
+    "Q6_K": WeightKind("int8", 16),
 }
 
 
@@ -381,7 +382,7 @@ def test_every_type_of_blocks_has_a_scheme() -> None:
 
 @pytest.mark.parametrize("type", LOADED)
 def test_what_runs_as_it_is_stored(type: str) -> None:
-    assert loaded_scheme(SCHEMES[type], 4096) == LOADED[type]
+    assert loaded_kind(SCHEMES[type], 4096) == LOADED[type]
 
 
 def test_layers_by_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from helpers.native import FLOATS, Poisoned, Runtime, call, normal
 from torch import Tensor
 
 from kvik.kernels.rounding import round_int4
-from kvik.kernels.weights import Fp8Weight, Int4MinWeight, Int4Weight, Int8Weight
+from kvik.kernels.weights import Weight, fp8_weight, int4_min_weight, int8_weight
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
 I4, I4_MIN, FP8 = "int4", "int4-min", "fp8"
@@ -88,9 +88,9 @@ def random_values(
     full = torch.nn.functional.pad(source.float(), (0, max(groups, 1) * unit - inputs))
     weight = _rounded(name, full, group, "zeros" in options)
     values, scales, zeros = weight.values[:, :inputs], weight.scales, None
-    if isinstance(weight, Int4Weight | Int4MinWeight):
+    if weight.kind.codes == "int4":
         values = weight.values[:, : (inputs + 1) // 2]
-        zeros = weight.zeros if isinstance(weight, Int4Weight) else weight.minima
+        zeros = weight.zeros if weight.minima is None else weight.minima
     if group:
         scales = scales[:, :groups].contiguous()
         zeros = None if zeros is None else zeros[:, :groups].contiguous()
@@ -98,9 +98,7 @@ def random_values(
     return Values(source, dequantized, values.contiguous(), scales, zeros, group, NUMBERS[name])
 
 
-def _rounded(
-    name: str, source: Tensor, group: int, zeros: bool
-) -> Int8Weight | Int4Weight | Int4MinWeight | Fp8Weight:
+def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     """source: [outputs, inputs] of whole groups, fp32. Scales of groups are fp16 numbers."""
     if name == I4:
         return round_int4(source, group, symmetric=not zeros)
@@ -113,11 +111,11 @@ def _rounded(
     kept = scales[:, :, 0] if group else scales.flatten()
     if name == I4_MIN:
         halves = q.round().clamp(0, 15).to(torch.uint8).unflatten(1, (-1, 2))
-        return Int4MinWeight(halves[:, :, 0] | halves[:, :, 1] << 4, kept, -low[:, :, 0], group)
+        return int4_min_weight(halves[:, :, 0] | halves[:, :, 1] << 4, kept, -low[:, :, 0], group)
     q = q.clamp(-most, most)
     if name == FP8:
-        return Fp8Weight(q.to(torch.float8_e4m3fn), kept, group)
-    return Int8Weight(q.round().to(torch.int8), kept, name == I8, group)
+        return fp8_weight(q.to(torch.float8_e4m3fn), kept, group)
+    return int8_weight(q.round().to(torch.int8), kept, name == I8, group)
 
 
 def packed_sizes(v: Values, outputs: int, inputs: int, *, paired: bool) -> tuple[int, int, int]:

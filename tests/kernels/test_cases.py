@@ -13,20 +13,18 @@ from kvik.kernels import torch_ops
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8, round_tokens
-from kvik.kernels.select import select
-from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.torch_ops import TORCH, select
 from kvik.kernels.weights import (
     Activation,
-    FloatKind,
-    FloatWeight,
-    Fp8Weight,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Weight,
     MatrixSpec,
-    OrderedWeight,
     Weight,
+    float_weight,
+    fp8_weight,
+    int4_min_weight,
+    int8_weight,
+    ordered_weight,
 )
+from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import CASES, DTYPES, Argument, Case, arguments, outputs
 
 CPU = torch.device("cpu")
@@ -58,19 +56,17 @@ NAMED_DTYPES = [
 
 def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
     """Arguments with what the native kernels keep of x for products with weights of few bits."""
-    match args:
-        case (Tensor() as x, OrderedWeight(plain, order), *rest):
-            kept, *_ = rounded((x[:, order], plain))
-            assert isinstance(kept, Tensor)
-            return (torch.empty_like(kept).index_copy_(1, order.long(), kept), args[1], *rest)
-        case (Tensor() as x, Int4Weight() | Int4MinWeight() as weight, *rest):
-            return (round_tokens(x, weight.group).to(x.dtype), weight, *rest)
-        case (
-            Tensor() as x,
-            Int8Weight(quantize_activations=False) | Fp8Weight(activations="float") as weight,
-            *rest,
-        ):
-            return (x.bfloat16().to(x.dtype), weight, *rest)
+    x, weight, *rest = args if len(args) > 1 else (*args, None)
+    if not isinstance(x, Tensor) or not isinstance(weight, Weight):
+        return args
+    if weight.order is not None:
+        kept, *_ = rounded((x[:, weight.order], weight.plain()))
+        assert isinstance(kept, Tensor)
+        return (torch.empty_like(kept).index_copy_(1, weight.order.long(), kept), weight, *rest)
+    if weight.kind.codes == "int4":
+        return (round_tokens(x, weight.kind.group).to(x.dtype), weight, *rest)
+    if not weight.kind.floats and weight.kind.activations == "float":
+        return (x.bfloat16().to(x.dtype), weight, *rest)
     return args
 
 
@@ -134,15 +130,15 @@ def _in_groups(group: int) -> tuple[Tensor, Tensor, Tensor]:
 BYTES16, SCALES16, _ = _in_groups(16)
 BYTES32, SCALES32, MINIMA32 = _in_groups(32)
 WEIGHTS = (
-    Int8Weight(BYTES16.view(torch.int8), SCALES16, True, 16),
-    Int8Weight(BYTES32.view(torch.int8), SCALES32, False, 32),
-    Int4MinWeight(BYTES32[:, :32], SCALES32, MINIMA32, 32),
-    Fp8Weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32),
-    Fp8Weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32, "static", torch.tensor([0.01])),
-    OrderedWeight(
-        Int8Weight(BYTES16.view(torch.int8), SCALES16, True, 16), torch.arange(63, -1, -1).int()
+    int8_weight(BYTES16.view(torch.int8), SCALES16, True, 16),
+    int8_weight(BYTES32.view(torch.int8), SCALES32, False, 32),
+    int4_min_weight(BYTES32[:, :32], SCALES32, MINIMA32, 32),
+    fp8_weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32),
+    fp8_weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32, "static", torch.tensor([0.01])),
+    ordered_weight(
+        int8_weight(BYTES16.view(torch.int8), SCALES16, True, 16), torch.arange(63, -1, -1).int()
     ),
-    FloatWeight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
+    float_weight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
     round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
     round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32, False),
     round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(3)), 64, True),
@@ -155,7 +151,7 @@ WEIGHTS = (
 def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activation | None) -> None:
     """In any order, across gate and up, and with floats of another dtype than its own."""
     ops = implementation(name, threads=2)
-    kind = FloatKind(torch.float32) if isinstance(weight, FloatWeight) else weight.kind
+    kind = WeightKind("float32") if weight.kind.floats else weight.kind
     spec = MatrixSpec(kind, 150, 64, False, activation, torch.float32, CPU)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
     found = []

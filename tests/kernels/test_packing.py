@@ -11,20 +11,18 @@ from helpers.optional_native import NATIVE, instruction_sets, needs_native
 from helpers.optional_triton import TRITON, device
 
 from kvik.kernels.ops import Ops
-from kvik.kernels.packing import Packing
-from kvik.kernels.reference.packing import PLAIN
+from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import (
     Activation,
-    FloatWeight,
-    Fp8Weight,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Weight,
     Matrix,
-    OrderedWeight,
-    PlainWeight,
     Weight,
+    float_weight,
+    fp8_weight,
+    int4_min_weight,
+    int4_weight,
+    int8_weight,
+    ordered_weight,
 )
 from kvik_bench.kernel_cases import filled_matrix
 
@@ -37,7 +35,7 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
     return (count * 7919 // 13 % (high - low) + low).view(shape)
 
 
-def plain_weights() -> dict[str, PlainWeight]:
+def plain_weights() -> dict[str, Weight]:
     """Of numbers that every kind and every machine holds exactly."""
     scales = 2.0 ** integers(-4, 4, ROWS).float()
     groups = 2.0 ** integers(-4, 4, ROWS, INPUTS // GROUP).float()
@@ -45,16 +43,16 @@ def plain_weights() -> dict[str, PlainWeight]:
     bytes_ = integers(0, 256, ROWS, INPUTS // 2).to(torch.uint8)
     zeros = integers(0, 16, ROWS, INPUTS // GROUP)
     return {
-        "float32": FloatWeight(whole.float()),
-        "bfloat16": FloatWeight(whole.bfloat16()),
-        "w8a8": Int8Weight(whole.to(torch.int8), scales, True),
-        "int8": Int8Weight(whole.to(torch.int8), groups, False, GROUP),
-        "int4": Int4Weight(bytes_, groups, zeros.to(torch.uint8), GROUP),
-        "symmetric int4": Int4Weight(bytes_, groups, None, GROUP),
-        "int4 with minima": Int4MinWeight(bytes_, groups, zeros.float(), GROUP),
-        "fp8": Fp8Weight(whole.float().to(torch.float8_e4m3fn), scales),
-        "fp8 in groups": Fp8Weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
-        "fp8, static": Fp8Weight(
+        "float32": float_weight(whole.float()),
+        "bfloat16": float_weight(whole.bfloat16()),
+        "w8a8": int8_weight(whole.to(torch.int8), scales, True),
+        "int8": int8_weight(whole.to(torch.int8), groups, False, GROUP),
+        "int4": int4_weight(bytes_, groups, zeros.to(torch.uint8), GROUP),
+        "symmetric int4": int4_weight(bytes_, groups, None, GROUP),
+        "int4 with minima": int4_min_weight(bytes_, groups, zeros.float(), GROUP),
+        "fp8": fp8_weight(whole.float().to(torch.float8_e4m3fn), scales),
+        "fp8 in groups": fp8_weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
+        "fp8, static": fp8_weight(
             whole.float().to(torch.float8_e4m3fn), scales, 0, "static", torch.tensor([0.25])
         ),
     }
@@ -63,7 +61,7 @@ def plain_weights() -> dict[str, PlainWeight]:
 def weights() -> dict[str, Weight]:
     plain = plain_weights()
     order = (torch.arange(INPUTS) * 37 % INPUTS).to(torch.int32)
-    return {**plain, "ordered int4": OrderedWeight(plain["int4"], order)}
+    return {**plain, "ordered int4": ordered_weight(plain["int4"], order)}
 
 
 def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8
-from kvik.kernels.weights import Activation, FloatWeight, Weight
+from kvik.kernels.weights import Activation, Weight, float_weight
 from kvik_bench.kernel_cases import filled_matrix
 
 
@@ -27,7 +27,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> list[list[float]]:
 
 def test_linear_adds_bias_then_activates_then_adds_the_residual() -> None:
     x, w, bias, residual = normal(3, 5), normal(4, 5, seed=1), normal(4, seed=2), normal(3, 2)
-    matrix = filled_matrix(REFERENCE, FloatWeight(w), bias, "silu_and_mul", torch.float32)
+    matrix = filled_matrix(REFERENCE, float_weight(w), bias, "silu_and_mul", torch.float32)
     assert (matrix.spec.inputs, matrix.spec.outputs) == (5, 2)
     found = REFERENCE.linear(x, matrix, residual)
     for row, out, add in zip(product(x, w), found.tolist(), residual.tolist(), strict=True):
@@ -42,7 +42,7 @@ def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -
     x, w, residual = (normal(*s, seed=i).bfloat16() for i, s in enumerate(((3, 8), (4, 8), (3, 4))))
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        matrix = filled_matrix(REFERENCE, FloatWeight(w), None, activation, dtype)
+        matrix = filled_matrix(REFERENCE, float_weight(w), None, activation, dtype)
         found[dtype] = REFERENCE.linear(x, matrix, residual)
         assert found[dtype].dtype == dtype
     y = torch.tensor(product(x, w))

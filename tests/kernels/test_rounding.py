@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvik.kernels import rounding
 from kvik.kernels.rounding import round_int4, round_int8, round_tokens
-from kvik.kernels.weights import Int4Weight
+from kvik.kernels.weights import Weight
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def nibbles(weight: Int4Weight) -> Tensor:
+def nibbles(weight: Weight) -> Tensor:
     """[outputs, inputs]."""
     return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(1)
 
@@ -26,9 +26,9 @@ def kept(scales: Tensor) -> Tensor:
     return torch.ldexp((digits * 2**11).round() / 2**11, exponent).float()
 
 
-def int4_error(weight: Int4Weight, values: Tensor) -> Tensor:
+def int4_error(weight: Weight, values: Tensor) -> Tensor:
     """In steps, [outputs, inputs]."""
-    steps = weight.scales.repeat_interleave(weight.group, dim=1)
+    steps = weight.scales.repeat_interleave(weight.kind.group, dim=1)
     return (weight.dequantized() - values.float()).abs() / steps
 
 
@@ -37,7 +37,7 @@ def test_int8_is_off_by_half_a_step(dtype: torch.dtype) -> None:
     values = normal(33, 70).to(dtype)
     weight = round_int8(values, quantize_activations=True)
     assert weight.values.dtype == torch.int8 and weight.scales.dtype == torch.float32
-    assert weight.quantize_activations
+    assert weight.kind.activations == "token"
     assert torch.equal(weight.scales, values.float().abs().amax(1) / 127)
     error = (weight.dequantized() - values.float()).abs() / weight.scales[:, None]
     assert 0.4 < float(error.max()) <= 0.5 + 1e-4

@@ -6,36 +6,38 @@ import pytest
 import torch
 
 from kvik.kernels.weights import (
-    FloatWeight,
-    Fp8Weight,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Weight,
-    OrderedWeight,
     Weight,
+    float_weight,
+    fp8_weight,
+    int4_min_weight,
+    int4_weight,
+    int8_weight,
+    ordered_weight,
 )
 
-INT8 = Int8Weight(
+INT8 = int8_weight(
     torch.tensor([[-127, 3], [5, 127], [0, -1]], dtype=torch.int8),
     torch.tensor([0.5, 2.0, 1.0]),
     quantize_activations=True,
 )
 # Two outputs, eight inputs, groups of four; a byte holds the even input in its low half.
-INT4 = Int4Weight(
+INT4 = int4_weight(
     torch.tensor([[0x10, 0x32, 0x54, 0x76], [0x0F, 0xF0, 0x8A, 0xA8]], dtype=torch.uint8),
     torch.tensor([[1.0, 10.0], [0.5, 2.0]]),
     torch.tensor([[0, 4], [15, 8]], dtype=torch.uint8),
     group=4,
 )
-INT4_MIN = Int4MinWeight(INT4.values, INT4.scales, torch.tensor([[0.5, -1.0], [7.5, 0.0]]), group=4)
+INT4_MIN = int4_min_weight(
+    INT4.values, INT4.scales, torch.tensor([[0.5, -1.0], [7.5, 0.0]]), group=4
+)
 # Groups of two, the last one short.
-INT8_GROUPS = Int8Weight(
+INT8_GROUPS = int8_weight(
     torch.tensor([[-127, 3, 4], [5, 127, -128]], dtype=torch.int8),
     torch.tensor([[0.5, 2.0], [1.0, -1.0]]),
     quantize_activations=False,
     group=2,
 )
-FP8 = Fp8Weight(
+FP8 = fp8_weight(
     torch.tensor([[1.0, -448.0, 0.001953125], [0.0, 3.5, 2.0]]).to(torch.float8_e4m3fn),
     torch.tensor([[2.0, 512.0], [1.0, 0.5]]),
     group=2,
@@ -55,7 +57,7 @@ def test_int4_counts_from_zero_points_in_groups_of_inputs() -> None:
 
 
 def test_int4_without_zero_points_counts_from_8() -> None:
-    found = Int4Weight(INT4.values[:1], INT4.scales[:1], None, 4).dequantized()
+    found = int4_weight(INT4.values[:1], INT4.scales[:1], None, 4).dequantized()
     assert found.tolist() == [[-8, -7, -6, -5, -40, -30, -20, -10]]
 
 
@@ -72,21 +74,21 @@ def test_int8_scales_groups_of_inputs() -> None:
 
 def test_fp8_scales_groups_of_inputs_or_outputs() -> None:
     assert FP8.dequantized().tolist() == [[2, -896, 1], [0, 3.5, 1]]
-    whole = Fp8Weight(FP8.values, torch.tensor([1.0, 2.0]))
+    whole = fp8_weight(FP8.values, torch.tensor([1.0, 2.0]))
     assert whole.dequantized().tolist() == [[1, -448, 2**-9], [0, 7, 4]]
 
 
 def test_an_order_says_where_inputs_belong() -> None:
-    ordered = OrderedWeight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32))
+    ordered = ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32))
     assert ordered.dequantized().tolist() == [[1.5, 8, -63.5], [127, 128, 5]]
 
 
 @pytest.mark.parametrize(
     "weight",
     [
-        FloatWeight(torch.arange(6.0).view(3, 2).bfloat16()),
+        float_weight(torch.arange(6.0).view(3, 2).bfloat16()),
         *(INT8, INT4, INT4_MIN, INT8_GROUPS, FP8),
-        OrderedWeight(INT4, torch.arange(7, -1, -1).int()),
+        ordered_weight(INT4, torch.arange(7, -1, -1).int()),
     ],
     ids=lambda w: type(w).__name__,
 )

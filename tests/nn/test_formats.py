@@ -15,7 +15,7 @@ from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.kernels.weights import Int8Weight
+from kvik.kernels.weights import Weight, int8_weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
 from kvik.nn.formats.base import Dense, LinearShape, StoredTensor
@@ -57,9 +57,9 @@ class RowScaled:
             "scale": StoredTensor((outputs,), torch.float32),
         }
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Int8Weight:
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         scale = tensors["scale"][rows]
-        return Int8Weight(tensors["weight"][rows], scale, quantize_activations=False)
+        return int8_weight(tensors["weight"][rows], scale, quantize_activations=False)
 
 
 def test_a_new_format_is_one_registry_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from kvik.kernels.weights import (
-    FloatKind,
-    Fp8Kind,
-    Int4Kind,
-    Int4MinKind,
-    Int8Kind,
-    OrderedKind,
-    WeightKind,
-)
-from kvik.nn.storage import kind_named, name_of_kind
+from kvik.spec.weight_kind import WeightKind
 
 NAMES: dict[str, WeightKind] = {
-    "bfloat16": FloatKind(torch.bfloat16),
-    "float32": FloatKind(torch.float32),
-    "float16": FloatKind(torch.float16),
-    "w8a8 group 0": Int8Kind(True),
-    "int8 group 32": Int8Kind(False, 32),
-    "int4 group 128 zeros": Int4Kind(128, True),
-    "int4 group 64": Int4Kind(64, False),
-    "int4min group 32": Int4MinKind(32),
-    "fp8 group 0": Fp8Kind(),
-    "fp8 group 0 token": Fp8Kind(0, "token"),
-    "fp8 group 128 groups": Fp8Kind(128, "group"),
-    "fp8 group 32 static": Fp8Kind(32, "static"),
-    "int4 group 64 ordered": OrderedKind(Int4Kind(64, False)),
-    "int4 group 64 zeros ordered": OrderedKind(Int4Kind(64, True)),
+    "bfloat16": WeightKind("bfloat16"),
+    "float32": WeightKind("float32"),
+    "float16": WeightKind("float16"),
+    "w8a8 group 0": WeightKind("int8", activations="token"),
+    "int8 group 32": WeightKind("int8", 32),
+    "int4 group 128 zeros": WeightKind("int4", 128, "zeros"),
+    "int4 group 64": WeightKind("int4", 64),
+    "int4min group 32": WeightKind("int4", 32, "minima"),
+    "fp8 group 0": WeightKind("fp8"),
+    "fp8 group 0 token": WeightKind("fp8", activations="token"),
+    "fp8 group 128 groups": WeightKind("fp8", 128, activations="group"),
+    "fp8 group 32 static": WeightKind("fp8", 32, activations="static"),
+    "int4 group 64 ordered": WeightKind("int4", 64, ordered=True),
+    "int4 group 64 zeros ordered": WeightKind("int4", 64, "zeros", ordered=True),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str) -> None:
-    assert name_of_kind(NAMES[name]) == name
-    assert kind_named(name) == NAMES[name]
+    assert NAMES[name].name == name
+    assert WeightKind.named(name) == NAMES[name]
 
 
 @pytest.mark.parametrize(
@@ -50,4 +40,4 @@ def test_there_and_back(name: str) -> None:
     ],
 )
 def test_no_kind(name: str) -> None:
-    assert kind_named(name) is None
+    assert WeightKind.named(name) is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Activation, FloatWeight
+from kvik.kernels.weights import Activation, float_weight
 from kvik.nn.layers import Linear, Stage
 from kvik.spec.declare import ForwardContext
 from kvik_bench.kernel_cases import filled_matrix
@@ -27,7 +27,7 @@ def test_product_activation_and_residual(ops: Ops) -> None:
     weight, bias, x, residual = (
         torch.randn(shape, generator=generator) for shape in ((8, 6), (8,), (5, 6), (5, 4))
     )
-    matrix = filled_matrix(ops, FloatWeight(weight), bias, "silu_and_mul", torch.float32)
+    matrix = filled_matrix(ops, float_weight(weight), bias, "silu_and_mul", torch.float32)
     gate, up = F.linear(x, weight, bias).chunk(2, -1)
     layer = Linear(ops, matrix)
     torch.testing.assert_close(layer(x), F.silu(gate) * up)
@@ -45,12 +45,12 @@ def test_a_sum_over_ranks_stands_before_activation_and_residual(
     outputs = 4 if activation == "silu_and_mul" else 8
     residual = torch.randn(5, outputs, generator=generator)
     first, second = (
-        filled_matrix(ops, FloatWeight(part.contiguous()), own, None, torch.float32)
+        filled_matrix(ops, float_weight(part.contiguous()), own, None, torch.float32)
         for part, own in ((weight[:, :3], bias), (weight[:, 3:], None))
     )
     other = Linear(ops, second)(x[:, 3:])
     layer = Linear(ops, first, [lambda x, y, ctx: y + other], activation)
-    whole = Linear(ops, filled_matrix(ops, FloatWeight(weight), bias, activation, torch.float32))
+    whole = Linear(ops, filled_matrix(ops, float_weight(weight), bias, activation, torch.float32))
     torch.testing.assert_close(
         layer(x[:, :3], residual=residual.clone()), whole(x, residual=residual.clone())
     )

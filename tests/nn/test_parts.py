@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvik.errors import ModelError
-from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.weights import (
-    FloatWeight,
-    Int4Weight,
-    Int8Weight,
-    Matrix,
-    MatrixSpec,
-    Weight,
-)
+from kvik.kernels.reference.ops import REFERENCE, stored_weight
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight, int8_weight
 from kvik.nn import parts
 from kvik.nn.formats.base import Dense, LinearShape, StoredTensor, TensorError, WeightFormat
-from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
-from kvik.spec.weights import LayerScheme, layer_scheme
+from kvik.nn.parts import LayerFiller, Quantizer, Rows
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import layer_kind
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 64, 70
@@ -39,14 +33,14 @@ class Target:
         self,
         quantization: str = "none",
         format: WeightFormat | None = None,
-        scheme: LayerScheme | None = None,
+        scheme: WeightKind | None = None,
         transposed: bool = False,
     ) -> None:
         shape = LinearShape(INPUTS, OUTPUTS, transposed)
         format = format or Dense(shape)
-        scheme = scheme or layer_scheme(quantization, INPUTS, head=False)
-        quantizer = Quantizer(scheme, "layer")
-        kind = weight_kind(scheme, torch.bfloat16)
+        scheme = scheme or layer_kind(quantization, INPUTS, head=False)
+        kind = scheme or WeightKind("bfloat16")
+        quantizer = Quantizer(kind, "layer")
         spec = MatrixSpec(kind, OUTPUTS + 2, INPUTS, False, None, torch.float32, CPU)
         self.matrix: Matrix = REFERENCE.matrix(spec)
         self.runs: list[tuple[int, int]] = []
@@ -60,11 +54,8 @@ class Target:
         REFERENCE.pack_rows(matrix, first, weight)
 
     def stored(self) -> list[Tensor]:
-        data = self.matrix.data
-        assert isinstance(data, FloatWeight | Int8Weight | Int4Weight)
-        own = data.rows(slice(1, OUTPUTS + 1))
-        named = (getattr(own, field.name) for field in fields(own))
-        return [tensor for tensor in named if isinstance(tensor, Tensor)]
+        own = stored_weight(self.matrix).rows(slice(1, OUTPUTS + 1))
+        return list(own.tensors.values())
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -114,14 +105,14 @@ class RowScaled:
             "scale": StoredTensor((OUTPUTS,), torch.float32),
         }
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Int8Weight:
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         scale = tensors["scale"][rows]
         if bool((scale <= 0).any()):
             raise TensorError("scale", "must be positive")
-        return Int8Weight(tensors["weight"][rows], scale, quantize_activations=False)
+        return int8_weight(tensors["weight"][rows], scale, quantize_activations=False)
 
 
-WEIGHT_ONLY = LayerScheme(8)
+WEIGHT_ONLY = WeightKind("int8")
 
 
 def row_scaled() -> tuple[Tensor, Tensor]:

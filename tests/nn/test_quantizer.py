@@ -15,15 +15,7 @@ from kvik.errors import ModelError
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import (
-    FloatWeight,
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
-    Matrix,
-    MatrixSpec,
-    Weight,
-)
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.spec.weights import weight_bytes
 
@@ -54,13 +46,7 @@ class Packing:
 
 
 def size(weight: Weight) -> int:
-    tensors = {
-        FloatWeight: ("values",),
-        Int8Weight: ("values", "scales"),
-        Fp8Weight: ("values", "scales"),
-        Int4Weight: ("values", "scales", "zeros"),
-    }[type(weight)]
-    return sum(getattr(weight, name).nbytes for name in tensors)
+    return sum(part.nbytes for part in weight.tensors.values())
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -85,14 +71,16 @@ def test_layers_of_each_kind(tmp_path: Path) -> None:
     save_tiny(tmp_path, name, **options)
     model = PagedModel(tmp_path, quantization="int4").model
     layer = model.layers[1]
-    assert layer.attention.qkv.linears[0].matrix.data.group == 64
-    assert layer.mlp.gate_up.matrix.data.group == 64
-    assert layer.mlp.down.matrix.data.group == 32
-    assert layer.attention.o.matrix.data.quantize_activations  # 80 inputs: no group divides them
-    assert model.lm_head.matrix.data.quantize_activations
+    assert layer.attention.qkv.linears[0].matrix.spec.kind.group == 64
+    assert layer.mlp.gate_up.matrix.spec.kind.group == 64
+    assert layer.mlp.down.matrix.spec.kind.group == 32
+    assert (
+        layer.attention.o.matrix.spec.kind.activations == "token"
+    )  # 80 inputs: no group divides them
+    assert model.lm_head.matrix.spec.kind.activations == "token"
     assert model.embed.matrix is model.lm_head.matrix
     alone = PagedModel(tmp_path, quantization="int8-weight-only").model
-    assert not alone.lm_head.matrix.data.quantize_activations
+    assert alone.lm_head.matrix.spec.kind.activations == "float"
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -117,7 +105,7 @@ def test_random_weights_are_quantised_too(quantization: str, tmp_path: Path) -> 
     ids = tokens(9)
     plain = PagedModel(None, spec=spec).logits(ids)
     found = PagedModel(None, spec=spec, ops=packing.ops, quantization=quantization).logits(ids)
-    floats = [isinstance(weight, FloatWeight) for weight in packing.weights]
+    floats = [weight.kind.floats for weight in packing.weights]
     assert all(floats) if quantization == "none" else not any(floats)
     assert (found - plain).norm() < 0.3 * plain.norm()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import ROW as FP8_ROW
 from kvik.kernels.fp8 import SQUARE, WHOLE, Block
-from kvik.kernels.weights import FloatWeight, Int4Weight, Int8Weight, OrderedWeight
 from kvik.quantize.gptq import rtn
 from kvik.quantize.quantised import (
     E4M3,
@@ -39,9 +38,9 @@ def unit_normal(*shape: int, seed: int = 0) -> Tensor:
 def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) -> None:
     found = rtn(unit_normal(6, 64), Grid(bits, group, symmetric))
     weight = found.weight()
-    assert isinstance(weight, Int4Weight)
+    assert weight.kind.codes == "int4"
     assert torch.equal(weight.dequantized(), found.dequantised())
-    assert weight.scales.shape == (6, 64 // weight.group)
+    assert weight.scales.shape == (6, 64 // weight.kind.group)
     assert (weight.zeros is None) == symmetric
 
 
@@ -51,9 +50,9 @@ def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) 
 def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
     found = rtn(unit_normal(6, 64), Grid(bits, group, True))
     weight = found.weight(activations)
-    assert isinstance(weight, Int8Weight)
-    assert weight.quantize_activations == activations
-    assert weight.group == (16 if group == 16 else 0)
+    assert weight.kind.codes == "int8"
+    assert (weight.kind.activations != "float") == activations
+    assert weight.kind.group == (16 if group == 16 else 0)
     assert weight.values.dtype == torch.int8
     assert int(weight.values.min()) >= -(2 ** (bits - 1) - 1)  # nothing wrapped
     assert torch.equal(weight.dequantized(), found.dequantised())
@@ -65,8 +64,7 @@ def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32
     found = Quantised(natural.q, natural.scales, natural.grid, order)
     weight = found.weight()
-    assert isinstance(weight, OrderedWeight)
-    assert isinstance(weight.plain, Int8Weight if bits == 8 else Int4Weight)
+    assert weight.kind.ordered and weight.kind.codes == ("int8" if bits == 8 else "int4")
     assert torch.equal(weight.dequantized(), found.dequantised())
 
 
@@ -74,7 +72,7 @@ def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
 def test_what_no_kernel_multiplies_becomes_floats(grid: Grid) -> None:
     found = rtn(unit_normal(4, 64), grid)
     weight = found.weight()
-    assert isinstance(weight, FloatWeight)
+    assert weight.kind.floats
     assert torch.equal(weight.dequantized(), found.dequantised())
 
 

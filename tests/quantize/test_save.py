@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvik.errors import ConfigError, KvikError, ModelError
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Fp8Kind, Int8Kind
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import INDEX, SINGLE, open_checkpoint
 from kvik.nn.formats.registry import choose_format
@@ -29,6 +28,7 @@ from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.save import STATE, Output, Saved, check_request, quantise_folder
 from kvik.quantize.source import Source, open_source
+from kvik.spec.weight_kind import WeightKind
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 DOWN, Q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
@@ -154,8 +154,10 @@ def test_the_model_says_what_the_floats_say(case: str, plain: Path, tmp_path: Pa
     if recipe.rounds_activations:
         weight = found.model.layers[0].attention.qkv.linears[0].matrix.data  # type: ignore[attr-defined]
         dynamic = recipe.activation_scheme == "dynamic"
-        float8 = Fp8Kind(0, "token" if dynamic else "static")
-        assert weight.kind == (float8 if recipe.method == "fp8" else Int8Kind(True))
+        float8 = WeightKind("fp8", activations="token" if dynamic else "static")
+        assert weight.kind == (
+            float8 if recipe.method == "fp8" else WeightKind("int8", activations="token")
+        )
         return
     logits = expected.logits(ids)
     assert float((found.logits(ids) - logits).norm() / logits.norm()) < 2e-6

@@ -17,7 +17,8 @@ from kvik.config.memory import QUANTIZED_SCRATCH_BYTES, Footprint, StepSize
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
-from kvik.spec.weights import LayerScheme, loaded_scheme, matrix_scheme, weight_bytes
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import loaded_kind, matrix_kind, weight_bytes
 
 DOWN = "model.layers.3.mlp.down_proj"
 FLOAT8 = {"num_bits": 8, "type": "float"}
@@ -269,53 +270,50 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("stored", "inputs", "loaded"),
     [
-        (StoredScheme("awq", 4, 32, symmetric=False), 96, LayerScheme(4, 32)),
-        (StoredScheme("gptq", 4, 32), 96, LayerScheme(4, 32, zeros=False)),
+        (StoredScheme("awq", 4, 32, symmetric=False), 96, WeightKind("int4", 32, "zeros")),
+        (StoredScheme("gptq", 4, 32), 96, WeightKind("int4", 32)),
         # cut into smaller groups, and those that kernels cannot multiply
-        (StoredScheme("gptq", 4), 4096, LayerScheme(4, 128, zeros=False)),
-        (StoredScheme("gptq", 4, 1024), 4096, LayerScheme(4, 128, zeros=False)),
-        (StoredScheme("gptq", 4), 96, LayerScheme(4, 96, zeros=False)),
-        (StoredScheme("gptq", 4), 160, LayerScheme(4, 32, zeros=False)),
+        (StoredScheme("gptq", 4), 4096, WeightKind("int4", 128)),
+        (StoredScheme("gptq", 4, 1024), 4096, WeightKind("int4", 128)),
+        (StoredScheme("gptq", 4), 96, WeightKind("int4", 96)),
+        (StoredScheme("gptq", 4), 160, WeightKind("int4", 32)),
         (StoredScheme("gptq", 4, 12), 96, None),
-        (StoredScheme("gptq", 4, 32, ordered=True), 96, LayerScheme(4, 32, zeros=False,
-                                                                    ordered=True)),
-        (StoredScheme("gptq", 4, 128, ordered=True), 96, LayerScheme(4, 96, zeros=False)),
-        (StoredScheme("gptq", 8, 32), 96, LayerScheme(8, 32)),
+        (StoredScheme("gptq", 4, 32, ordered=True), 96, WeightKind("int4", 32, ordered=True)),
+        (StoredScheme("gptq", 4, 128, ordered=True), 96, WeightKind("int4", 96)),
+        (StoredScheme("gptq", 8, 32), 96, WeightKind("int8", 32)),
         (StoredScheme("gptq", 8, 32, symmetric=False), 96, None),
         (StoredScheme("int-quantized", 8, quantize_activations=True), 96,
-         LayerScheme(8, quantize_activations=True)),
+         WeightKind("int8", activations="token")),
         (StoredScheme("int-quantized", 8, 6), 96, None),
-        (StoredScheme("fp8", 8, 128, 128), 96, LayerScheme(8, float8=True)),
+        (StoredScheme("fp8", 8, 128, 128), 96, WeightKind("fp8")),
         (StoredScheme("fp8", 8, 128, 128, fp8_activations="group"), 96,
-         LayerScheme(8, float8=True, fp8_activations="token")),
+         WeightKind("fp8", activations="token")),
         (StoredScheme("fp8", 8, 128, 128, fp8_activations="static"), 300,
-         LayerScheme(8, 128, float8=True, fp8_activations="static")),
-        (StoredScheme("fp8", 8, 128, 128), 300, LayerScheme(8, 128, float8=True)),
+         WeightKind("fp8", 128, activations="static")),
+        (StoredScheme("fp8", 8, 128, 128), 300, WeightKind("fp8", 128)),
         (StoredScheme("fp8", 8, 6, 6), 96, None),
     ],
 )  # fmt: skip
-def test_what_it_is_in_memory(
-    stored: StoredScheme, inputs: int, loaded: LayerScheme | None
-) -> None:
-    assert loaded_scheme(stored, inputs) == loaded
+def test_what_it_is_in_memory(stored: StoredScheme, inputs: int, loaded: WeightKind | None) -> None:
+    assert loaded_kind(stored, inputs) == loaded
 
 
 def test_a_matrix_has_one_scheme() -> None:
     packed = StoredScheme("gptq", 4, 32)
-    scheme = LayerScheme(4, 32, zeros=False)
-    assert matrix_scheme("none", 96, (packed, packed), head=False) == scheme
-    assert matrix_scheme("int8", 96, (packed, packed), head=False) == scheme
-    assert matrix_scheme("none", 96, (packed, None), head=False) is None
-    assert matrix_scheme("none", 96, (None, None), head=False) is None
-    int8 = LayerScheme(8, quantize_activations=True)
-    assert matrix_scheme("int8", 96, (None, None), head=False) == int8
+    scheme = WeightKind("int4", 32)
+    assert matrix_kind("none", 96, (packed, packed), head=False) == scheme
+    assert matrix_kind("int8", 96, (packed, packed), head=False) == scheme
+    assert matrix_kind("none", 96, (packed, None), head=False) is None
+    assert matrix_kind("none", 96, (None, None), head=False) is None
+    int8 = WeightKind("int8", activations="token")
+    assert matrix_kind("int8", 96, (None, None), head=False) == int8
     # the same in memory, however it is stored
     other = replace(packed, layout="pack-quantized", lessened=True)
-    assert matrix_scheme("none", 96, (packed, other), head=False) == scheme
+    assert matrix_kind("none", 96, (packed, other), head=False) == scheme
     # what no kernel multiplies is as good as floats
     zeros = StoredScheme("gptq", 8, 32, symmetric=False)
-    assert matrix_scheme("none", 96, (zeros, None), head=False) is None
-    assert matrix_scheme("int8", 96, (zeros, None), head=False) == int8
+    assert matrix_kind("none", 96, (zeros, None), head=False) is None
+    assert matrix_kind("int8", 96, (zeros, None), head=False) == int8
 
 
 def test_neighbours_that_are_stored_alike() -> None:

@@ -15,7 +15,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import AUTO, KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
-from kvik.spec.weights import SCHEMES, matrix_scheme, weight_bytes
+from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
 
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
@@ -161,9 +161,9 @@ def triton_reason(
             have, need = (".".join(map(str, c)) for c in (gpu.capability, TRITON_CAPABILITY))
             return f"{gpu.name} has capability {have}, and Triton's kernels need {need}"
     for like in model.linear_layers():
-        scheme = matrix_scheme(config.quantization, like.inputs, like.stored, head=like.head)
-        if scheme is not None and scheme.group % TRITON_GROUP:
-            return f"weights in groups of {scheme.group}, which is no multiple of {TRITON_GROUP}"
+        kind = matrix_kind(config.quantization, like.inputs, like.stored, head=like.head)
+        if kind is not None and kind.group % TRITON_GROUP:
+            return f"weights in groups of {kind.group}, which is no multiple of {TRITON_GROUP}"
     return None
 
 

@@ -4,11 +4,13 @@ them from it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Matrix, MatrixSpec
+from kvik.kernels.reference.ops import matrix, stored_weight
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 
 ALIGNMENT = 4096  # bytes: every part begins at a page
 
@@ -43,3 +45,31 @@ def check_order(order: Tensor) -> None:
         raise ValueError("the order of its inputs is no permutation")
     if not bool((ids.bincount(minlength=len(ids)) == 1).all()):
         raise ValueError("the order of its inputs is no permutation")
+
+
+# Weights as plain tensors, in a file.
+
+META = torch.device("meta")
+
+
+def layout(spec: MatrixSpec) -> Parts:
+    """See `Packing`."""
+    return parts(matrix(replace(spec, device=META)))
+
+
+def parts(matrix: Matrix) -> Parts:
+    """See `Packing`."""
+    found = stored_weight(matrix).tensors
+    return found if matrix.bias is None else {**found, "bias": matrix.bias}
+
+
+def over(spec: MatrixSpec, parts: Parts) -> Matrix:
+    """See `Packing`."""
+    own = {name: tensor.to(spec.device) for name, tensor in parts.items()}
+    bias = own.pop("bias", None)
+    if "order" in own:
+        check_order(own["order"])
+    return Matrix(spec, bias, Weight(spec.kind, **own))
+
+
+PLAIN = Packing("plain-1", layout, parts, over)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import ROW, fp8_scales, round_fp8
-from kvik.kernels.weights import SYMMETRIC_ZERO, Fp8Weight, Int4Weight, Int8Weight
+from kvik.kernels.weights import SYMMETRIC_ZERO, Weight, fp8_weight, int4_weight, int8_weight
 
 PIECE = 1 << 19  # weights in fp32 at a time; a handful of copies are alive at once
 INT8_MAX = 127
@@ -19,7 +19,7 @@ INT4_MAX = 15
 INT4_SYMMETRIC_MAX = 7
 
 
-def round_int8(values: Tensor, quantize_activations: bool) -> Int8Weight:
+def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
     """Symmetric, one scale for each output: absmax / 127.
 
     Args:
@@ -36,10 +36,10 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Int8Weight:
         # A scale so small that it has lost its digits would lead beyond the range.
         rounded[rows] = q.clamp_(-INT8_MAX, INT8_MAX)
         scales[rows] = scale
-    return Int8Weight(rounded, scales, quantize_activations)
+    return int8_weight(rounded, scales, quantize_activations)
 
 
-def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
+def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
     """One scale for each `group` neighbouring inputs of an output.
 
     Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
@@ -80,10 +80,10 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Int4Weight:
         pairs = q.view(len(wide), -1).view(torch.int16)
         packed[rows] = pairs | pairs >> 4
         scales[rows] = scale
-    return Int4Weight(packed, scales, zeros, group)
+    return int4_weight(packed, scales, zeros, group)
 
 
-def round_to_fp8(values: Tensor) -> Fp8Weight:
+def round_to_fp8(values: Tensor) -> Weight:
     """E4M3, one scale for each output: absmax / 448.
 
     Args:
@@ -93,7 +93,7 @@ def round_to_fp8(values: Tensor) -> Fp8Weight:
         ValueError: a weight is NaN or infinite.
     """
     scales = fp8_scales(values, torch.float8_e4m3fn, ROW)
-    return Fp8Weight(round_fp8(values, scales, torch.float8_e4m3fn, ROW), scales[:, 0])
+    return fp8_weight(round_fp8(values, scales, torch.float8_e4m3fn, ROW), scales[:, 0])
 
 
 def round_tokens(x: Tensor, group: int = 0) -> Tensor:

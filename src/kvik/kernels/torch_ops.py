@@ -1,4 +1,4 @@
-"""The same operations with the fewest torch calls: on small models the calls are the time.
+"""The reference's operations with the fewest torch calls: on small models the calls are the time.
 
 Quantised weights stay quantised, and are multiplied out a few rows at a time: a fallback that saves
 memory, not time.
@@ -6,20 +6,22 @@ memory, not time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.kernels.ops import Ops, Truncation
-from kvik.kernels.reference.draw import draw, penalize, probabilities
-from kvik.kernels.reference.ops import as_multiplied, matrix, pack_rows, stored_weight
+from kvik.kernels.reference.draw import probabilities
+from kvik.kernels.reference.ops import REFERENCE, as_multiplied, stored_weight
 from kvik.kernels.rounding import PIECE
-from kvik.kernels.weights import FloatWeight, Matrix, Weight
+from kvik.kernels.weights import Matrix, Weight
 
 
 def _linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
     spec, weight, bias = matrix.spec, stored_weight(matrix), matrix.bias
-    if not isinstance(weight, FloatWeight):
+    if not weight.kind.floats:
         y = _quantized_product(x, weight, bias)
     elif residual is None or spec.activation or bias is not None:
         y = F.linear(x, weight.values, bias)
@@ -49,17 +51,13 @@ def _quantized_product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor
 
 def _matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
     weight = stored_weight(matrix)
-    if isinstance(weight, FloatWeight):
+    if weight.kind.floats:
         return weight.values.index_select(0, ids).to(dtype)
     return weight.rows(ids).dequantized().to(dtype)
 
 
 def _gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     return table.index_select(0, ids)
-
-
-def _add(x: Tensor, y: Tensor) -> Tensor:
-    return x + y
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,16 +114,12 @@ def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     cache.index_copy_(0, target, cache.index_select(0, source))
 
 
-TORCH = Ops(
-    matrix=matrix,
-    pack_rows=pack_rows,
+TORCH = replace(
+    REFERENCE,
     linear=_linear,
     matrix_rows=_matrix_rows,
     gather_rows=_gather_rows,
-    add=_add,
     largest=_largest,
-    penalize=penalize,
-    draw=draw,
     probabilities=_probabilities,
     rms_norm=_rms_norm,
     layer_norm=_layer_norm,
@@ -135,3 +129,13 @@ TORCH = Ops(
     store_kv=_store_kv,
     copy_blocks=_copy_blocks,
 )
+
+
+# The fastest table of operations for a device.
+
+_BY_DEVICE = {"cpu": TORCH, "cuda": TORCH}
+
+
+def select(device: torch.device) -> Ops:
+    """The reference serves devices nothing faster has been tested on."""
+    return _BY_DEVICE.get(device.type, REFERENCE)

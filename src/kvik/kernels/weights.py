@@ -8,225 +8,62 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvik.spec.weight_kind import Rounding, WeightKind
+
 # "silu_and_mul": the first half of the outputs is the gate, the second half is multiplied with it.
 Activation = Literal["silu_and_mul", "gelu_tanh"]
 
-# How x meets weights in E4M3: as it is, or rounded to E4M3 too, by a scale for each token, for each
-# token and group of the weight's inputs, or by one that calibration has found. Else
-# scale = absmax / 448, and 1 where all is 0 (`kernels/fp8.py`, `round_activations`).
-Fp8Activations = Literal["float", "token", "group", "static"]
-
 SYMMETRIC_ZERO = 8  # of four bits without zero points
+# Parts of a weight, which have a row for each output; and those that all rows share.
+PER_OUTPUT, SHARED = ("values", "scales", "zeros", "minima"), ("order", "input_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class FloatKind:
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Kind:
-    quantize_activations: bool
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Kind:
-    group: int
-    zeros: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Int4MinKind:
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Kind:
-    group: int = 0
-    activations: Fp8Activations = "float"
-
-
-PlainKind = FloatKind | Int8Kind | Int4Kind | Int4MinKind | Fp8Kind
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedKind:
-    plain: PlainKind
-
-
-# What is known of a weight before its values are.
-WeightKind = PlainKind | OrderedKind
-
-
-@dataclass(frozen=True, slots=True)
-class FloatWeight:
-    """values: [outputs, inputs], any float dtype."""
-
-    values: Tensor
-
-    @property
-    def kind(self) -> FloatKind:
-        return FloatKind(self.values.dtype)
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.values.shape[1]
-
-    def rows(self, index: slice | Tensor) -> FloatWeight:
-        """Some outputs: a range, or ids [n]."""
-        return FloatWeight(self.values[index])
-
-    def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32."""
-        return self.values.float()
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """w = value * scale, a scale for each output, or for each `group` neighbouring inputs of it.
+class Weight:
+    """Some outputs of a linear layer, as its kind says they are stored.
 
     Attributes:
-        values: [outputs, inputs] int8.
-        scales: fp32; [outputs] if group is 0, else [outputs, ceil(inputs / group)].
-        quantize_activations: x is rounded to eight bits too, with a scale for each token and group.
-        group: 0: all inputs.
-    """
-
-    values: Tensor
-    scales: Tensor
-    quantize_activations: bool
-    group: int = 0
-
-    @property
-    def kind(self) -> Int8Kind:
-        return Int8Kind(self.quantize_activations, self.group)
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.values.shape[1]
-
-    def rows(self, index: slice | Tensor) -> Int8Weight:
-        """Some outputs: a range, or ids [n]."""
-        return Int8Weight(
-            self.values[index], self.scales[index], self.quantize_activations, self.group
-        )
-
-    def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32."""
-        return self.values * _spread(self.scales, self.group, self.inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """w = (q - zero) * scale, a scale for each `group` neighbouring inputs of an output.
-
-    Attributes:
-        values: [outputs, inputs / 2] uint8, two q to a byte; the low half is the even input.
-        scales: [outputs, inputs / group] fp32. The native kernels keep eleven binary digits of
-            them: all of fp16 numbers, as of bfloat16 ones.
-        zeros: [outputs, inputs / group] uint8, in 0..15; None: 8 everywhere.
-    """
-
-    values: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int
-
-    @property
-    def kind(self) -> Int4Kind:
-        return Int4Kind(self.group, self.zeros is not None)
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return 2 * self.values.shape[1]
-
-    def rows(self, index: slice | Tensor) -> Int4Weight:
-        """Some outputs: a range, or ids [n]."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return Int4Weight(self.values[index], self.scales[index], zeros, self.group)
-
-    def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32."""
-        q = _grouped(self.values, self.group)
-        q -= SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, :, None].float()
-        return q.mul_(self.scales[:, :, None]).view(self.outputs, self.inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4MinWeight:
-    """w = q * scale - minimum, both for each `group` neighbouring inputs of an output.
-
-    Attributes:
-        values, scales: as of `Int4Weight`.
-        minima: [outputs, inputs / group] fp32, kept as the scales are. A zero point that is no
+        values: [outputs, inputs], floats, int8 or float8_e4m3fn; of int4 [outputs, inputs / 2]
+            uint8, two to a byte, the low half the even input. With the native kernels a NaN of
+            E4M3 makes all of its output NaN.
+        scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None of
+            floats. Of int4 the native kernels keep eleven binary digits: all of fp16 numbers, as of
+            bfloat16 ones. In E4M3 the scales of a tensor or of square blocks are repeated for each
+            output.
+        zeros: [outputs, groups] uint8, in 0..15, where the kind has them.
+        minima: [outputs, groups] fp32 likewise, kept as the scales are. A zero point that is no
             integer is one: zero * scale.
+        order: [inputs] int32, a permutation, where the kind is ordered: input i of `values` is
+            input order[i] of the layer.
+        input_scale: [1] fp32, where activations are "static": x / input_scale is rounded. Layers
+            that become rows of one matrix share the largest of theirs.
     """
 
+    kind: WeightKind
     values: Tensor
-    scales: Tensor
-    minima: Tensor
-    group: int
-
-    @property
-    def kind(self) -> Int4MinKind:
-        return Int4MinKind(self.group)
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return 2 * self.values.shape[1]
-
-    def rows(self, index: slice | Tensor) -> Int4MinWeight:
-        """Some outputs: a range, or ids [n]."""
-        return Int4MinWeight(self.values[index], self.scales[index], self.minima[index], self.group)
-
-    def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32."""
-        q = _grouped(self.values, self.group).mul_(self.scales[:, :, None])
-        return q.sub_(self.minima[:, :, None]).view(self.outputs, self.inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """w = value * scale, a scale for each output, or for each `group` neighbouring inputs of it.
-
-    Scales of a tensor or of square blocks are repeated for each output.
-
-    Attributes:
-        values: [outputs, inputs] float8_e4m3fn. With the native kernels a NaN makes all of its
-            output NaN.
-        scales: fp32; [outputs] if group is 0, else [outputs, ceil(inputs / group)].
-        group: 0: all inputs.
-        activations: how x is rounded; "group" needs a group.
-        input_scale: [1] fp32, with "static" alone: x / input_scale is rounded. Layers that become
-            rows of one matrix share the largest of theirs.
-    """
-
-    values: Tensor
-    scales: Tensor
-    group: int = 0
-    activations: Fp8Activations = "float"
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    minima: Tensor | None = None
+    order: Tensor | None = None
     input_scale: Tensor | None = None
 
-    @property
-    def kind(self) -> Fp8Kind:
-        return Fp8Kind(self.group, self.activations)
+    @staticmethod
+    def empty(kind: WeightKind, rows: int, inputs: int, device: torch.device) -> Weight:
+        """Return a weight to be filled. What all rows share is 0."""
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        groups = (rows, -(-inputs // kind.group)) if kind.group else (rows,)
+        return Weight(
+            kind,
+            new(rows, inputs // 2 if kind.codes == "int4" else inputs, dtype=DTYPES[kind.codes]),
+            None if kind.floats else new(*groups, dtype=torch.float32),
+            new(*groups, dtype=torch.uint8) if kind.beside == "zeros" else None,
+            new(*groups, dtype=torch.float32) if kind.beside == "minima" else None,
+            torch.zeros(inputs, dtype=torch.int32, device=device) if kind.ordered else None,
+            torch.zeros(1, device=device) if kind.activations == "static" else None,
+        )
 
     @property
     def outputs(self) -> int:
@@ -234,52 +71,101 @@ class Fp8Weight:
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[1]
+        return self.values.shape[1] * (2 if self.kind.codes == "int4" else 1)
 
-    def rows(self, index: slice | Tensor) -> Fp8Weight:
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts that it has, by name."""
+        found = {name: getattr(self, name) for name in (*PER_OUTPUT, *SHARED)}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def rows(self, index: slice | Tensor) -> Weight:
         """Some outputs: a range, or ids [n]."""
-        return replace(self, values=self.values[index], scales=self.scales[index])
+        own = {name: part[index] for name, part in self.tensors.items() if name in PER_OUTPUT}
+        return Weight(self.kind, **(self.tensors | own))
 
-    def dequantized(self) -> Tensor:
-        """[outputs, inputs] fp32."""
-        return self.values.float() * _spread(self.scales, self.group, self.inputs)
-
-
-PlainWeight = FloatWeight | Int8Weight | Int4Weight | Int4MinWeight | Fp8Weight
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedWeight:
-    """A weight whose inputs were put into another order, so that those of a group are neighbours
-    (act-order of GPTQ): input i of `plain` is input order[i] of the layer.
-
-    Attributes:
-        order: [inputs] int32, a permutation.
-    """
-
-    plain: PlainWeight
-    order: Tensor
-
-    @property
-    def kind(self) -> OrderedKind:
-        return OrderedKind(self.plain.kind)
-
-    @property
-    def outputs(self) -> int:
-        return self.plain.outputs
-
-    @property
-    def inputs(self) -> int:
-        return self.plain.inputs
-
-    def rows(self, index: slice | Tensor) -> OrderedWeight:
-        """Some outputs: a range, or ids [n]."""
-        return OrderedWeight(self.plain.rows(index), self.order)
+    def plain(self) -> Weight:
+        """The weight with its inputs as they are stored."""
+        return replace(self, kind=replace(self.kind, ordered=False), order=None)
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] fp32, inputs as the layer has them."""
-        ordered = self.plain.dequantized()
-        return torch.empty_like(ordered).index_copy_(1, self.order.long(), ordered)
+        scales = self.scales
+        if scales is None:
+            wide = self.values.float()
+        elif self.kind.codes == "int4":
+            wide = _grouped(self.values, self.kind.group)
+            if self.minima is None:
+                zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, :, None].float()
+                wide = (wide - zeros).mul_(scales[:, :, None])
+            else:
+                wide = wide.mul_(scales[:, :, None]).sub_(self.minima[:, :, None])
+            wide = wide.view(self.outputs, self.inputs)
+        else:
+            wide = self.values.float() * _spread(scales, self.kind.group, self.inputs)
+        if self.order is None:
+            return wide
+        return torch.empty_like(wide).index_copy_(1, self.order.long(), wide)
+
+
+def float_weight(values: Tensor) -> Weight:
+    """values: [outputs, inputs], any float dtype."""
+    return Weight(WeightKind(str(values.dtype).removeprefix("torch.")), values)
+
+
+def int8_weight(
+    values: Tensor, scales: Tensor, quantize_activations: bool, group: int = 0
+) -> Weight:
+    """w = value * scale.
+
+    Args:
+        quantize_activations: x is rounded to eight bits too, with a scale for each token and group.
+    """
+    rounding: Rounding = "group" if group else "token"
+    rounding = rounding if quantize_activations else "float"
+    return Weight(WeightKind("int8", group, activations=rounding), values, scales)
+
+
+def int4_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Weight:
+    """w = (q - zero) * scale; zeros None: 8 everywhere."""
+    kind = WeightKind("int4", group, "" if zeros is None else "zeros")
+    return Weight(kind, values, scales, zeros)
+
+
+def int4_min_weight(values: Tensor, scales: Tensor, minima: Tensor, group: int) -> Weight:
+    """w = q * scale - minimum."""
+    return Weight(WeightKind("int4", group, "minima"), values, scales, minima=minima)
+
+
+def fp8_weight(
+    values: Tensor,
+    scales: Tensor,
+    group: int = 0,
+    activations: Rounding = "float",
+    input_scale: Tensor | None = None,
+) -> Weight:
+    """w = value * scale, values in E4M3.
+
+    Args:
+        activations: how x is rounded; "group" needs a group, "static" an `input_scale`.
+    """
+    kind = WeightKind("fp8", group, activations=activations)
+    return Weight(kind, values, scales, input_scale=input_scale)
+
+
+def ordered_weight(plain: Weight, order: Tensor) -> Weight:
+    """The weight whose inputs were put into an order, [inputs] int32."""
+    return replace(plain, kind=replace(plain.kind, ordered=True), order=order)
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
@@ -293,9 +179,6 @@ def _grouped(values: Tensor, group: int) -> Tensor:
     """[outputs, inputs / 2] bytes -> [outputs, inputs / group, group] fp32."""
     halves = torch.stack((values & 15, values >> 4), dim=-1)
     return halves.view(len(values), -1, group).float()
-
-
-Weight = PlainWeight | OrderedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,15 @@ from kvik.nn.layers import (
     RMSNorm,
     Stage,
 )
-from kvik.nn.parts import LayerFiller, Quantizer, Rows, weight_kind
+from kvik.nn.parts import LayerFiller, Quantizer, Rows
 from kvik.nn.rope import Rope
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.declare import Role
 from kvik.spec.kv import KVGroup
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
-from kvik.spec.weights import matrix_scheme
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import matrix_kind
 
 BIAS = "bias"
 # Calibrated steps of a quantised cache, beside the projections or in them; the engine finds its
@@ -285,11 +286,12 @@ class Builder:
         """
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
-        scheme = matrix_scheme(self.quantization, inputs, stored, head=head)
-        quantizer = Quantizer(scheme, self._joined(names))
+        kind = matrix_kind(self.quantization, inputs, stored, head=head)
+        kind = kind or WeightKind(str(self.dtype).removeprefix("torch."))
+        quantizer = Quantizer(kind, self._joined(names))
         stages = () if head else self.stages(layers, inputs, [s.outputs for s in shapes])
         spec = MatrixSpec(
-            weight_kind(scheme, self.dtype),
+            kind,
             rows,
             inputs,
             bias,

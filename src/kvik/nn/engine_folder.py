@@ -17,7 +17,7 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.kernels.packing import Packing
 from kvik.kernels.weights import Matrix, MatrixSpec
-from kvik.nn.storage import FreshStorage, kind_named, name_of_kind
+from kvik.nn.storage import FreshStorage
 from kvik.spec.engine_folder import (
     ALIGNMENT,
     HEAD_BYTES,
@@ -32,6 +32,7 @@ from kvik.spec.engine_folder import (
     read_manifest,
     rebuild,
 )
+from kvik.spec.weight_kind import WeightKind
 
 TENSOR = "tensor"  # the only part of what is no matrix
 PIECE = 8 << 20  # bytes written at a time
@@ -66,7 +67,7 @@ class MappedStorage:
     def matrix(self, name: str, spec: MatrixSpec) -> Matrix:
         """Of the kind that the folder was built with."""
         entry = self._entry(name)
-        kind = kind_named(entry.kind)
+        kind = WeightKind.named(entry.kind)
         if kind is None:
             raise self._damaged(name, f"is of an unknown kind, {shown(entry.kind)}")
         spec = replace(spec, kind=kind)
@@ -149,7 +150,7 @@ def stored_bytes(storage: FreshStorage, packing: Packing) -> int:
 
 def _all(storage: FreshStorage, packing: Packing) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
     for name, matrix in storage.matrices.items():
-        yield name, name_of_kind(matrix.spec.kind), dict(packing.parts(matrix))
+        yield name, matrix.spec.kind.name, dict(packing.parts(matrix))
     for name, tensor in storage.tensors.items():
         yield name, "", {TENSOR: tensor}
 

@@ -5,45 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Ops
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
-from kvik.kernels.weights import (
-    FloatKind,
-    FloatWeight,
-    Fp8Kind,
-    Int4Kind,
-    Int4MinKind,
-    Int8Kind,
-    Matrix,
-    OrderedKind,
-    PlainKind,
-    Weight,
-    WeightKind,
-)
+from kvik.kernels.weights import Matrix, Weight, float_weight
 from kvik.nn.checkpoint import run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
-from kvik.spec.weights import LayerScheme
-
-# What a layer becomes while it is loaded.
-
-
-def weight_kind(scheme: LayerScheme | None, dtype: torch.dtype) -> WeightKind:
-    """Of a matrix of this scheme; None: floats of `dtype`."""
-    if scheme is None:
-        return FloatKind(dtype)
-    if scheme.float8:
-        plain: PlainKind = Fp8Kind(scheme.group, scheme.fp8_activations)
-    elif scheme.minima:
-        plain = Int4MinKind(scheme.group)
-    elif scheme.bits == 4:
-        plain = Int4Kind(scheme.group, scheme.zeros)
-    else:
-        plain = Int8Kind(scheme.quantize_activations, scheme.group)
-    return OrderedKind(plain) if scheme.ordered else plain
+from kvik.spec.weight_kind import WeightKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +23,11 @@ class Quantizer:
     Weights that the checkpoint stores quantised are used as they are, or multiplied out.
 
     Attributes:
-        scheme: of the matrix that they become rows of; None: floats.
+        kind: of the matrix that they become rows of.
         layer: its name, for errors.
     """
 
-    scheme: LayerScheme | None
+    kind: WeightKind
     layer: str
 
     def __call__(self, weight: Weight) -> Weight:
@@ -65,16 +35,17 @@ class Quantizer:
         Raises:
             ModelError: the weight cannot be quantised.
         """
-        if not isinstance(weight, FloatWeight):
-            return weight if self.scheme is not None else FloatWeight(weight.dequantized())
-        if self.scheme is None:
+        if self.kind.floats:
+            return weight if weight.kind.floats else float_weight(weight.dequantized())
+        if not weight.kind.floats:
             return weight
         try:
-            if self.scheme.float8:
-                return round_to_fp8(weight.values)
-            if self.scheme.bits == 4:
-                return round_int4(weight.values, self.scheme.group, symmetric=False)
-            return round_int8(weight.values, self.scheme.quantize_activations)
+            match self.kind.codes:
+                case "fp8":
+                    return round_to_fp8(weight.values)
+                case "int4":
+                    return round_int4(weight.values, self.kind.group, symmetric=False)
+            return round_int8(weight.values, self.kind.activations != "float")
         except ValueError as error:
             raise ModelError("model", f"layer {shown(self.layer)}: {error}") from None
 

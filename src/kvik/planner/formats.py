@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from kvik.errors import ConfigError
 from kvik.spec.kv import KV_FORMATS, KVFacts
 from kvik.spec.model import DTYPE_BYTES, SHORT_DTYPES
-from kvik.spec.weights import INT4_GROUPS, SCALE_BYTES, layer_scheme
+from kvik.spec.weight_kind import SCALE_BYTES
+from kvik.spec.weights import INT4_GROUPS, layer_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class WeightFacts:
         """Of a linear layer's matrix stored in this format, scales and zero points included."""
         if self.dtype:
             return inputs * outputs * DTYPE_BYTES[self.dtype]
-        scheme = layer_scheme(self.quantization, inputs, head=head)
-        assert scheme is not None
-        return scheme.weight_bytes(inputs, outputs)
+        kind = layer_kind(self.quantization, inputs, head=head)
+        assert kind is not None
+        return kind.weight_bytes(inputs, outputs)
 
 
 _INT4_BITS = 4 + 8 * (SCALE_BYTES + 1) / INT4_GROUPS[0]

@@ -25,7 +25,7 @@ from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import share
 from kvik.planner.search import least
 from kvik.planner.shape import UNQUANTIZED_ROLES, MatrixGroup, ModelShape
-from kvik.spec.weights import layer_scheme
+from kvik.spec.weights import layer_kind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
 # are 0, and the roofline's floor remains.
@@ -83,13 +83,13 @@ def linear_kind(weight_format: str, matrix: MatrixGroup) -> str:
     head = matrix.role == "head"
     if not facts.quantization or matrix.role in UNQUANTIZED_ROLES:
         return "bf16" if facts.quantization else weight_format
-    scheme = layer_scheme(facts.quantization, matrix.inputs, head=head)
-    assert scheme is not None
-    if scheme.group:
-        return f"int4-g{scheme.group}"
-    if scheme.float8:
+    kind = layer_kind(facts.quantization, matrix.inputs, head=head)
+    assert kind is not None
+    if kind.group:
+        return f"int4-g{kind.group}"
+    if kind.codes == "fp8":
         return "fp8"
-    return "int8" if scheme.quantize_activations else "int8-weight-only"
+    return "int8-weight-only" if kind.activations == "float" else "int8"
 
 
 def costs_at(costs: tuple[LinearCosts, ...], rows: float) -> LinearCosts:

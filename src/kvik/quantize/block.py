@@ -16,7 +16,7 @@ from kvik.attention.base import StepLayout
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import FloatWeight, Matrix, Weight
+from kvik.kernels.weights import Matrix, Weight, float_weight
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, DeclaredTensor
 from kvik.nn.kv_formats import allocate_kv
@@ -66,7 +66,7 @@ class Tap:
         return replace(TORCH, linear=self._linear, pack_rows=self._pack_rows)
 
     def _pack_rows(self, matrix: Matrix, first: int, weight: Weight) -> None:
-        assert isinstance(weight, FloatWeight)
+        assert weight.kind.floats
         if id(matrix) not in self._numbers:
             self._numbers[id(matrix)] = len(self.matrices)
             self.matrices.append(matrix)
@@ -136,7 +136,7 @@ class Block:
     def set_weight(self, layer: str, weight: Tensor) -> None:
         """weight: [outputs, inputs], any float dtype."""
         matrix, first = self._places[layer]
-        TORCH.pack_rows(matrix, first, FloatWeight(weight))
+        TORCH.pack_rows(matrix, first, float_weight(weight))
 
     def set_tensor(self, name: str, values: Tensor) -> None:
         """A norm's or a bias' values, as the checkpoint has them."""

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from kvik.errors import shown
 from kvik.spec.fields import Fields
+from kvik.spec.weight_kind import Rounding
 
 # Regular expressions that came with a model, matched in bounded time.
 #
@@ -199,9 +200,6 @@ BlockLayout = Literal[
 ]
 Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"] | BlockLayout
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
-# How inputs of E4M3 weights are rounded to E4M3: not at all, by a scale for each token, for each
-# token and group of inputs, or by one that calibration has found.
-Fp8Activations = Literal["float", "token", "group", "static"]
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
@@ -237,7 +235,7 @@ class StoredScheme:
     ordered: bool = False
     lessened: bool = False
     quantize_activations: bool = False
-    fp8_activations: Fp8Activations = "float"
+    fp8_activations: Rounding = "float"
     wide: bool = False
 
     @property
@@ -433,7 +431,7 @@ def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
     if number in E5M2:  # which no kernel multiplies: they become floats, and so meet floats
         return [skipped, _rest(StoredScheme("fp8", 8, group, band, wide=True))]
-    rounded: Fp8Activations = "static" if static else "group" if group else "token"
+    rounded: Rounding = "static" if static else "group" if group else "token"
     return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
 
 
@@ -498,7 +496,7 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
     )
 
 
-def _fp8_activations(group: Fields, width: int) -> Fp8Activations:
+def _fp8_activations(group: Fields, width: int) -> Rounding:
     """Of a config group.
 
     Args:

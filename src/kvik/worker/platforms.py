@@ -18,9 +18,8 @@ from kvik.attention.select import select as select_backend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAW_BYTES
 from kvik.kernels.ops import Ops
-from kvik.kernels.packing import Packing
-from kvik.kernels.reference.packing import PLAIN
-from kvik.kernels.select import select as select_ops
+from kvik.kernels.packing import PLAIN, Packing
+from kvik.kernels.torch_ops import select as select_ops
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs

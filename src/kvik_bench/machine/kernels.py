@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kvik.kernels.weights import (
     Activation,
-    FloatWeight,
-    Int4Weight,
-    Int8Weight,
     Matrix,
     MatrixSpec,
     Weight,
+    float_weight,
+    int4_weight,
+    int8_weight,
 )
 from kvik.planner.calibration import CACHED, AttentionCosts, LinearCosts
 from kvik.planner.formats import weight_facts
@@ -313,15 +313,15 @@ def _matrix(stage: Stage, kind: str, size: Sizes) -> Matrix:
 def _random_rows(kind: str, inputs: int) -> Weight:
     if kind in ("fp32", "bf16"):
         values = torch.randn(PACKED_ROWS, inputs) * inputs**-0.5
-        return FloatWeight(values if kind == "fp32" else values.bfloat16())
+        return float_weight(values if kind == "fp32" else values.bfloat16())
     group = _group(kind)
     if not group:
         values = torch.randint(-127, 128, (PACKED_ROWS, inputs), dtype=torch.int8)
-        return Int8Weight(values, torch.full((PACKED_ROWS,), 1e-3), kind == "int8")
+        return int8_weight(values, torch.full((PACKED_ROWS,), 1e-3), kind == "int8")
     groups = (PACKED_ROWS, inputs // group)
     packed = torch.randint(0, 256, (PACKED_ROWS, inputs // 2), dtype=torch.uint8)
     zeros = torch.full(groups, 8, dtype=torch.uint8)
-    return Int4Weight(packed, torch.full(groups, 1e-2), zeros, group)
+    return int4_weight(packed, torch.full(groups, 1e-2), zeros, group)
 
 
 def _products(stage: Stage, matrices: Sequence[Matrix], most_rows: int) -> list[Call]:

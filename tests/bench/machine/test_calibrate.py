@@ -17,7 +17,7 @@ from kvik.planner.calibration import load, save, stale, this_machine
 from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik.spec.weights import layer_scheme
+from kvik.spec.weights import layer_kind
 from kvik_bench.machine.calibrate import calibrate, line_through, make_stage, remarks
 from kvik_bench.machine.kernels import SMALL, _inputs, nonnegative_fit
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
@@ -71,7 +71,7 @@ def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Pa
 def test_every_kind_meets_the_group_it_is_named_for() -> None:
     for kind in KINDS:
         for about, _, _ in SMALL:
-            scheme = layer_scheme("int4", _inputs(kind, about), head=False)
+            scheme = layer_kind("int4", _inputs(kind, about), head=False)
             assert scheme is not None
             if kind.startswith("int4"):
                 assert kind == f"int4-g{scheme.group}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,18 +11,8 @@ pytest.importorskip("kvik.kernels.cpu._native", reason="kvik was installed witho
 
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
-from kvik.kernels.weights import (
-    FloatKind,
-    Fp8Kind,
-    Int4Kind,
-    Int4MinKind,
-    Int8Kind,
-    Int8Weight,
-    MatrixSpec,
-    OrderedKind,
-    OrderedWeight,
-    WeightKind,
-)
+from kvik.kernels.weights import MatrixSpec, int8_weight, ordered_weight
+from kvik.spec.weight_kind import WeightKind
 
 CPU = torch.device("cpu")
 
@@ -32,14 +24,25 @@ def spec(kind: WeightKind, inputs: int = 512) -> MatrixSpec:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Int4Kind(0, False), Int4Kind(4, False), Int4Kind(12, True), Int4Kind(264, True)),
-        *(Int4MinKind(0), Int4MinKind(12), Int8Kind(True, 6), Int8Kind(True, 65536), Fp8Kind(2)),
+        *(
+            WeightKind("int4", 0),
+            WeightKind("int4", 4),
+            WeightKind("int4", 12, "zeros"),
+            WeightKind("int4", 264, "zeros"),
+        ),
+        *(
+            WeightKind("int4", 0, "minima"),
+            WeightKind("int4", 12, "minima"),
+            WeightKind("int8", 6, activations="group"),
+            WeightKind("int8", 65536, activations="group"),
+            WeightKind("fp8", 2),
+        ),
     ],
 )
 def test_groups_that_kernels_cannot_multiply(
-    kind: Int4Kind | Int4MinKind | Int8Kind | Fp8Kind,
+    kind: WeightKind,
 ) -> None:
-    for wanted in (kind, OrderedKind(kind)):
+    for wanted in (kind, replace(kind, ordered=True)):
         with pytest.raises(ValueError, match=f"groups of {kind.group}: "):
             native_ops(Native(1)).matrix(spec(wanted))
 
@@ -47,8 +50,13 @@ def test_groups_that_kernels_cannot_multiply(
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Int4Kind(8, True), Int4Kind(256, True), Int4Kind(512, False), Int4MinKind(512)),
-        *(Int8Kind(True), Int8Kind(False, 4), Fp8Kind(128)),
+        *(
+            WeightKind("int4", 8, "zeros"),
+            WeightKind("int4", 256, "zeros"),
+            WeightKind("int4", 512),
+            WeightKind("int4", 512, "minima"),
+        ),
+        *(WeightKind("int8", activations="token"), WeightKind("int8", 4), WeightKind("fp8", 128)),
     ],
 )
 def test_groups_that_they_can(kind: WeightKind) -> None:
@@ -57,20 +65,20 @@ def test_groups_that_they_can(kind: WeightKind) -> None:
 
 def test_rows_of_a_matrix_share_the_order_of_inputs() -> None:
     ops = native_ops(Native(1))
-    plain = Int8Weight(torch.ones(1, 4, dtype=torch.int8), torch.ones(1), False)
-    matrix = ops.matrix(spec(OrderedKind(plain.kind), 4))
+    plain = int8_weight(torch.ones(1, 4, dtype=torch.int8), torch.ones(1), False)
+    matrix = ops.matrix(spec(replace(plain.kind, ordered=True), 4))
     order = torch.tensor([1, 0, 3, 2], dtype=torch.int32)
-    ops.pack_rows(matrix, 0, OrderedWeight(plain, order))
-    ops.pack_rows(matrix, 2, OrderedWeight(plain, order.clone()))
+    ops.pack_rows(matrix, 0, ordered_weight(plain, order))
+    ops.pack_rows(matrix, 2, ordered_weight(plain, order.clone()))
     with pytest.raises(ValueError, match="in different orders"):
-        ops.pack_rows(matrix, 1, OrderedWeight(plain, order.flip(0)))
+        ops.pack_rows(matrix, 1, ordered_weight(plain, order.flip(0)))
 
 
 def test_the_bias_is_fp32_whatever_torch_prefers() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        bias = native_ops(Native(1)).matrix(spec(FloatKind(torch.bfloat16))).bias
+        bias = native_ops(Native(1)).matrix(spec(WeightKind("bfloat16"))).bias
     finally:
         torch.set_default_dtype(before)
     assert bias is not None and bias.dtype == torch.float32

@@ -20,7 +20,8 @@ from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.packed import GPU
 from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
-from kvik.kernels.weights import Activation, Fp8Activations, Fp8Weight
+from kvik.kernels.weights import Activation, Weight, fp8_weight
+from kvik.spec.weight_kind import Rounding
 from kvik_bench.kernel_cases import filled_matrix
 
 E4M3 = torch.float8_e4m3fn
@@ -68,7 +69,7 @@ class StandIn:
         return (wide @ (weight.float() * spread[:inputs, :outputs])).to(dtype)
 
 
-def weight_of(outputs: int, group: int, activations: Fp8Activations, square: bool) -> Fp8Weight:
+def weight_of(outputs: int, group: int, activations: Rounding, square: bool) -> Weight:
     """Of 300 inputs. square: scales are those of blocks of 128 rows, or without groups of all."""
     g = torch.Generator().manual_seed(outputs + group)
     values = (torch.randn(outputs, 300, generator=g) * 60).clamp(-448, 448).to(E4M3)
@@ -78,7 +79,7 @@ def weight_of(outputs: int, group: int, activations: Fp8Activations, square: boo
         alike = 128 if group else outputs
         scales = scales[::alike].repeat_interleave(alike, 0)[:outputs]
     scale = torch.tensor([0.01]) if activations == "static" else None
-    return Fp8Weight(values, scales, group, activations, scale)
+    return fp8_weight(values, scales, group, activations, scale)
 
 
 def with_library(stand_in: StandIn) -> TritonMatrices:
@@ -101,7 +102,7 @@ def with_library(stand_in: StandIn) -> TritonMatrices:
 )
 def test_many_tokens_go_to_the_library(
     group: int,
-    activations: Fp8Activations,
+    activations: Rounding,
     square: bool,
     activation: Activation | None,
     by: list[ScalingType],

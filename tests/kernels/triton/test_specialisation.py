@@ -16,7 +16,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from kvik.kernels.triton import norm
 from kvik.kernels.triton.matrix import TritonMatrices
 from kvik.kernels.triton.matrix_shapes import FEW
-from kvik.kernels.weights import Fp8Kind, Int4Kind, Int8Kind, MatrixSpec, WeightKind
+from kvik.kernels.weights import MatrixSpec
+from kvik.spec.weight_kind import WeightKind
 
 pytestmark = INTERPRETED_ONLY
 CPU = torch.device("cpu")
@@ -38,7 +39,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize(
     ("kind", "kernels"),
-    [(Int4Kind(128, True), 1), (Int8Kind(True), 2), (Int8Kind(True, 128), 2), (Fp8Kind(), 1)],
+    [
+        (WeightKind("int4", 128, "zeros"), 1),
+        (WeightKind("int8", activations="token"), 2),
+        (WeightKind("int8", 128, activations="group"), 2),
+        (WeightKind("fp8"), 1),
+    ],
     ids=str,
 )
 def test_products_compile_once_for_each_class_of_tokens(

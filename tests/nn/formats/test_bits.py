@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvik.kernels.weights import Int4Weight
+from kvik.kernels.weights import int4_weight
 from kvik.nn.formats import bits as packing
 from kvik.nn.formats.bits import (
     lessen,
@@ -42,7 +42,7 @@ def words(values: list[list[int]]) -> Tensor:
 def test_two_codes_to_a_byte() -> None:
     q = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
     assert pack_nibbles(q).tolist() == [[0x21, 0x0F]]
-    weight = Int4Weight(pack_nibbles(q), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.uint8), 4)
+    weight = int4_weight(pack_nibbles(q), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.uint8), 4)
     assert weight.dequantized().tolist() == [[1.0, 2.0, 15.0, 0.0]]
 
 

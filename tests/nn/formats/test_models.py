@@ -19,8 +19,9 @@ from torch import Tensor
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Fp8Kind, Int4Weight, Int8Weight, Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import INDEX, SINGLE
+from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import weight_bytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -127,8 +128,8 @@ def size(weight: object) -> int:
 def test_the_rest_may_be_quantised_at_load(plain: Path, tmp_path: Path) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS["gptq"])
     model = PagedModel(tmp_path / "q", quantization="int8").model
-    assert isinstance(model.lm_head.matrix.data, Int8Weight)
-    assert isinstance(model.layers[0].mlp.down.matrix.data, Int4Weight)
+    assert model.lm_head.matrix.data.kind.codes == "int8"
+    assert model.layers[0].mlp.down.matrix.spec.kind.codes == "int4"
 
 
 def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path: Path) -> None:
@@ -137,20 +138,20 @@ def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path:
         config = compressed_config("int-quantized", activations=activations, **rows)
         save_quantised(plain, tmp_path / "q", tmp_path / "twin", config)
         down = PagedModel(tmp_path / "q").model.layers[0].mlp.down.matrix.data
-        assert down.quantize_activations is activations
+        assert (down.kind.activations != "float") is activations
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        ("fp8-rows", Fp8Kind()),
-        ("fp8-one", Fp8Kind(0, "token")),
-        ("fp8-blocks", Fp8Kind(32, "group")),
-        ("fp8-static", Fp8Kind(0, "static")),
+        ("fp8-rows", WeightKind("fp8")),
+        ("fp8-one", WeightKind("fp8", activations="token")),
+        ("fp8-blocks", WeightKind("fp8", 32, activations="group")),
+        ("fp8-static", WeightKind("fp8", activations="static")),
     ],
 )
 def test_activations_of_eight_bit_floats(
-    case: str, kind: Fp8Kind, plain: Path, tmp_path: Path
+    case: str, kind: WeightKind, plain: Path, tmp_path: Path
 ) -> None:
     """What the checkpoint says runs: the matrices of the twin are given rounded inputs."""
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -11,27 +10,8 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_input_scale, fill_order
-from kvik.kernels.weights import (
-    Activation,
-    FloatKind,
-    FloatWeight,
-    Fp8Activations,
-    Fp8Kind,
-    Fp8Weight,
-    Int4Kind,
-    Int4MinKind,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Kind,
-    Int8Weight,
-    Matrix,
-    MatrixSpec,
-    OrderedKind,
-    OrderedWeight,
-    PlainKind,
-    PlainWeight,
-    Weight,
-)
+from kvik.kernels.weights import Activation, Matrix, MatrixSpec, Weight
+from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. All instruction sets have the same tiles.
 
@@ -47,9 +27,9 @@ def layout(spec: MatrixSpec) -> Parts:
         for name, size in zip(("weight", "scales", "zeros"), packed_sizes(spec), strict=True)
         if size
     }
-    if isinstance(spec.kind, OrderedKind):
+    if spec.kind.ordered:
         found["order"] = _meta(spec.inputs, torch.int32)
-    if has_input_scale(spec):
+    if spec.kind.activations == "static":
         found["input_scale"] = _meta(1, torch.float32)
     if spec.bias:
         found["bias"] = _meta(spec.rows, torch.float32)
@@ -100,7 +80,7 @@ ACTIVATIONS: dict[Activation | None, int] = {
     "silu_and_mul": 1,
     "gelu_tanh": 2,
 }  # as arguments.hpp numbers them
-FP8_ACTIVATIONS: dict[Fp8Activations, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
+FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
 F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8 = range(7)  # MatrixKind
@@ -144,9 +124,8 @@ class CpuMatrices:
         """
         values, scales, zeros = packed_sizes(spec)
         take = self.native.weights.take
-        ordered = isinstance(spec.kind, OrderedKind)
-        order = take(4 * spec.inputs).view(torch.int32) if ordered else None
-        input_scale = torch.zeros(1) if has_input_scale(spec) else None
+        order = take(4 * spec.inputs).view(torch.int32) if spec.kind.ordered else None
+        input_scale = torch.zeros(1) if spec.kind.activations == "static" else None
         packed = packed_over(spec, take(values), take(scales), take(zeros), order, input_scale)
         bias = torch.empty(spec.rows, dtype=torch.float32) if spec.bias else None
         return Matrix(spec, bias, packed)
@@ -159,11 +138,10 @@ class CpuMatrices:
         """
         spec, packed = matrix.spec, matrix.data
         assert isinstance(packed, CpuPacked)
-        if isinstance(weight, OrderedWeight):
+        if weight.order is not None:
             assert packed.order is not None
             fill_order(packed.order, weight.order)
-            weight = weight.plain
-        if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+        if weight.input_scale is not None:
             assert packed.input_scale is not None
             fill_input_scale(packed.input_scale, weight.input_scale)
         values, scales, zeros = _arguments(weight)
@@ -250,11 +228,9 @@ def packed_over(
     input_scale: Tensor | None,
 ) -> CpuPacked:
     """Over memory of the sizes that `packed_sizes` says."""
-    kind = plain_kind(spec)
-    rounding = FP8_ACTIVATIONS[kind.activations] if isinstance(kind, Fp8Kind) else 0
-    return CpuPacked(
-        weight, scales, zeros, order, input_scale, _number(kind), _group(kind), rounding
-    )
+    kind = spec.kind
+    rounding = FP8_ACTIVATIONS[kind.activations] if kind.codes == "fp8" else 0
+    return CpuPacked(weight, scales, zeros, order, input_scale, _number(kind), kind.group, rounding)
 
 
 def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
@@ -263,49 +239,24 @@ def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
     Raises:
         ValueError: the kernels cannot multiply groups of this size.
     """
-    _check_group(plain_kind(spec))
+    kind = spec.kind
+    _check_group(kind)
     paired = spec.activation == "silu_and_mul"  # gate and up share tiles
     tiles = ceil_div(spec.rows // 2, TILE // 2) if paired else ceil_div(spec.rows, TILE)
-    kind = plain_kind(spec)
     values = tiles * ceil_div(spec.inputs, INPUTS_PER_STEP[_number(kind)]) * TILE * 4
-    group, outputs = _group(kind), tiles * TILE
-    groups = outputs * ceil_div(spec.inputs, group) if group else 0
-    match kind:
-        case FloatKind():
-            return values, 0, 0
-        case Int8Kind():
-            return values, 4 * outputs + 2 * groups, 0
-        case Fp8Kind():
-            return values, 4 * outputs + 4 * groups, 0
-        case Int4Kind(_, zeros):
-            return values, 4 * outputs + 2 * groups, groups if zeros else 0
-        case Int4MinKind():
-            return values, 4 * outputs + 2 * groups, 2 * groups
-        case _:
-            assert_never(kind)
+    if kind.floats:
+        return values, 0, 0
+    outputs = tiles * TILE
+    groups = outputs * ceil_div(spec.inputs, kind.group) if kind.group else 0
+    scales = 4 * outputs + (4 if kind.codes == "fp8" else 2) * groups
+    return values, scales, {"": 0, "zeros": 1, "minima": 2}[kind.beside] * groups
 
 
-def plain_kind(spec: MatrixSpec) -> PlainKind:
-    """The kind of the weight, whatever the order of its inputs."""
-    return spec.kind.plain if isinstance(spec.kind, OrderedKind) else spec.kind
-
-
-def has_input_scale(spec: MatrixSpec) -> bool:
-    """Its inputs are rounded by a scale that calibration has found."""
-    kind = plain_kind(spec)
-    return isinstance(kind, Fp8Kind) and kind.activations == "static"
-
-
-def _group(kind: PlainKind) -> int:
-    return 0 if isinstance(kind, FloatKind) else kind.group
-
-
-def _check_group(kind: PlainKind) -> None:
-    group, step = _group(kind), INPUTS_PER_STEP[_number(kind)]
-    least = step if isinstance(kind, Int4Kind | Int4MinKind) else 0
-    if group < least or group % step:
+def _check_group(kind: WeightKind) -> None:
+    group, step = kind.group, INPUTS_PER_STEP[_number(kind)]
+    if group < (step if kind.codes == "int4" else 0) or group % step:
         raise ValueError(f"weights in groups of {group}: must be a multiple of {step}")
-    most = MAX_GROUP_WITH_ZEROS if isinstance(kind, Int4Kind) and kind.zeros else MAX_GROUP
+    most = MAX_GROUP_WITH_ZEROS if kind.beside == "zeros" else MAX_GROUP
     if group > most:
         raise ValueError(f"weights in groups of {group}: at most {most} of this kind")
 
@@ -314,35 +265,27 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _number(kind: PlainKind) -> int:
+def _number(kind: WeightKind) -> int:
     """As arguments.hpp numbers them."""
-    match kind:
-        case FloatKind(dtype):
-            return BF16 if dtype == torch.bfloat16 else F32
-        case Int8Kind(quantize_activations):
-            return I8 if quantize_activations else I8_WEIGHT_ONLY
-        case Int4Kind():
-            return I4
-        case Int4MinKind():
-            return I4_MIN
-        case Fp8Kind():
+    match kind.codes:
+        case "int8":
+            return I8_WEIGHT_ONLY if kind.activations == "float" else I8
+        case "int4":
+            return I4_MIN if kind.beside == "minima" else I4
+        case "fp8":
             return FP8
         case _:
-            assert_never(kind)
+            return BF16 if kind.codes == "bfloat16" else F32
 
 
-def _arguments(weight: PlainWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Values, scales, and zero points or minima as `pack_matrix` takes them."""
-    match weight:
-        case FloatWeight(values):
-            known = values if values.dtype in DTYPES else values.float()
-            return known.contiguous(), None, None
-        case Int8Weight(values, scales) | Fp8Weight(values, scales):
-            return values.contiguous(), scales.float().contiguous(), None
-        case Int4Weight(values, scales, zeros):
-            points = None if zeros is None else zeros.contiguous()
-            return values.contiguous(), scales.float().contiguous(), points
-        case Int4MinWeight(values, scales, minima):
-            return values.contiguous(), scales.float().contiguous(), minima.float().contiguous()
-        case _:
-            assert_never(weight)
+    values, scales, beside = weight.values, weight.scales, weight.zeros
+    if weight.minima is not None:
+        beside = weight.minima.float()
+    values = values if values.dtype in DTYPES else values.float()
+    return (
+        values.contiguous(),
+        None if scales is None else scales.float().contiguous(),
+        None if beside is None else beside.contiguous(),
+    )

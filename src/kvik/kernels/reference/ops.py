@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -12,25 +11,7 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.draw import draw, penalize, probabilities
 from kvik.kernels.rounding import round_tokens
-from kvik.kernels.weights import (
-    FloatKind,
-    FloatWeight,
-    Fp8Kind,
-    Fp8Weight,
-    Int4Kind,
-    Int4MinKind,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Kind,
-    Int8Weight,
-    Matrix,
-    MatrixSpec,
-    OrderedKind,
-    OrderedWeight,
-    PlainKind,
-    PlainWeight,
-    Weight,
-)
+from kvik.kernels.weights import DTYPES, PER_OUTPUT, Matrix, MatrixSpec, Weight
 
 # Normalisation. Everything is computed in fp32 and rounded once, at the end.
 
@@ -154,40 +135,21 @@ def matrix(spec: MatrixSpec) -> Matrix:
     """The weight stays as it is: the data is a `Weight`."""
     bias = None
     if spec.bias:
-        dtype = spec.kind.dtype if isinstance(spec.kind, FloatKind) else torch.float32
+        dtype = DTYPES[spec.kind.codes] if spec.kind.floats else torch.float32
         bias = torch.empty(spec.rows, dtype=dtype, device=spec.device)
-    return Matrix(spec, bias, _unfilled(spec))
+    return Matrix(spec, bias, Weight.empty(spec.kind, spec.rows, spec.inputs, spec.device))
 
 
 def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
     """Copy rows first.. of the weight."""
-    _copy(stored_weight(matrix).rows(slice(first, first + weight.outputs)), weight)
-
-
-def _copy(to: Weight, weight: Weight) -> None:
-    match to, weight:
-        case FloatWeight() as rows, FloatWeight():
-            rows.values.copy_(weight.values)
-        case Int8Weight() as rows, Int8Weight():
-            rows.values.copy_(weight.values)
-            rows.scales.copy_(weight.scales)
-        case Fp8Weight() as rows, Fp8Weight():
-            rows.values.copy_(weight.values)
-            rows.scales.copy_(weight.scales)
-            if rows.input_scale is not None and weight.input_scale is not None:
-                fill_input_scale(rows.input_scale, weight.input_scale)
-        case Int4Weight() as rows, Int4Weight():
-            rows.values.copy_(weight.values)
-            rows.scales.copy_(weight.scales)
-            if rows.zeros is not None and weight.zeros is not None:
-                rows.zeros.copy_(weight.zeros)
-        case Int4MinWeight() as rows, Int4MinWeight():
-            rows.values.copy_(weight.values)
-            rows.scales.copy_(weight.scales)
-            rows.minima.copy_(weight.minima)
-        case OrderedWeight() as rows, OrderedWeight():
-            fill_order(rows.order, weight.order)
-            _copy(rows.plain, weight.plain)
+    to = stored_weight(matrix).rows(slice(first, first + weight.outputs)).tensors
+    for name, part in weight.tensors.items():
+        if name in PER_OUTPUT:
+            to[name].copy_(part)
+    if weight.order is not None:
+        fill_order(to["order"], weight.order)
+    if weight.input_scale is not None:
+        fill_input_scale(to["input_scale"], weight.input_scale)
 
 
 def fill_order(to: Tensor, order: Tensor) -> None:
@@ -231,14 +193,15 @@ def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
     """x [tokens, inputs] -> fp32 as the weight meets it, and the weight in that order."""
-    if isinstance(weight, OrderedWeight):
-        return as_multiplied(x[:, weight.order], weight.plain)
-    if isinstance(weight, Int8Weight) and weight.quantize_activations:
-        return round_tokens(x, weight.group), weight
-    if isinstance(weight, Fp8Weight) and weight.activations != "float":
-        group = weight.group if weight.activations == "group" else 0
-        return round_activations(x, group, weight.input_scale), weight
-    return x.float(), weight
+    kind = weight.kind
+    if weight.order is not None:
+        x, weight = x[:, weight.order], weight.plain()
+    if kind.activations == "float":
+        return x.float(), weight
+    group = kind.group if kind.activations == "group" else 0
+    if kind.codes == "int8":
+        return round_tokens(x, group), weight
+    return round_activations(x, group, weight.input_scale), weight
 
 
 def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -250,44 +213,6 @@ def stored_weight(matrix: Matrix) -> Weight:
     """What `matrix` made."""
     assert isinstance(matrix.data, Weight)
     return matrix.data
-
-
-def _unfilled(spec: MatrixSpec) -> Weight:
-    if not isinstance(spec.kind, OrderedKind):
-        return _unfilled_plain(spec.kind, spec)
-    order = torch.zeros(spec.inputs, dtype=torch.int32, device=spec.device)
-    return OrderedWeight(_unfilled_plain(spec.kind.plain, spec), order)
-
-
-def _unfilled_plain(kind: PlainKind, spec: MatrixSpec) -> PlainWeight:
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=spec.device)
-
-    def scales(group: int) -> Tensor:
-        shape = (rows, -(-inputs // group)) if group else (rows,)
-        return empty(*shape, dtype=torch.float32)
-
-    rows, inputs = spec.rows, spec.inputs
-    match kind:
-        case FloatKind(dtype):
-            return FloatWeight(empty(rows, inputs, dtype=dtype))
-        case Int8Kind(quantize_activations, group):
-            values = empty(rows, inputs, dtype=torch.int8)
-            return Int8Weight(values, scales(group), quantize_activations, group)
-        case Int4Kind(group, has_zeros):
-            values = empty(rows, inputs // 2, dtype=torch.uint8)
-            zeros = empty(rows, inputs // group, dtype=torch.uint8) if has_zeros else None
-            return Int4Weight(values, scales(group), zeros, group)
-        case Int4MinKind(group):
-            values = empty(rows, inputs // 2, dtype=torch.uint8)
-            return Int4MinWeight(values, scales(group), scales(group), group)
-        case Fp8Kind(group, activations):
-            values = empty(rows, inputs, dtype=torch.float8_e4m3fn)
-            static = activations == "static"
-            scale = torch.zeros(1, dtype=torch.float32, device=spec.device) if static else None
-            return Fp8Weight(values, scales(group), group, activations, scale)
-        case _:
-            assert_never(kind)
 
 
 REFERENCE = Ops(

@@ -29,10 +29,8 @@ from kvik.kernels.triton.packed import (
     STEP,
     TritonPacked,
     fill,
-    group_of,
     in_words,
     interleaved,
-    plain_kind,
     span_of,
     unfilled,
 )
@@ -55,17 +53,8 @@ from kvik.kernels.triton.words import (
     plane_of,
     scale_and_zero,
 )
-from kvik.kernels.weights import (
-    FloatWeight,
-    Fp8Kind,
-    Int4Kind,
-    Int4MinKind,
-    Int8Kind,
-    Matrix,
-    MatrixSpec,
-    PlainKind,
-    Weight,
-)
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
+from kvik.spec.weight_kind import WeightKind
 
 # Rows of a quantised weight as floats: embeddings of tokens. Floor: the bytes of the rows.
 
@@ -206,17 +195,13 @@ RESOURCES = (
 # Products of matrices as they are launched: tiles, splits, and memory for parts of sums.
 
 
-def format_of(kind: PlainKind) -> tuple[int, int]:
+def format_of(kind: WeightKind) -> tuple[int, int]:
     """The format of codes, and what is known of a group beside its scale (`words.py`)."""
-    match kind:
-        case Int4Kind():
-            return words.INT4.value, words.ZERO.value
-        case Int4MinKind():
-            return words.INT4.value, words.MINIMUM.value
-        case Fp8Kind():
-            return words.E4M3.value, words.NOTHING.value
-        case _:
-            return words.INT8.value, words.NOTHING.value
+    formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8}
+    beside = words.NOTHING
+    if kind.codes == "int4":
+        beside = words.MINIMUM if kind.beside == "minima" else words.ZERO
+    return formats[kind.codes].value, beside.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +230,12 @@ def words_linear(
     x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None
 ) -> Tensor:
     """x [tokens, inputs] as it is, times a weight in words."""
-    spec, kind = matrix.spec, plain_kind(matrix.spec)
+    spec, kind = matrix.spec, matrix.spec.kind
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
-    narrow, int4 = isinstance(kind, Int4MinKind), isinstance(kind, Int4Kind)
+    narrow = kind.beside == "minima"
+    int4 = kind.codes == "int4" and not narrow
     plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
-    group, tile = group_of(kind), plan.tile
+    group, tile = kind.group, plan.tile
     kernel: Any = linear_words.words_kernel[plan.grid]
     kernel(
         x,
@@ -295,10 +281,10 @@ def bytes_linear(
 ) -> Tensor:
     """x rounded to eight bits, [tokens, filled inputs], times a weight in bytes. Activations apply
     where rows of gate and up take turns."""
-    spec, kind = matrix.spec, plain_kind(matrix.spec)
+    spec, kind = matrix.spec, matrix.spec.kind
     assert spec.activation != "silu_and_mul" or interleaved(spec)
     y = torch.empty(len(codes), spec.outputs, dtype=spec.out_dtype, device=codes.device)
-    group = group_of(kind)
+    group = kind.group
     in_all = how == linear_bytes.INT8.value and not group
     narrow = how == linear_bytes.E4M3_IN_FP16.value
     plan = _plan(codes, matrix, torch.int32 if in_all else torch.float32, narrow=narrow)
@@ -378,10 +364,10 @@ class TritonMatrices:
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
-        spec, packed, kind = matrix.spec, matrix.data, plain_kind(matrix.spec)
+        spec, packed, kind = matrix.spec, matrix.data, matrix.spec.kind
         if not len(x):
             return torch.empty(0, spec.outputs, dtype=spec.out_dtype, device=x.device)
-        if isinstance(packed, FloatWeight):
+        if isinstance(packed, Weight) and kind.floats:
             return float_linear(x, packed.values, matrix, residual)
         if not isinstance(packed, TritonPacked):
             return TORCH.linear(x, matrix, residual)
@@ -389,24 +375,23 @@ class TritonMatrices:
             x = x.index_select(1, packed.order)
         if in_words(kind):
             return words_linear(x, packed, matrix, residual)
-        if isinstance(kind, Int8Kind):
+        if kind.codes == "int8":
             filled = packed.values.shape[1]
             codes, x_scales = round_tokens(x, filled, kind.group, False, None)
             wide = span_of(kind.group) > LEAST_GROUP
             how = (linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16).value
             return bytes_linear(codes, x_scales, kind.group, how, packed, matrix, residual)
-        assert isinstance(kind, Fp8Kind)
         return self._e4m3_linear(x, packed, kind, matrix, residual)
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
-        spec, packed, kind = matrix.spec, matrix.data, plain_kind(matrix.spec)
+        spec, packed, kind = matrix.spec, matrix.data, matrix.spec.kind
         if not isinstance(packed, TritonPacked):
             return TORCH.matrix_rows(matrix, ids, dtype)
         out = torch.empty(len(ids), spec.inputs, dtype=dtype, device=ids.device)
         if not len(ids):
             return out
-        group, stride = group_of(kind), packed.scales.shape[-1]
+        group, stride = kind.group, packed.scales.shape[-1]
         kernel: Any
         if in_words(kind):
             tiles = packed.values.shape[1]
@@ -448,7 +433,7 @@ class TritonMatrices:
         self,
         x: Tensor,
         packed: TritonPacked,
-        kind: Fp8Kind,
+        kind: WeightKind,
         matrix: Matrix,
         residual: Tensor | None,
     ) -> Tensor:

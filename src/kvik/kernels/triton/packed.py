@@ -17,38 +17,19 @@ the kernel that multiplies applies it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvik.kernels.packing import Packing, Parts, check_order
+from kvik.kernels.packing import PLAIN, Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_input_scale, fill_order
 from kvik.kernels.reference.ops import matrix as plain_matrix
-from kvik.kernels.reference.packing import PLAIN
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
 from kvik.kernels.triton.scaled_mm import SQUARE
-from kvik.kernels.weights import (
-    SYMMETRIC_ZERO,
-    FloatKind,
-    Fp8Kind,
-    Fp8Weight,
-    Int4Kind,
-    Int4MinKind,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Kind,
-    Int8Weight,
-    Matrix,
-    MatrixSpec,
-    OrderedKind,
-    OrderedWeight,
-    PlainKind,
-    PlainWeight,
-    Weight,
-)
+from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight
+from kvik.spec.weight_kind import WeightKind
 
 # Which rows of an E4M3 weight have the same scales: libraries take one for a square block, or for
 # the whole, while a matrix is filled by runs of rows, in any order, each with scales of its own.
@@ -171,31 +152,15 @@ class TritonPacked:
     arrivals: Tensor
 
 
-def plain_kind(spec: MatrixSpec) -> PlainKind:
-    """The kind of the weight, whatever the order of its inputs."""
-    return spec.kind.plain if isinstance(spec.kind, OrderedKind) else spec.kind
-
-
-def group_of(kind: PlainKind) -> int:
-    return 0 if isinstance(kind, FloatKind) else kind.group
-
-
-def in_words(kind: PlainKind) -> bool:
+def in_words(kind: WeightKind) -> bool:
     """Whether x stays as it is."""
-    match kind:
-        case Int8Kind(quantize_activations):
-            return not quantize_activations
-        case Fp8Kind():
-            return kind.activations == "float"
-        case _:
-            return not isinstance(kind, FloatKind)
+    return not kind.floats and kind.activations == "float"
 
 
 def interleaved(spec: MatrixSpec) -> bool:
     """Whether rows of gate and up take turns. Those of E4M3 times E4M3 do not: a library multiplies
     them too, which knows scales of square blocks alone."""
-    kind = plain_kind(spec)
-    return spec.activation == "silu_and_mul" and (in_words(kind) or isinstance(kind, Int8Kind))
+    return spec.activation == "silu_and_mul" and (in_words(spec.kind) or spec.kind.codes == "int8")
 
 
 def span_of(group: int) -> int:
@@ -206,34 +171,28 @@ def span_of(group: int) -> int:
 def is_packed(spec: MatrixSpec) -> bool:
     """Whether the kernels here multiply it. Not floats, and not groups that tensor cores cannot
     take: torch does, from the weight as it is."""
-    kind = plain_kind(spec)
-    return not isinstance(kind, FloatKind) and group_of(kind) % LEAST_GROUP == 0
+    return not spec.kind.floats and spec.kind.group % LEAST_GROUP == 0
 
 
 def empty(spec: MatrixSpec) -> TritonPacked:
     """Filled with zeros, as the inputs beyond the last must be."""
-    kind = plain_kind(spec)
+    kind = spec.kind
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=spec.device)
 
     rows, inputs = _up(spec.rows, ROW_STEP), _up(spec.inputs, STEP)
-    group = group_of(kind)
-    scale_shape = (ceil_div(inputs, group), rows) if group else (rows,)
+    scale_shape = (ceil_div(inputs, kind.group), rows) if kind.group else (rows,)
     if in_words(kind):
-        bits = 4 if isinstance(kind, Int4Kind | Int4MinKind) else 8
-        tiles = inputs * bits // (32 * TILE_WORDS)
+        tiles = inputs * kind.bits // (32 * TILE_WORDS)
         values = zeros(rows // TILE_ROWS, tiles, TILE_ROWS, TILE_WORDS, dtype=torch.int32)
     else:
-        fp8 = isinstance(kind, Fp8Kind)
-        values = zeros(rows, inputs, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
-    words = isinstance(kind, Int4Kind | Int4MinKind)
+        values = zeros(rows, inputs, dtype=DTYPES[kind.codes])
+    words = kind.codes == "int4"
     scales = zeros(*scale_shape, dtype=torch.int32 if words else torch.float32)
-    factors = zeros(2, rows, dtype=torch.float32) if isinstance(kind, Int4MinKind) else None
-    ordered = isinstance(spec.kind, OrderedKind)
-    order = zeros(spec.inputs, dtype=torch.int32) if ordered else None
-    static = isinstance(kind, Fp8Kind) and kind.activations == "static"
-    input_scale = zeros(1, dtype=torch.float32) if static else None
+    factors = zeros(2, rows, dtype=torch.float32) if kind.beside == "minima" else None
+    order = zeros(spec.inputs, dtype=torch.int32) if kind.ordered else None
+    input_scale = zeros(1, dtype=torch.float32) if kind.activations == "static" else None
     squares, whole = squares_of(spec), whole_of(spec)
     arrivals = arrivals_of(spec)
     return TritonPacked(values, scales, factors, order, input_scale, squares, whole, arrivals)
@@ -246,23 +205,23 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
         ValueError: rows from before have their inputs in another order.
     """
     device = packed.values.device
-    if isinstance(weight, OrderedWeight):
+    # As it was read; the device makes words of it.
+    parts = {name: part.to(device) for name, part in weight.tensors.items()}
+    weight = Weight(weight.kind, **parts)
+    if weight.order is not None:
         assert packed.order is not None
-        fill_order(packed.order, weight.order.to(device))
-        weight = weight.plain
-    weight = _moved(weight, device)  # as it was read; the device makes words of it
+        fill_order(packed.order, weight.order)
     rows = torch.arange(first, first + weight.outputs, device=device)
     if interleaved(spec):
         half = spec.rows // 2
         rows = rows % half * 2 + rows // half
-    if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+    if weight.input_scale is not None:
         assert packed.input_scale is not None
         fill_input_scale(packed.input_scale, weight.input_scale)
-    if in_words(plain_kind(spec)):
+    if in_words(spec.kind):
         words = words_of(weight, packed.values.shape[1])
         packed.values[rows // TILE_ROWS, :, rows % TILE_ROWS] = words
     else:
-        assert isinstance(weight, Int8Weight | Fp8Weight)
         # Bytes, as rows of eight-bit floats cannot be written at indices everywhere.
         raw = packed.values.view(torch.uint8)
         raw[rows, : spec.inputs] = weight.values.view(torch.uint8)
@@ -279,26 +238,17 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
         packed.whole.update(packed.scales, spec.rows)
 
 
-def _moved(weight: PlainWeight, device: torch.device) -> PlainWeight:
-    parts = (getattr(weight, field.name) for field in fields(weight))
-    kind: Any = type(weight)
-    moved: PlainWeight = kind(*(p.to(device) if isinstance(p, Tensor) else p for p in parts))
-    return moved
-
-
-def words_of(weight: PlainWeight, tiles: int) -> Tensor:
+def words_of(weight: Weight, tiles: int) -> Tensor:
     """[rows, tiles, 16] int32."""
-    match weight:
-        case Int4Weight() | Int4MinWeight():
-            codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
-            planes, bits = 4, 4
-        case Int8Weight() | Fp8Weight():
-            codes, planes, bits = weight.values.view(torch.uint8), 2, 8
-        case _:
-            raise TypeError(f"{type(weight).__name__} is not kept in words")
+    bits = weight.kind.bits
+    planes = 16 // bits
+    if bits == 4:
+        codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
+    else:
+        codes = weight.values.view(torch.uint8)
     missing = tiles * planes * 32 - codes.shape[1]
     codes = torch.nn.functional.pad(codes, (0, missing))
-    if span_of(weight.group) == LEAST_GROUP:
+    if span_of(weight.kind.group) == LEAST_GROUP:
         halves = codes.view(len(codes), tiles, planes, 2, TILE_WORDS).transpose(-1, -2)
     else:
         halves = codes.view(len(codes), tiles, planes, TILE_WORDS, 2)
@@ -310,32 +260,30 @@ def words_of(weight: PlainWeight, tiles: int) -> Tensor:
     return words
 
 
-def _scales(weight: PlainWeight) -> tuple[Tensor, Tensor | None]:
+def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     """Scales [rows] or [rows, groups] as they are kept, and factors [2, rows]."""
-    match weight:
-        case Int4Weight(_, scales, zeros):
-            bits = scales.float().view(torch.int32)
-            points = SYMMETRIC_ZERO if zeros is None else zeros.to(torch.int32)
-            # Nineteen of its digits are kept, rounded half up: of numbers that have no more of
-            # them nothing is lost, and infinity does not become NaN.
-            return ((bits + (bits & 8)) & -16) | points, None
-        case Int4MinWeight(_, scales, minima):
-            scale_factor, scales = _in_fp16(scales.float())
-            minimum_factor, minima = _in_fp16(minima.float())
-            word = (minima.int() & 0xFFFF) << 16 | (scales.int() & 0xFFFF)
-            return word, torch.stack((scale_factor, minimum_factor))
-        case Int8Weight(_, scales):
-            return scales.float(), None
-        case Fp8Weight(values, scales):
-            # Its bits are not looked at for NaN when it is multiplied: the scale says it.
-            nan = (values.view(torch.uint8) & 0x7F) == 0x7F
-            if weight.group:
-                missing = scales.shape[1] * weight.group - nan.shape[1]
-                nan = torch.nn.functional.pad(nan, (0, missing))
-                nan = nan.view(len(nan), -1, weight.group)
-            return scales.float().masked_fill(nan.any(-1), torch.nan), None
-        case _:
-            raise TypeError(f"{type(weight).__name__} has no scales")
+    assert weight.scales is not None
+    scales, kind = weight.scales.float(), weight.kind
+    if weight.minima is not None:
+        scale_factor, scales = _in_fp16(scales)
+        minimum_factor, minima = _in_fp16(weight.minima.float())
+        word = (minima.int() & 0xFFFF) << 16 | (scales.int() & 0xFFFF)
+        return word, torch.stack((scale_factor, minimum_factor))
+    if kind.codes == "int4":
+        bits = scales.view(torch.int32)
+        points = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.to(torch.int32)
+        # Nineteen of its digits are kept, rounded half up: of numbers that have no more of them
+        # nothing is lost, and infinity does not become NaN.
+        return ((bits + (bits & 8)) & -16) | points, None
+    if kind.codes == "fp8":
+        # Its bits are not looked at for NaN when it is multiplied: the scale says it.
+        nan = (weight.values.view(torch.uint8) & 0x7F) == 0x7F
+        if kind.group:
+            missing = scales.shape[1] * kind.group - nan.shape[1]
+            nan = torch.nn.functional.pad(nan, (0, missing))
+            nan = nan.view(len(nan), -1, kind.group)
+        scales = scales.masked_fill(nan.any(-1), torch.nan)
+    return scales, None
 
 
 def _in_fp16(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -348,8 +296,8 @@ def _in_fp16(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squares_of(spec: MatrixSpec) -> Squares | None:
-    kind = plain_kind(spec)
-    if not isinstance(kind, Fp8Kind) or kind.activations != "group" or kind.group != STEP:
+    kind = spec.kind
+    if kind.codes != "fp8" or kind.activations != "group" or kind.group != STEP:
         return None
     blocks = ceil_div(spec.rows, ROW_STEP)
     shape = (blocks, _up(ceil_div(spec.inputs, STEP), 4))
@@ -358,9 +306,7 @@ def squares_of(spec: MatrixSpec) -> Squares | None:
 
 
 def whole_of(spec: MatrixSpec) -> Whole | None:
-    kind = plain_kind(spec)
-    static = isinstance(kind, Fp8Kind) and kind.activations == "static" and not kind.group
-    return Whole() if static else None
+    return Whole() if spec.kind.activations == "static" and not spec.kind.group else None
 
 
 def arrivals_of(spec: MatrixSpec) -> Tensor:

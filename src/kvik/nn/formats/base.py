@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import FloatWeight, Weight
+from kvik.kernels.weights import Weight, float_weight
 
 # Plain float weights.
 
@@ -29,9 +29,9 @@ class Dense:
             stored = stored[::-1]
         return {"weight": StoredTensor(stored, dtype, in_runs=not shape.transposed)}
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight:
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         weight = tensors["weight"]
-        return FloatWeight((weight.t() if self.shape.transposed else weight)[rows])
+        return float_weight((weight.t() if self.shape.transposed else weight)[rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from torch import Tensor
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
-    FloatWeight,
-    Int4MinWeight,
-    Int4Weight,
-    Int8Weight,
     Weight,
+    float_weight,
+    int4_min_weight,
+    int4_weight,
+    int8_weight,
 )
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.gguf_blocks import take_apart
 from kvik.spec.stored_weights import StoredScheme
-from kvik.spec.weights import loaded_scheme
+from kvik.spec.weights import loaded_kind
 
 WEIGHT = "weight"
 
@@ -41,7 +41,7 @@ class Blocks:
         if shape.inputs % self.type.weights:
             raise ValueError(f"its {shape.inputs} inputs are no blocks of {self.type.weights}")
         self.shape = shape
-        self.loaded = loaded_scheme(scheme, shape.inputs)
+        self.loaded = loaded_kind(scheme, shape.inputs)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
@@ -54,14 +54,14 @@ class Blocks:
         if minima is not None:
             _finite(minima)
         if loaded is None:
-            return FloatWeight(parts.weights())
+            return float_weight(parts.weights())
         if loaded.bits == 8:
             scales = scales if loaded.group else scales[:, 0]
-            return Int8Weight(parts.codes, scales, loaded.quantize_activations, loaded.group)
+            return int8_weight(parts.codes, scales, loaded.activations != "float", loaded.group)
         if minima is not None:
-            return Int4MinWeight(pack_nibbles(parts.codes), scales, minima, loaded.group)
+            return int4_min_weight(pack_nibbles(parts.codes), scales, minima, loaded.group)
         codes = (parts.codes + SYMMETRIC_ZERO).view(torch.uint8)
-        return Int4Weight(pack_nibbles(codes), scales, None, loaded.group)
+        return int4_weight(pack_nibbles(codes), scales, None, loaded.group)
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import Block, unround_fp8
-from kvik.kernels.weights import FloatWeight, Fp8Weight
+from kvik.kernels.weights import Weight, float_weight, fp8_weight
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
 from kvik.spec.stored_weights import StoredScheme
-from kvik.spec.weights import loaded_scheme
+from kvik.spec.weights import loaded_kind
 
 BLOCK_SCALE = "weight_scale_inv"  # "inverse" of what the weights were multiplied with
 # Bits that are all set in what is no number: NaN of E4M3; NaN and infinity of E5M2.
@@ -62,18 +62,18 @@ class Fp8:
             found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=why)
         return found
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> FloatWeight | Fp8Weight:
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         values = tensors[WEIGHT][rows]
         bits = NO_NUMBER[self.dtype]
         if bool(((values.view(torch.uint8) & bits) == bits).any()):
             raise TensorError(WEIGHT, "holds NaN or infinity" if self.scheme.wide else "holds NaN")
         scales = self._scales(tensors[self.scale_name], rows)
-        loaded = loaded_scheme(self.scheme, self.shape.inputs)
+        loaded = loaded_kind(self.scheme, self.shape.inputs)
         if loaded is None:
-            return FloatWeight(unround_fp8(values, scales, (1, self.scheme.group)))
+            return float_weight(unround_fp8(values, scales, (1, self.scheme.group)))
         scales = scales if loaded.group else scales[:, 0]
-        return Fp8Weight(
-            values, scales, loaded.group, loaded.fp8_activations, self._input_scale(tensors)
+        return fp8_weight(
+            values, scales, loaded.group, loaded.activations, self._input_scale(tensors)
         )
 
     def _input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

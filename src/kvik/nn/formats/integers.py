@@ -10,12 +10,11 @@ from torch import Tensor
 
 from kvik.kernels.weights import (
     SYMMETRIC_ZERO,
-    FloatWeight,
-    Int4Weight,
-    Int8Weight,
-    OrderedWeight,
-    PlainWeight,
     Weight,
+    float_weight,
+    int4_weight,
+    int8_weight,
+    ordered_weight,
 )
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
@@ -33,7 +32,8 @@ from kvik.nn.formats.bits import (
     unpack_gptq_zeros,
 )
 from kvik.spec.stored_weights import StoredScheme
-from kvik.spec.weights import LayerScheme, loaded_scheme
+from kvik.spec.weight_kind import WeightKind
+from kvik.spec.weights import loaded_kind
 
 # GPTQ's layout, as AutoGPTQ and GPTQModel write it (their `QuantLinear.pack`).
 
@@ -215,37 +215,37 @@ class Codes:
 
 
 def weight_of(codes: Codes, scheme: StoredScheme) -> Weight:
-    """The codes of some outputs -> what the engine multiplies: `loaded_scheme` tells what."""
+    """The codes of some outputs -> what the engine multiplies: `loaded_kind` tells what."""
     inputs = codes.q.shape[1]
-    loaded = loaded_scheme(scheme, inputs)
+    loaded = loaded_kind(scheme, inputs)
     order = None if codes.groups is None else codes.groups.argsort(stable=True)
     q = codes.q if order is None else codes.q[:, order]
     if loaded is None:
         values = _multiplied_out(q, codes)
         if order is not None:
             values = torch.empty_like(values).index_copy_(1, order, values)
-        return FloatWeight(values)
+        return float_weight(values)
     plain = _plain(q, codes, loaded)
     if not loaded.ordered:
         return plain
     if order is None:
         order = torch.arange(inputs, device=q.device)
-    return OrderedWeight(plain, order.to(torch.int32))
+    return ordered_weight(plain, order.to(torch.int32))
 
 
-def _plain(q: Tensor, codes: Codes, loaded: LayerScheme) -> PlainWeight:
+def _plain(q: Tensor, codes: Codes, loaded: WeightKind) -> Weight:
     scales = codes.scales.float()
     if loaded.bits == 8:
         values = (q ^ SIGN).view(torch.int8)
         scales = scales if loaded.group else scales[:, 0]
-        return Int8Weight(values, scales, loaded.quantize_activations, loaded.group)
+        return int8_weight(values, scales, loaded.activations != "float", loaded.group)
     parts = q.shape[1] // loaded.group // scales.shape[1]  # of a group
     scales = scales.repeat_interleave(parts, dim=1)
     if codes.zeros is None:
         shifted = q + (SYMMETRIC_ZERO - 2 ** (codes.bits - 1))
-        return Int4Weight(pack_nibbles(shifted), scales, None, loaded.group)
+        return int4_weight(pack_nibbles(shifted), scales, None, loaded.group)
     zeros = codes.zeros.repeat_interleave(parts, dim=1)
-    return Int4Weight(pack_nibbles(q), scales, zeros, loaded.group)
+    return int4_weight(pack_nibbles(q), scales, zeros, loaded.group)
 
 
 def _multiplied_out(q: Tensor, codes: Codes) -> Tensor:
