@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from helpers.sampling_oracle import distribution
@@ -15,8 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.kernels.ops import Truncation
+from kvik.kernels.ops import Draws, Truncation
 from kvik.kernels.reference.draw import truncate
+from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
@@ -153,3 +156,33 @@ def test_a_row_does_not_notice_its_companions(vocab: int) -> None:
             None if together.typical_p[row] == 1 else together.typical_p[part],
         )
         assert torch.equal(truncate(weights[part], alone)[0], kept[row])
+
+
+def test_rows_with_a_rule_that_a_kernel_lacks_are_torchs() -> None:
+    """Each row alone gets what it gets among the others, and no rule is dropped in silence."""
+    rows: list[int] = []
+
+    def known(truncation: Truncation, count: int) -> None:
+        assert truncation.beyond(("top_k", "top_p")) is None
+        rows.append(count)
+
+    def draw(logits: Tensor, draws: Draws) -> Tensor:
+        known(replace(draws.truncation, min_p=None), len(logits))
+        return TORCH.draw(logits, draws)
+
+    def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
+        known(replace(truncation, min_p=None), len(logits))
+        return TORCH.probabilities(logits, temperature, truncation)
+
+    ops = with_torch_for_others(
+        replace(TORCH, draw=draw, probabilities=probabilities), ("top_k", "top_p")
+    )
+    logits = logits_of(4, 300)
+    truncation = Truncation(top_k=torch.full((4,), 50), min_p=torch.tensor([0.0, 0.2, 0.0, 0.05]))
+    uniforms = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    draws = Draws(torch.ones(4), uniforms, truncation)
+    assert torch.equal(ops.draw(logits, draws), TORCH.draw(logits, draws))
+    of_all = (logits, draws.temperature, truncation)
+    assert torch.equal(ops.probabilities(*of_all), TORCH.probabilities(*of_all))
+    assert rows == [2, 2]  # the other two were torch's
+    assert with_torch_for_others(TORCH, [one.name for one in fields(Truncation)]) is TORCH

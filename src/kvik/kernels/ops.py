@@ -7,8 +7,8 @@ of these rows, attention and views alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -30,19 +30,33 @@ class Truncation:
     """
 
     top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    typical_p: Tensor | None = None
+    top_p: Tensor | None = field(default=None, metadata={"off": 1})
+    min_p: Tensor | None = field(default=None, metadata={"off": 0})
+    typical_p: Tensor | None = field(default=None, metadata={"off": 1})
 
     def of(self, rows: Tensor) -> Truncation:
         """Those of some rows: [m] int64."""
+        used = {name: values[rows] for name, values in self.used().items()}
+        return Truncation(**used)
 
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
+    def used(self) -> dict[str, Tensor]:
+        """The rules that some row uses, by name."""
+        every = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: values for name, values in every.items() if values is not None}
 
-        return Truncation(
-            pick(self.top_k), pick(self.top_p), pick(self.min_p), pick(self.typical_p)
-        )
+    def beyond(self, applied: Collection[str]) -> Tensor | None:
+        """[n] bool, rows that use a rule other than these; None if no row does.
+
+        Args:
+            applied: names of rules, top_k among them.
+        """
+        asks: Tensor | None = None
+        for one in fields(self):
+            values = getattr(self, one.name)
+            if values is not None and one.name not in applied:
+                uses = values != one.metadata["off"]
+                asks = uses if asks is None else asks | uses
+        return asks
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ memory, not time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.kernels.ops import Ops, Truncation
+from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.ops import REFERENCE, as_multiplied, stored_weight
 from kvik.kernels.rounding import PIECE
@@ -129,6 +130,61 @@ TORCH = replace(
     store_kv=_store_kv,
     copy_blocks=_copy_blocks,
 )
+
+
+# Rows whose truncation a kernel does not know are drawn by torch.
+
+
+def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
+    """Return a table that applies all rules of `Truncation`, of one whose kernels apply some.
+
+    So a new rule works everywhere with its meaning in torch alone.
+
+    Args:
+        applied: their names.
+    """
+    if all(one.name in applied for one in fields(Truncation)):
+        return ops
+
+    def draw(logits: Tensor, draws: Draws) -> Tensor:
+        asks = draws.truncation.beyond(applied)
+        if asks is None:
+            return ops.draw(logits, draws)
+        return _apart(
+            asks,
+            lambda rows: TORCH.draw(logits[rows], draws.of(rows)),
+            lambda rows: ops.draw(logits[rows], draws.of(rows)),
+        )
+
+    def probabilities(logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
+        asks = rules.beyond(applied)
+        if asks is None:
+            return ops.probabilities(logits, temperature, rules)
+        return _apart(
+            asks,
+            lambda rows: TORCH.probabilities(logits[rows], temperature[rows], rules.of(rows)),
+            lambda rows: ops.probabilities(logits[rows], temperature[rows], rules.of(rows)),
+        )
+
+    return replace(ops, draw=draw, probabilities=probabilities)
+
+
+_Way = Callable[[Tensor], Tensor]  # from row numbers to what is wanted of these rows
+
+
+def _apart(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
+    """Each row the same way in every company: two ways may differ in the last bit of a sum.
+
+    Args:
+        asks: [n] bool, the rows of `torchs`.
+
+    Returns:
+        [n, ...], what the two return.
+    """
+    ways = ((torchs, asks), (others, ~asks))
+    numbers = [(way, rows) for way, mine in ways if len(rows := mine.nonzero()[:, 0])]
+    found = torch.cat([way(rows) for way, rows in numbers])
+    return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
 
 
 # The fastest table of operations for a device.

@@ -120,6 +120,10 @@ class _Need:
 
 
 _TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
+# Truncations that look at all tokens at once, as torch does.
+_WIDE = sum(
+    bit for name, bit in _TRUNCATION_BITS.items() if name not in ("top_k", "top_p", "min_p")
+)
 _COLUMNS = {one.name: one.facts["column"] for one in PARAMETERS.values() if one.facts["column"]}
 _values = attrgetter(*_COLUMNS)
 _ROW = np.dtype(
@@ -148,7 +152,8 @@ class SamplingTable:
     ) -> None:
         """
         Args:
-            draw_bytes: what `Ops.draw` takes for each logit where no row asks for typical_p.
+            draw_bytes: what `Ops.draw` takes for each logit where no row asks for a truncation of
+                `_WIDE`.
         """
         self._vocab_size = vocab_size
         self._draw_bytes = draw_bytes
@@ -297,7 +302,7 @@ class SamplingTable:
             return max(1, len(slots))
         step = 0
         if needs & _Need.RANDOM:
-            wide = shares or needs & _TRUNCATION_BITS["typical_p"]
+            wide = shares or needs & _WIDE
             step = DRAW_BYTES if wide else self._draw_bytes
         if needs & _Need.PENALTIES:
             step = max(step, PENALTY_BYTES)

@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native
 from kvik.kernels.ops import Draws, Ops, Penalties, Truncation
-from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 
-# Draws by the native kernels, but for the rows that ask for typical_p.
-
-# The rules that the kernels apply; rows with typical_p go to torch.
-RULES = tuple(one.name for one in fields(Truncation) if one.name != "typical_p")
-_Way = Callable[[Tensor], Tensor]  # from row numbers to what is wanted of these rows
+# The truncations that the kernels apply.
+RULES = ("top_k", "top_p", "min_p")
 
 
 class Drawing:
+    """Draws by the native kernels."""
+
     def __init__(self, native: Native) -> None:
         self.native = native
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """See `Ops.draw`."""
-        typical_p = draws.truncation.typical_p
-        if typical_p is None:
-            return self._draw(logits, draws)
-        return _apart(
-            typical_p,
-            lambda rows: TORCH.draw(logits[rows], draws.of(rows)),
-            lambda rows: self._draw(logits[rows], draws.of(rows)),
-        )
-
-    def probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
-        """See `Ops.probabilities`."""
-        if rules.typical_p is None:
-            return self._probabilities(logits, temperature, rules)
-        return _apart(
-            rules.typical_p,
-            lambda rows: TORCH.probabilities(logits[rows], temperature[rows], rules.of(rows)),
-            lambda rows: self._probabilities(logits[rows], temperature[rows], rules.of(rows)),
-        )
-
-    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
         logits, rules = logits.float(), draws.truncation
         ids = self.native.empty(len(logits), dtype=torch.int64)
         self.native.launch(
@@ -61,7 +37,8 @@ class Drawing:
         )
         return ids
 
-    def _probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
+    def probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
+        """See `Ops.probabilities`."""
         logits = logits.float()
         shares = self.native.empty(*logits.shape, dtype=torch.float32)
         self.native.launch(
@@ -78,22 +55,6 @@ class Drawing:
         return shares
 
 
-def _apart(typical_p: Tensor, typical: _Way, others: _Way) -> Tensor:
-    """Each row the same way in every company: two ways may differ in the last bit of a sum.
-
-    Args:
-        typical_p: [n], 1 where off.
-        typical, others: for the rows with it, and for those without.
-
-    Returns:
-        [n, ...], what they return.
-    """
-    ways = ((typical, typical_p < 1), (others, typical_p >= 1))
-    numbers = [(way, rows) for way, asks in ways if len(rows := asks.nonzero()[:, 0])]
-    found = torch.cat([way(rows) for way, rows in numbers])
-    return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
-
-
 def _addresses(rules: Truncation) -> dict[str, int]:
     """The rules that kernels apply, by the names of their arguments; 0: no row uses it."""
     values = {name: getattr(rules, name) for name in RULES}
@@ -106,7 +67,7 @@ def native_ops(native: Native) -> Ops:
     matrices = CpuMatrices(native)
     rows = _Rows(native)
     drawing = Drawing(native)
-    return Ops(
+    table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
         linear=matrices.linear,
@@ -125,6 +86,7 @@ def native_ops(native: Native) -> Ops:
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
+    return with_torch_for_others(table, RULES)
 
 
 class _Rows:

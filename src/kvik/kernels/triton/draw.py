@@ -33,6 +33,9 @@ from kvik.kernels.triton.launch import Resources, ceil_div, power_of_two
 # Floor of a pass: each logit once, 4 bytes and after the first pass from L2, with 16 comparisons
 # and sums. Of few rows the launches are the time: 8 and a few for each rule.
 
+# The truncations that the kernels here apply.
+RULES = ("top_k", "top_p", "min_p", "typical_p")
+
 CHUNK = 2048  # logits of a program
 PASSES = 8
 DIGITS = tl.constexpr(16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvik.kernels.ops import Ops
-from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.triton import activation, draw, norm, penalties, rotary, rows
 from kvik.kernels.triton.matrix import TritonMatrices
 
@@ -13,7 +13,7 @@ from kvik.kernels.triton.matrix import TritonMatrices
 def triton_ops(device: torch.device) -> Ops:
     """For tensors on one device: a GPU, or a CPU where Triton's interpreter runs the kernels."""
     matrices = TritonMatrices(device)
-    return Ops(
+    table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
         linear=matrices.linear,
@@ -32,3 +32,4 @@ def triton_ops(device: torch.device) -> Ops:
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )
+    return with_torch_for_others(table, draw.RULES)
