@@ -128,7 +128,7 @@ def _room_for(size: int) -> Path | None:
 
 def _write(file: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     """Of numbers as large as weights are, the same ones in every tensor."""
-    from kvik.nn.safetensors_writer import write_safetensors
+    from kvik.nn.safetensors import write_safetensors
 
     count = max(map(prod, tensors.values()))
     drawn = torch.randn(min(count, NUMBERS), device=DEVICE).mul_(0.02).bfloat16().cpu()

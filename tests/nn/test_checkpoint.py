@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError
 from kvik.nn import checkpoint
-from kvik.nn.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, open_checkpoint
-from kvik.nn.safetensors import DTYPE_BITS
+from kvik.nn.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
 
 
 def save_sharded(folder: Path, shards: dict[str, dict[str, Tensor]]) -> dict[str, str]:
@@ -142,10 +141,6 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "2.safetensors")
     with pytest.raises(ModelError, match=r"2\.safetensors: tensor 'a': .* puts it in '1\."):
         open_checkpoint(tmp_path)
-
-
-def test_every_dtype_has_its_size_in_torch() -> None:
-    assert {name: dtype.itemsize * 8 for name, dtype in TORCH_DTYPES.items()} == DTYPE_BITS
 
 
 def test_large_tensors_come_in_runs_of_rows(

@@ -9,9 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvik.nn import safetensors_writer
-from kvik.nn.safetensors import read_header
-from kvik.nn.safetensors_writer import Stored, write_safetensors
+from kvik.nn import safetensors
+from kvik.nn.safetensors import Stored, read_header, write_safetensors
 
 TENSORS = {
     "b.floats": torch.randn(3, 5),
@@ -44,7 +43,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 
 def test_tensors_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied in pieces; the order in which they are given does not count."""
-    monkeypatch.setattr(safetensors_writer, "PIECE", 7)
+    monkeypatch.setattr(safetensors, "PIECE", 7)
     save_file({n: t.contiguous() for n, t in TENSORS.items()}, tmp_path / "source")
     stored = {
         entry.name: Stored(tmp_path / "source", entry) for entry in read_header(tmp_path / "source")

@@ -186,7 +186,7 @@ class Stub:
 def saved(trainee: MedusaTrainee | EagleTrainee, folder: Path) -> Path:
     import json
 
-    from kvik.nn.safetensors_writer import write_safetensors
+    from kvik.nn.safetensors import write_safetensors
 
     for i, tensor in enumerate(trainee.parameters):
         tensor.normal_(0, 0.2, generator=torch.Generator().manual_seed(i))

@@ -1,1 +1,6 @@
-"""GGUF files: what they say of a model, without torch; the values are for `nn`."""
+"""GGUF files: what they say of a model, without torch; the values are for `nn`.
+
+`reader.py` reads the head and checks it completely, `types.py` knows blocks and metadata,
+`facts.py` says the model in the words of config.json, `tokenizer.py` makes the tokenizer.
+`writer.py` and `export.py` go the other way.
+"""

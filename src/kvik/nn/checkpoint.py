@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvik.errors import ModelError, shown
 from kvik.files import regular
-from kvik.nn.safetensors import TensorEntry, read_header
+from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry, read_header
 from kvik.spec.fields import Fields, read_json
 
 # Parts of a file, the next one being read while one is used.
@@ -77,25 +77,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RUN_BYTES = 2 << 20  # read at once
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True)

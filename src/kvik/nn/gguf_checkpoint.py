@@ -22,13 +22,12 @@ from kvik.gguf.reader import GgufFile, GgufTensor, read_gguf
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
     RUN_BYTES,
-    TORCH_DTYPES,
     TensorRun,
     read_ahead,
     run_length,
 )
 from kvik.nn.gguf_blocks import unpermute_rotary
-from kvik.nn.safetensors import TensorEntry
+from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
 BYTES = "U8"
 

@@ -14,9 +14,9 @@ from kvik.gguf.facts import EMBEDDING, HEAD, ROPE_FACTORS, gguf_name, has_rotary
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.gguf.writer import OutTensor
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
+from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.gguf_blocks import FLOAT_TYPES, permute_rotary, quantize
-from kvik.nn.safetensors import TensorEntry
+from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 
 FINER = {"Q4_0": "Q8_0"}  # the embedding and the head are more sensitive than the rest
 # Largest magnitude that a type holds: of the numbers, or of their scales, which are fp16.

@@ -11,7 +11,8 @@ import torch
 from kvik.errors import ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
-from kvik.nn.checkpoint import TORCH_DTYPES, Checkpoint
+from kvik.nn.checkpoint import Checkpoint
+from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Model
 
 PROGRESS_BYTES = 1 << 30  # smaller models load before a bar could be read

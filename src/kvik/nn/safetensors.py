@@ -10,29 +10,34 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.errors import ModelError, shown
-from kvik.files import regular
+import torch
+from torch import Tensor
 
-DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
+from kvik.errors import ModelError, shown
+from kvik.files import regular, writing_whole
+
+# As headers name them.
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
 }
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_TENSORS = 1 << 18
@@ -122,14 +127,14 @@ def _entry(file: str, name: str, facts: object, data_start: int) -> TensorEntry:
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise wrong("must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise wrong(f"dtype must be one of {', '.join(DTYPE_BITS)}, not {shown(dtype)}")
+    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
+        raise wrong(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {shown(dtype)}")
     if not _sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise wrong(f"shape must be at most {MAX_DIMENSIONS} sizes, not {shown(shape)}")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"data_offsets must be [begin, end] with begin <= end, not {shown(offsets)}")
     begin, end = offsets
-    size = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    size = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
     if end - begin != size:
         raise wrong(f"{dtype} {shown(shape)} takes {size} bytes, data_offsets span {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), data_start + begin, size)
@@ -140,3 +145,77 @@ def _sizes(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in value
     )
+
+
+# Writing safetensors files: from memory, or copied piece by piece from other files.
+
+# Readers beside kvik ask which library's tensors these are.
+METADATA = {"format": "pt"}
+ALIGNMENT = 8  # of the data
+PIECE = 8 << 20  # bytes copied at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of another safetensors file, taken over byte by byte."""
+
+    path: Path
+    entry: TensorEntry
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> int:
+    """Writes a file, whole or not at all. The same tensors give the same bytes, however they are
+    ordered: wide numbers come first, so that all are aligned, then names count.
+
+    Returns:
+        bytes of the tensors.
+
+    Raises:
+        OSError: a file cannot be written, or one that is copied from cannot be read.
+    """
+    dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
+    names = sorted(tensors, key=lambda name: (-TORCH_DTYPES[dtypes[name]].itemsize, name))
+    header: dict[str, object] = {"__metadata__": METADATA}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        shape, size = _extent(tensor)
+        header[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with writing_whole(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for piece in _pieces(tensors[name]):
+                file.write(piece)
+    return end
+
+
+def _dtype(tensor: Tensor | Stored) -> str:
+    if isinstance(tensor, Stored):
+        return tensor.entry.dtype
+    return next(name for name, dtype in TORCH_DTYPES.items() if dtype == tensor.dtype)
+
+
+def _extent(tensor: Tensor | Stored) -> tuple[list[int], int]:
+    """Shape and bytes."""
+    if isinstance(tensor, Stored):
+        return list(tensor.entry.shape), tensor.entry.size
+    return list(tensor.shape), tensor.nbytes
+
+
+def _pieces(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
+    if isinstance(tensor, Tensor):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data
+        return
+    with tensor.path.open("rb") as source:
+        source.seek(tensor.entry.start)
+        left = tensor.entry.size
+        while left:
+            piece = source.read(min(PIECE, left))
+            if not piece:
+                raise OSError(f"{tensor.path} ended early")
+            left -= len(piece)
+            yield piece

@@ -20,8 +20,7 @@ from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError
 from kvik.files import DRAFT, write_whole
 from kvik.nn.checkpoint import INDEX
-from kvik.nn.safetensors import read_header
-from kvik.nn.safetensors_writer import Stored, write_safetensors
+from kvik.nn.safetensors import Stored, read_header, write_safetensors
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.budget import choose_bits
 from kvik.quantize.calibrate import CPU, STORED_DTYPES, quantise_blocks

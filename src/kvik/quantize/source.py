@@ -14,7 +14,7 @@ from kvik.files import is_gguf
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.formats.base import LinearShape
-from kvik.nn.safetensors_writer import Stored
+from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.spec.declare import Declaration, DeclaredLinear, Role
 from kvik.spec.engine_folder import is_engine_folder

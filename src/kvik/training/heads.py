@@ -19,7 +19,7 @@ from kvik.config.memory import PROMPT_ROWS
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import Reader, Window, cut, loaded_reader, prompt_prefix, resolve_reader
 from kvik.files import working_folder, writing_whole_folder
-from kvik.nn.safetensors_writer import write_safetensors
+from kvik.nn.safetensors import write_safetensors
 from kvik.text.tokenizer import Tokenizer
 from kvik.training.states import Batch, Progress, check_windows, read_states
 from kvik.training.train import FILE, Keeper, Schedule, Trainee, accuracies, identity_of, train

@@ -16,8 +16,7 @@ from torch import Tensor
 from kvik.config.draft_heads import HeadsSpec
 from kvik.errors import ConfigError
 from kvik.nn.checkpoint import FolderCheckpoint
-from kvik.nn.safetensors import read_header
-from kvik.nn.safetensors_writer import write_safetensors
+from kvik.nn.safetensors import read_header, write_safetensors
 from kvik.training.states import Batch, Progress, States
 
 # A training that was cut short goes on where it was, and ends as if it had not been.
