@@ -42,6 +42,7 @@ check: $(VENV)/.kvik-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --tier=check
+	$(BIN)/python tools/size.py
 
 bench: $(VENV)/.kvik
 	for verb in latency throughput startup batching techniques; do $(BIN)/kvik bench $$verb || exit 1; done
