@@ -28,7 +28,6 @@ from triton.runtime.cache import get_cache_manager
 from kvik.kernels.triton import (
     activation,
     attention_decode,
-    attention_merge,
     attention_mla,
     attention_prefill,
     draw,
@@ -47,7 +46,6 @@ from kvik.kernels.triton.launch import Loop, Resources
 RESOURCES: tuple[Resources, ...] = (
     *activation.RESOURCES,
     *attention_decode.RESOURCES,
-    *attention_merge.RESOURCES,
     *attention_mla.RESOURCES,
     *attention_prefill.RESOURCES,
     *draw.RESOURCES,

@@ -15,8 +15,7 @@ from kvik.attention.triton import TritonAttention
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import heads_sizes
 from kvik.kernels.ops import Ops
-from kvik.kernels.triton.attention_shapes import SHORT
-from kvik.kernels.triton.shape_classes import lengths
+from kvik.kernels.triton.attention_shapes import SHORT, lengths
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.step_inputs import StepSizes

@@ -18,13 +18,13 @@ from kvik.kernels.triton.attention_shapes import (
     TALLEST,
     WORKSPACE,
     Tiles,
+    lengths,
     most_queries,
     most_splits,
     prefill_tiles,
     split,
     split_tiles,
 )
-from kvik.kernels.triton.shape_classes import lengths
 
 
 @triton.jit

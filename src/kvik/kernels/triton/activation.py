@@ -23,6 +23,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def gelu(x):
+    """GELU of fp32 in its tanh form."""
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (x + 0.044715 x^3)
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
 def silu_and_mul_kernel(gate_up, out, inner, row_stride, BLOCK: tl.constexpr):
     """grid [rows, pieces]; gate_up [rows, 2 * inner], out [rows, inner]"""
     row = tl.program_id(0).to(tl.int64)
@@ -39,10 +46,7 @@ def gelu_tanh_kernel(x, out, n, BLOCK: tl.constexpr):
     """grid [pieces]; x, out [n]"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (x + 0.044715 x^3)
-    double = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    y = wide * sigmoid(double)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=at < n)
+    tl.store(out + at, gelu(wide).to(out.dtype.element_ty), mask=at < n)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -1,15 +1,18 @@
 """Attention of few queries over a long context: the keys are split between programs.
 
-"Flash-decoding" (Dao et al. 2023): one query leaves a GPU idle unless its keys are read by many
-programs at once, whose results attention_merge.py joins. The query heads of a KV head share a tile
-(they are its rows, 16 at least), so K and V are read once. Several queries, of drafts or of a short
-chunk, are more rows of the tile.
+"Flash-decoding" (Dao et al. 2023): one query leaves a GPU idle unless many programs read its keys
+at once; a second kernel merges their results. The query heads of a KV head are the rows of one
+tile (16 at least), so K and V are read once. Several queries, of drafts or of a short chunk, are
+more rows of the tile.
 
-Invariance: where a context is cut depends on the sequence alone (`attention_shapes.split`), not on
-the batch; a program takes every `programs`-th split of its sequence, one after the other, so that
-neither short nor many sequences leave programs idle. The tile's rows depend on the sequence's own
-number of queries. So a sequence has the same bits in any company. (One of several queries that fill
-64 rows has smaller tiles in a step with trees, and differs by rounding.)
+Invariance: where a context is split depends on the sequence alone (`attention_shapes.split`), not
+on the batch; a program takes every `programs`-th split of its sequence, one after the other, so
+that neither short nor many sequences leave programs idle. The tile's rows depend on the sequence's
+own number of queries. So the bits of a sequence do not depend on the batch. (One of several queries
+that fill 64 rows has smaller tiles in a step with trees, and differs by rounding.)
+
+Each split has a result and the logarithm of its total weight; the whole is their weighted mean,
+relative to the largest. Splits are added in their order, in blocks of `AT_ONCE`.
 
 Captured graphs: the grid comes from the host's maxima, lengths are read on the device. A row whose
 seq_len is 0 writes zeros. One of fewer queries than were captured is computed in tiles of the
@@ -17,8 +20,8 @@ captured height, and may differ by rounding from a step of its own.
 
 Trees: a query sees of this step's keys those in its word (see attention/base.py).
 
-Floor: memory. Reads context * kv_heads * head_dim * 2 numbers per sequence, and 4 bytes per
-query head, number of its head and split, twice, for what is merged.
+Floor: memory. Reads context * kv_heads * head_dim * 2 numbers per sequence, and per split and query
+head writes and reads head_dim + 1 numbers of 4 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_shapes import block_d, split, split_tiles
+from kvik.kernels.triton.attention_shapes import SPREAD, block_d, split, split_tiles
 from kvik.kernels.triton.attention_tile import (
     attend,
     begin,
@@ -38,6 +41,8 @@ from kvik.kernels.triton.attention_tile import (
 )
 from kvik.kernels.triton.kv_load import KINDS, operand, pointers
 from kvik.kernels.triton.launch import Loop, Resources
+
+AT_ONCE = tl.constexpr(16)  # splits that a program merges at once
 
 
 @triton.jit
@@ -224,6 +229,70 @@ def attention_decode_kernel(
             tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
 
 
+@triton.jit
+def merge(part_out, part_weight, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_D] result of one query head; 0 where no split saw a key.
+
+    Args:
+        piece: of its first split.
+    """
+    every = tl.arange(0, SPREAD)
+    weights = tl.load(part_weight + piece + every, mask=every < splits, other=float("-inf"))
+    largest = tl.max(weights, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(weights - largest), 0)
+    d = tl.arange(0, BLOCK_D)
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    for at in range(0, splits, AT_ONCE):
+        part = at + tl.arange(0, AT_ONCE)
+        mine = part < splits
+        weight = tl.load(part_weight + piece + part, mask=mine, other=float("-inf"))
+        result = tl.load(
+            part_out + ((piece + part).to(tl.int64) * HEAD_DIM)[:, None] + d[None, :],
+            mask=mine[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        sums += tl.sum(tl.exp2(weight - largest)[:, None] * result, 0)
+    return sums / tl.where(total == 0.0, 1.0, total)
+
+
+# Numbers that change from step to step must not compile anew.
+@triton.jit(do_not_specialize=["window", "first_sequence", "above", "most", "slab"])
+def attention_merge_kernel(
+    part_out,
+    part_weight,
+    query_start,
+    seq_lens,
+    out,
+    window,
+    first_sequence,
+    above,
+    most,
+    slab,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """grid [heads, most, sequences]; arguments as of `attention_decode_kernel`"""
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    head = tl.program_id(0)
+    query = tl.program_id(1)
+    sequence = first_sequence + tl.program_id(2)
+    start, queries, _, _, _, splits = sequence_of(
+        query_start, seq_lens, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
+    )
+    if (queries <= above) | (queries > most) | (query >= queries):
+        return
+    piece = tl.program_id(2) * slab + (query * HEADS + head) * splits
+    result = merge(part_out, part_weight, piece, splits, HEAD_DIM, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)
+    target = out + ((start + query).to(tl.int64) * HEADS + head) * HEAD_DIM
+    tl.store(target + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+
+
 def _resources(
     head_dim: int,
     cache: torch.dtype,
@@ -279,6 +348,30 @@ def _resources(
     )
 
 
+def _merge_resources(head_dim: int) -> Resources:
+    integers = ("window", "first_sequence", "above", "most", "slab")
+    return Resources(
+        kernel=attention_merge_kernel,
+        what=f"head_dim {head_dim}, bf16",
+        types={
+            "part_out": "*fp32",
+            "part_weight": "*fp32",
+            "query_start": "*i32",
+            "seq_lens": "*i32",
+            "out": "*bf16",
+            **dict.fromkeys(integers, "i32"),
+        },
+        constants={
+            "GROUP": 4,
+            "KV_HEADS": 8,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block_d(head_dim),
+            "BLOCK_M": 16,
+            "WINDOW": False,
+        },
+    )
+
+
 # K and V of 64 keys of 128 are 16 copies of each of 128 threads, 32 KiB, for which a multiprocessor
 # of an H200 has about 1700 cycles at 4.3 TB/s: a scheduler issues a warp's share in a quarter.
 _KEYS = Loop(copies=16, barriers=6, instructions=450)
@@ -293,4 +386,6 @@ RESOURCES = (
     _resources(128, torch.bfloat16, m=64, tree=True),
     _resources(128, torch.float32, m=64),
     _resources(256, torch.float32, m=64),
+    _merge_resources(128),
+    _merge_resources(512),
 )

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.attention_decode import sequence_of
-from kvik.kernels.triton.attention_merge import attention_merge_kernel
+from kvik.kernels.triton.attention_decode import attention_merge_kernel, sequence_of
 from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,
     SPREAD,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.triton.attention_decode import attention_decode_kernel
-from kvik.kernels.triton.attention_merge import attention_merge_kernel
+from kvik.kernels.triton.attention_decode import attention_decode_kernel, attention_merge_kernel
 from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,

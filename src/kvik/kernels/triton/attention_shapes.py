@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
+from kvik.kernels.triton.matrix_shapes import FEW
 
 # Programs that one sequence alone may be spread over: about the multiprocessors of the largest
 # GPUs, and a plain number so that results differ neither between GPUs nor between batches.
@@ -143,6 +144,16 @@ def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
     of which is compiled by itself; beyond the last is the prefill kernel."""
     classes = (16 // group, 32 // group, most_queries(group, kv_heads))
     return tuple(most for most in classes if most > 0)
+
+
+def lengths(heads: int, kv_heads: int, most: int) -> tuple[int, ...]:
+    """Return one number of tokens for each class of shapes that a model's forward compiles.
+
+    Of each class it is the largest number, of the last class the smallest, and none exceeds `most`.
+    The largest come first.
+    """
+    bounds = {1, *(tile.tokens for tile in FEW), *query_classes(heads // kv_heads, kv_heads)}
+    return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 
 
 def most_splits(context: int, tiles: int) -> int:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.activation import sigmoid
+from kvik.kernels.triton.activation import gelu, sigmoid
 from kvik.kernels.triton.launch import TYPES, Resources, ceil_div, power_of_two
 from kvik.kernels.weights import Activation
 
@@ -64,12 +64,6 @@ def sum_of_splits(part, here, partials, arrivals, tile, split, SPLITS: tl.conste
 
 
 @triton.jit
-def _gelu_tanh(x):
-    # (1 + tanh(z)) / 2 = sigmoid(2 z), where z = sqrt(2 / pi) (x + 0.044715 x^3)
-    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
 def end_and_store(
     sums,
     first,
@@ -99,7 +93,7 @@ def end_and_store(
         o = first // 2 + tl.arange(0, BO // 2)
         outputs = rows // 2
     elif ACTIVATION == GELU_TANH:
-        z = _gelu_tanh(z)
+        z = gelu(z)
     inside = (t < tokens)[:, None] & (o < outputs)[None, :]
     token = t.to(tl.int64)[:, None]
     if residual is not None:
@@ -135,7 +129,7 @@ def finish_kernel(
             up += tl.load(bias + outputs + o, mask=inside, other=0.0).to(tl.float32)
         x = x * sigmoid(x) * up
     elif ACTIVATION == GELU_TANH:
-        x = _gelu_tanh(x)
+        x = gelu(x)
     if residual is not None:
         near = residual + token * residual_stride + o
         x += tl.load(near, mask=inside, other=0.0).to(tl.float32)

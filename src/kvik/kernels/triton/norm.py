@@ -11,6 +11,8 @@ the product and a plain norm move four, in as many launches.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,25 +68,27 @@ def layer_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
-    x, inner, outer_stride, inner_stride = _as_rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
-    block, at_once, warps = shape_of(dim)
-    rms_norm_kernel[(ceil_div(rows, at_once),)](
-        x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
-        num_warps=warps,
-    )  # fmt: skip
-    return out
+    return _normalise(rms_norm_kernel, x, eps, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
+    return _normalise(layer_norm_kernel, x, eps, weight, bias)
+
+
+def _normalise(kernel: Any, x: Tensor, eps: float, *vectors: Tensor) -> Tensor:
+    """Launch a kernel on the rows of x.
+
+    Args:
+        x: [..., dim].
+        vectors: weight and bias, as the kernel takes them, [dim] each.
+    """
     x, inner, outer_stride, inner_stride = _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dim, rows = x.shape[-1], x.numel() // x.shape[-1]
     block, at_once, warps = shape_of(dim)
-    layer_norm_kernel[(ceil_div(rows, at_once),)](
-        x, weight, bias, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
+    kernel[(ceil_div(rows, at_once),)](
+        x, *vectors, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
         num_warps=warps,
     )  # fmt: skip
     return out
