@@ -92,6 +92,6 @@ def check_output(output: Path) -> None:
 
 
 def _is_of_engine(path: Path) -> bool:
-    """Whether a file may stand in an engine folder, to go when that is replaced."""
+    """Return whether a file may stand in an engine folder, to go when that is replaced."""
     described = any(path.match(pattern) for pattern in DESCRIPTION)
     return path.is_file() and (described or path.name == WEIGHTS)

@@ -8,7 +8,7 @@ MAX_SHOWN = 60  # characters of a bad value that an error repeats
 
 
 def shown(value: object) -> str:
-    """A value as an error message repeats it: one line, cut when long."""
+    """Return a value as an error message repeats it: one line, cut when long."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print very long integers

@@ -60,7 +60,7 @@ class Export:
 
 
 def plan_export(path: Path, type: str) -> Export:
-    """What a folder that `find_model` gave becomes; no weight is read yet.
+    """Return what a folder that `find_model` gave becomes; no weight is read yet.
 
     Args:
         type: of its matrices, one of the values of `TYPES`.
@@ -109,7 +109,8 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def _recommended(params: SamplingParams) -> Mapping[str, float | int]:
-    """What differs from the engine's own defaults, in the words of generation_config.json."""
+    """Return what differs from the engine's own defaults, in the words of
+    generation_config.json."""
     own = SamplingParams()
     return {
         name: getattr(params, name) for name in KEYS if getattr(params, name) != getattr(own, name)

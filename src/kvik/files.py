@@ -173,7 +173,7 @@ def _remove(path: Path) -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Whether a file may be put there, folders above that do not exist yet included."""
+    """Return whether a file may be put there, folders above that do not exist yet included."""
     if path.is_dir():
         return False
     if path.exists() and not path.is_file():

@@ -168,7 +168,8 @@ def build_weights(
 
 
 def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:
-    """The loaded model under another policy, with an empty prefix cache; nothing is loaded again.
+    """Return the loaded model under another policy, with an empty prefix cache; nothing is loaded
+    again.
 
     The sizes must be those it was loaded with. `engine` must have no requests, and is not used
     any more.

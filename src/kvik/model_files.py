@@ -38,7 +38,7 @@ class ModelFiles(Protocol):
         ...
 
     def default_params(self) -> SamplingParams:
-        """What a request gets that asks for nothing."""
+        """Return what a request gets that asks for nothing."""
         ...
 
     def descriptions(self) -> dict[str, bytes]:
@@ -126,7 +126,7 @@ def _as_json(values: Mapping[str, object]) -> bytes:
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """What a request gets that asks for nothing: the file's values where it has them.
+    """Return what a request gets that asks for nothing: the file's values where it has them.
 
     Raises:
         ModelError: the file holds an impossible value.

@@ -57,7 +57,11 @@ REQUESTS = {
 # For what the host waits: what a step sampled, and the memory that the copy of the inputs of the
 # step before reads.
 ALWAYS = {"step_inputs.wait", "step_inputs.put"}
-DRAFTED = {"draft_model": "draft_model.told", "medusa": "heads.propose", "eagle": "eagle.propose"}
+DRAFTED = {
+    "draft_model": "draft_model.to_host",
+    "medusa": "heads.propose",
+    "eagle": "eagle.propose",
+}
 # torch's kernels alone: how many tokens are to be sorted.
 TORCHS = {"draw._top"}
 

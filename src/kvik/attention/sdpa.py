@@ -341,7 +341,8 @@ def _plan_prefill(layout: StepLayout, seq: int, start: int, window: int | None) 
 
 
 def _mask(visible: Tensor) -> Tensor:
-    """What SDPA takes: on a CPU it would turn a boolean mask into this one in every layer."""
+    """Return what SDPA takes: on a CPU it would turn a boolean mask into this one in every
+    layer."""
     if visible.device.type != "cpu":
         return visible
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -31,7 +31,7 @@ def select(
     native: Native | None = None,
     torch_prompts: int | None = None,
 ) -> AttentionBackend:
-    """The named backend.
+    """Return the named backend.
 
     Args:
         native: the kernels of "cpu".

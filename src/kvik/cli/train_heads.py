@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> HeadsOptions:
-    """The options of the heads, checked."""
+    """Return the options of the heads, checked."""
     asked = HeadsOptions(**given_options(HeadsOptions, arguments))
     normalised(asked, ConfigError)
     for one in options_of(HeadsOptions):

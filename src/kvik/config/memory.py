@@ -182,7 +182,7 @@ class StepMemory:
         return self.stream(size) + widest + self._masks(size)
 
     def stream(self, size: StepSize) -> int:
-        """The residual stream, its normalised copy, and the next residual stream."""
+        """Return the residual stream, its normalised copy, and the next residual stream."""
         return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self.item
 
     def widest(self, size: StepSize) -> int:
@@ -478,7 +478,7 @@ class Footprint:
         return drafting_sizes(size.max_num_seqs, *drafts, tree=tree)
 
     def draft_graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
-        """The same for the draft model or the heads."""
+        """Return the same for the draft model or the heads."""
         if self.kernels != "triton" or not size.max_draft_rows or self.graph_memory == 0:
             return ()
         rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
@@ -489,7 +489,7 @@ class Footprint:
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
 
     def graphs(self, size: StepSize) -> int:
-        """Bytes of all captured forwards: as the options say, else an estimate."""
+        """Return bytes of all captured forwards: as the options say, else an estimate."""
         drafting = self.draft_graph_sizes(size)
         if not drafting and not self._captured_steps:
             return 0
@@ -508,8 +508,8 @@ class Footprint:
         return total
 
     def _captured(self, sizes: tuple[GraphSize, ...], count: int, size: StepSize) -> int:
-        """Bytes of captured forwards: the graph of each, the tensors of the largest, whose memory
-        all share, and their output.
+        """Return bytes of captured forwards: the graph of each, the tensors of the largest, whose
+        memory all share, and their output.
 
         Args:
             sizes: the largest are among them. count: of all of them.
@@ -524,8 +524,8 @@ class Footprint:
         return count * each + shared + output
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
-        """A step of the draft model, its rotary positions, and the distributions of its drafts:
-        until they are judged, and twice while they are concatenated."""
+        """Return a step of the draft model, its rotary positions, and the distributions of its
+        drafts: until they are judged, and twice while they are concatenated."""
         small = size.of_draft_model
         rotation = size.max_model_len * draft.spec.head_dim * 4 if draft.spec.rope else 0
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4

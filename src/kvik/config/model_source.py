@@ -26,8 +26,9 @@ HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 
 def names_model(word: str) -> bool:
-    """Whether a text by itself names a model rather than being a prompt: it names a file or folder
-    here, or it is one word with a "/", with a "~" before it, or with a model file's ending."""
+    """Return whether a text by itself names a model rather than being a prompt: it names a file or
+    folder here, or it is one word with a "/", with a "~" before it, or with a model file's ending.
+    """
     if os.path.exists(os.path.expanduser(word)):
         return True
     if len(word.split()) != 1:
@@ -36,8 +37,8 @@ def names_model(word: str) -> bool:
 
 
 def find_model(model: str, *, weights: bool = True) -> Path:
-    """The folder of a model, or its GGUF file, which a folder without config.json may hold; a hub
-    id is downloaded into the hub's own cache first.
+    """Return the folder of a model, or its GGUF file, which a folder without config.json may hold;
+    a hub id is downloaded into the hub's own cache first.
 
     Args:
         weights: False leaves them on the hub: the description is wanted alone.
@@ -69,8 +70,8 @@ def _in_folder(folder: Path) -> Path:
 
 
 def find_config(model: str) -> Path:
-    """The config.json of a model: a file named itself, one in a folder, or the hub's, alone; or a
-    GGUF file, which says the same.
+    """Return the config.json of a model: a file named itself, one in a folder, or the hub's, alone;
+    or a GGUF file, which says the same.
 
     Raises:
         ModelError: there is no such file or folder, or the hub does not give it.

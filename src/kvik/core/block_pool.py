@@ -16,12 +16,12 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: str) -> bytes:
-    """Where the chain of a tenant's hashes starts."""
+    """Return where the chain of a tenant's hashes starts."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a full block of `tokens` that follows the prefix hashed to `parent`."""
+    """Return the hash of a full block of `tokens` that follows the prefix hashed to `parent`."""
     return blake2b(parent + array("I", tokens).tobytes(), digest_size=HASH_BYTES).digest()
 
 
@@ -136,7 +136,7 @@ class BlockPool:
             self._append(block)
 
     def lookup(self, key: BlockKey) -> int | None:
-        """The block that holds this content, free or not."""
+        """Return the block that holds this content, free or not."""
         return self._index.get(key)
 
     def commit(self, block: int, key: BlockKey) -> None:
@@ -187,7 +187,7 @@ class BlockPool:
         return self.ref_counts[1::every], cached, pinned
 
     def free_blocks(self) -> list[int]:
-        """The free list in the order of allocation (for audits), without pinned blocks."""
+        """Return the free list in the order of allocation (for audits), without pinned blocks."""
         blocks = []
         block = self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
@@ -196,7 +196,7 @@ class BlockPool:
         return blocks
 
     def index_items(self) -> list[tuple[BlockKey, int]]:
-        """Every published content and its block (for audits)."""
+        """Return every published content and its block (for audits)."""
         return list(self._index.items())
 
     def copies(self) -> dict[int, BlockKey]:
@@ -204,7 +204,7 @@ class BlockPool:
         return dict(self._copies)
 
     def pin_counts(self) -> dict[int, int]:
-        """How often each pinned block is pinned (for audits)."""
+        """Return how often each pinned block is pinned (for audits)."""
         return dict(self._pins)
 
     def _withdraw(self, block: int, key: BlockKey) -> None:

@@ -203,7 +203,7 @@ class FairShare:
     # -- slots and blocks ------------------------------------------------------------------------
 
     def usage(self, running: Iterable[Request]) -> TenantUsage:
-        """What the tenants of these requests use now."""
+        """Return what the tenants of these requests use now."""
         return TenantUsage(running, self.kv, self.max_num_seqs)
 
     def decode_order(self, running: list[Request], *, newcomers_first: bool) -> list[Request]:
@@ -248,14 +248,14 @@ class TenantUsage:
         self.blocks[request.tenant] += count * self.kv.num_held(request)
 
     def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
-        """The tenant's share of the slots or blocks, 0 to 1, if it had so many more."""
+        """Return the tenant's share of the slots or blocks, 0 to 1, if it had so many more."""
         slots += self.slots[tenant]
         blocks += self.blocks[tenant]
         return max(slots / self.max_num_seqs, blocks / (self.kv.pool.num_blocks - 1))
 
     def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
-        """Whether a tenant uses so much that one of the takers, none of them a newcomer, could get
-        a slot of it. A quick check that looks at no request: usually no tenant does."""
+        """Return whether a tenant uses so much that one of the takers, none of them a newcomer,
+        could get a slot of it. A quick check that looks at no request: usually no tenant does."""
         most = max(map(self.share, self.slots), default=0.0)
         return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
 
@@ -361,8 +361,8 @@ class FreeResources:
         return victim if rest >= enough else None
 
     def _freed(self, victim: Request, matched: frozenset[int]) -> int:
-        """How many blocks more are free without the victim. Those that the taker matches are not:
-        the taker uses them then."""
+        """Return how many blocks more are free without the victim. Those that the taker matches are
+        not: the taker uses them then."""
         refs = self.shares.kv.pool.ref_counts
         freed = 0
         for ids in victim.block_ids:

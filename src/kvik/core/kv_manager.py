@@ -46,7 +46,7 @@ class KVCacheManager:
         return self.config.max_blocks(num_tokens, chunk)
 
     def match(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix of a waiting request. Nothing is acquired yet.
+        """Return the longest cached prefix of a waiting request. Nothing is acquired yet.
 
         The last known token is always left to compute, since its logits are wanted; and some
         callers need every position computed.
@@ -231,7 +231,8 @@ class KVCacheManager:
         return self.pool.lookup((group, hashes[block])) is not None
 
     def _fork(self, request: Request) -> PrefixMatch | None:
-        """A sibling shares the prompt's blocks of its leader, a partly filled last one included."""
+        """Match the prompt of a sibling: it shares the prompt's blocks of its leader, a partly
+        filled last one included."""
         leader = request.leader
         if leader is None or leader.status is not RequestStatus.RUNNING:
             return None

@@ -223,7 +223,7 @@ class PinTable:
             del self.tenants[owner.name]
 
     def _in_use(self, held: PinnedPrefix) -> bool:
-        """Whether a request holds the end of the prefix."""
+        """Return whether a request holds the end of the prefix."""
         blocks = held.window if held.end is None else held.end.blocks
         return any(self.pool.ref_counts[block] for block in blocks[-1:])
 

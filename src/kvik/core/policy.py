@@ -30,7 +30,7 @@ class Policy:
     batches = False
 
     def order(self, request: Request, now: float) -> tuple[float, int]:
-        """The request's key; called once, when it arrives."""
+        """Return the request's key; called once, when it arrives."""
         return (request.arrival, request.serial)
 
     def candidates(self, waiting: list[Request], now: float) -> list[Request]:
@@ -38,25 +38,26 @@ class Policy:
         return waiting
 
     def chunk(self, request: Request, wanted: int, budget: int) -> int:
-        """How many of the `wanted` tokens of a prefilling request go into this step."""
+        """Return how many of the `wanted` tokens of a prefilling request go into this step."""
         return min(wanted, budget)
 
     def victim(self, running: Sequence[Request]) -> Request:
-        """Which of the running requests (sorted by `order`) is preempted first."""
+        """Return which of the running requests (sorted by `order`) is preempted first."""
         return running[-1]
 
     def cheapest(self, running: Sequence[Request]) -> Request:
-        """Which of a tenant's running requests (sorted by `order`) is preempted for another tenant:
-        the one that loses least; the youngest of equals."""
+        """Return which of a tenant's running requests (sorted by `order`) is preempted for another
+        tenant: the one that loses least; the youngest of equals."""
         return min(reversed(running), key=lambda r: r.num_computed_tokens)
 
     def admissible(self, waiting: list[Request], num_running: int, now: float) -> list[Request]:
-        """Which of the waiting requests may start now. They are given in the order of `order`, or
-        of fair shares between tenants; those that belong to the running batch come first."""
+        """Return which of the waiting requests may start now. They are given in the order of
+        `order`, or of fair shares between tenants; those that belong to the running batch come
+        first."""
         return waiting
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        """When to plan again if nothing is running and nothing was `admissible`."""
+        """Return when to plan again if nothing is running and nothing was `admissible`."""
         return None
 
 
@@ -174,7 +175,7 @@ def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
 
 
 def rejoins(request: Request) -> bool:
-    """Whether a waiting request belongs to the running batch."""
+    """Return whether a waiting request belongs to the running batch."""
     leader = request.leader
     sibling = leader is not None and leader.status is RequestStatus.RUNNING
     return sibling or request.status is RequestStatus.PREEMPTED

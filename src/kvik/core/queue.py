@@ -98,7 +98,7 @@ class Deadlines:
             heapify(self._looks)
 
     def next_look(self) -> float | None:
-        """When `late` may find something although nothing happens until then."""
+        """Return when `late` may find something although nothing happens until then."""
         return self._looks[0][0] if self._looks else None
 
     def late(self, now: float, seconds_needed: Callable[[Request], float]) -> list[Request]:

@@ -365,7 +365,7 @@ class SamplingParams:
         return ids
 
     def with_changes(self, **changes: object) -> SamplingParams:
-        """A copy with some fields replaced and everything checked again."""
+        """Return a copy with some fields replaced and everything checked again."""
         for name in changes:
             if name not in PARAMETERS:
                 raise ParamError(name, unknown(name, "sampling parameter", sorted(PARAMETERS)))

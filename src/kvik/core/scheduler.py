@@ -157,7 +157,7 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     def wakeup(self, now: float) -> float | None:
-        """When `schedule` may have something to do although nothing happens until then."""
+        """Return when `schedule` may have something to do although nothing happens until then."""
         times = [self.deadlines.next_look()]
         if not self.running:
             times.append(self.policy.wakeup(self.waiting.snapshot(), now))
@@ -331,7 +331,7 @@ class Scheduler:
         return {tenant: policy.candidates(line[:], now) for tenant, line in lines.items()}
 
     def _admits(self, step: Step) -> bool:
-        """Whether a waiting request may still get a row in this step."""
+        """Return whether a waiting request may still get a row in this step."""
         return bool(self._free_slots) and not (step.preempted or step.short)
 
     def _make_room(self, step: Step, now: float) -> int:
@@ -395,8 +395,9 @@ class Scheduler:
             step.made_room = True
 
     def _schedule_prefill(self, request: Request, step: Step, budget: int) -> int:
-        """The next chunk of a running request. Requests behind it without a row are preempted when
-        blocks run out; if there are none, it waits for others to finish. Returns its tokens."""
+        """Schedule the next chunk of a running request. Requests behind it without a row are
+        preempted when blocks run out; if there are none, it waits for others to finish. Returns its
+        tokens."""
         chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
         target = request.num_computed_tokens + chunk
         if target > len(request.block_ids[0]) * self.kv.block_size:
@@ -440,8 +441,8 @@ class Scheduler:
         return chunk
 
     def _must_wait(self, request: Request) -> bool:
-        """Whether a waiting request must wait for a result: a step in flight has a row of it, or
-        its leader computes the prompt that both will share."""
+        """Return whether a waiting request must wait for a result: a step in flight has a row of
+        it, or its leader computes the prompt that both will share."""
         return request.last_step >= self._oldest_step or self._leader_is_busy(request)
 
     @property
@@ -665,7 +666,8 @@ class Scheduler:
         return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
 
     def fail(self, error: str, now: float) -> list[RequestDelta]:
-        """The oldest step in flight as a whole failed: its requests end, all others go on."""
+        """Take in that the oldest step in flight failed as a whole: its requests end, all others go
+        on."""
         step = self.in_flight.popleft()
         self.clock.skip(now)
         plan, deltas = step.plan, []
@@ -680,8 +682,8 @@ class Scheduler:
 
     @staticmethod
     def _is_read(request: Request, row: int, output: ModelRunnerOutput) -> bool:
-        """Whether the last chunk of a prompt of which nothing is sampled is computed. After a
-        preemption its result shows that, since it comes with the last chunk."""
+        """Return whether the last chunk of a prompt of which nothing is sampled is computed. After
+        a preemption its result shows that, since it comes with the last chunk."""
         if request.num_written_tokens == request.max_length:
             return True
         return row in output.prompt_logprobs or row in output.embeddings

@@ -75,7 +75,7 @@ class StepClock:
         return seconds
 
     def at_most(self, tokens: int) -> float | None:
-        """Seconds of the slowest recent step of about `tokens` tokens; None if no step was
+        """Return seconds of the slowest recent step of about `tokens` tokens; None if no step was
         measured.
 
         If none of that size was, it follows from the others: no step takes longer than a larger
@@ -89,5 +89,5 @@ class StepClock:
 
 
 def _size(tokens: int) -> int:
-    """The binary logarithm, rounded up."""
+    """Return the binary logarithm, rounded up."""
     return (tokens - 1).bit_length()

@@ -15,7 +15,7 @@ _MASK = 2**64 - 1
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """An independent int64 seed for the `index`-th user of `seed`; index 0 keeps it.
+    """Return an independent int64 seed for the `index`-th user of `seed`; index 0 keeps it.
 
     One round of splitmix64 (Steele, Lea, Flood 2014), so that neighbours share no pattern.
     """

@@ -52,7 +52,7 @@ class Work:
     slot_short_steps: int = 0
 
     def since(self, earlier: Work) -> Work:
-        """The difference to an earlier reading."""
+        """Return the difference to an earlier reading."""
         return Work(*(b - a for a, b in zip(astuple(earlier), astuple(self), strict=True)))
 
 
@@ -128,7 +128,7 @@ class WorkMeter:
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
 
     def read(self, running: Iterable[Request]) -> Work:
-        """The totals, with the uncounted tokens of running requests."""
+        """Return the totals, with the uncounted tokens of running requests."""
         total = replace(self.total)
         for request in running:
             metered = request.num_metered_tokens

@@ -194,7 +194,8 @@ class EngineCore:
         return self._note_finished(self.scheduler.update(output, now))
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
-        """The oldest plan in flight could not be computed: its requests end, others go on."""
+        """Take in that the oldest plan in flight could not be computed: its requests end, others go
+        on."""
         return self._note_finished(self.scheduler.fail(error, now))
 
     def take_ended(self) -> list[RequestDelta]:
@@ -207,7 +208,7 @@ class EngineCore:
         return self.scheduler.kv.reset()
 
     def wakeup(self, now: float) -> float | None:
-        """When to call `plan` again if it returned None and nothing else happens."""
+        """Return when to call `plan` again if it returned None and nothing else happens."""
         return self.scheduler.wakeup(now)
 
     @property

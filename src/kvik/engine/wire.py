@@ -236,7 +236,7 @@ class FrameReader:
         return bodies
 
     def _wanted(self) -> int:
-        """Bytes of the first frame: a long one is copied once, not with every part of it."""
+        """Return bytes of the first frame: a long one is copied once, not with every part of it."""
         if len(self._rest) < 4:
             return 4
         size: int = _HEADER.unpack_from(self._rest)[0]

@@ -37,7 +37,7 @@ def losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def compared(logits: Tensor, reference: Tensor) -> Compared:
-    """A model's distributions beside a reference's, row by row.
+    """Return a model's distributions beside a reference's, row by row.
 
     Args:
         logits, reference: [rows, vocab], any float dtype.

@@ -108,7 +108,7 @@ def longest_window(config: EngineConfig) -> int:
 
 
 def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
-    """A reader of windows: one request, and the KV blocks of a window.
+    """Return a reader of windows: one request, and the KV blocks of a window.
 
     Raises:
         KvikError: the model cannot be used, or does not fit.
@@ -187,12 +187,13 @@ STORY = Path(__file__).with_name("held_out.txt")
 
 
 def held_out_texts() -> list[str]:
-    """The story alone: some 1500 tokens, enough to compare and too few for a leaderboard."""
+    """Return the story alone: some 1500 tokens, enough to compare and too few for a leaderboard."""
     return [STORY.read_text(encoding="utf-8")]
 
 
 def read_texts(path: Path, option: str = "data") -> list[str]:
-    """The texts of a file: one of plain text, or one in the field "text" of each line of .jsonl.
+    """Return the texts of a file: one of plain text, or one in the field "text" of each line of
+    .jsonl.
 
     Args:
         option: what named the file, for errors.
@@ -309,7 +310,7 @@ def _spans(
 
 
 def prompt_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer puts before a prompt."""
+    """Return what the tokenizer puts before a prompt."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
     for start in range(len(whole) - len(plain) + 1):

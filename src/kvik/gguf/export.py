@@ -38,7 +38,7 @@ def gguf_architecture(spec: ModelSpec) -> str:
 
 
 def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
-    """The metadata of a model, without its tokenizer.
+    """Return the metadata of a model, without its tokenizer.
 
     Args:
         name: for people.
@@ -75,7 +75,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Scalar]:
 
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:
-    """The values of `rope_freqs.weight` [head_dim / 2]; None: the file has no such tensor."""
+    """Return the values of `rope_freqs.weight` [head_dim / 2]; None: the file has no such
+    tensor."""
     rope = spec.rope
     if rope is None or rope.kind != "llama3":
         return None
@@ -122,7 +123,7 @@ BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 def tokenizer_metadata(
     library: Tokenizer, vocab_size: int, bos: int | None, eos: int | None, template: str | None
 ) -> dict[str, Scalar | Sequence[Scalar]]:
-    """The metadata of a tokenizer.
+    """Return the metadata of a tokenizer.
 
     Args:
         vocab_size: rows of the embedding; ids without a token get one that is never used.
@@ -190,7 +191,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _space_prefix(state: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text whose spaces are tokens' own characters."""
+    """Return whether a space is put before a text whose spaces are tokens' own characters."""
     normal, before = state["normalizer"] or {}, state["pre_tokenizer"] or {}
     steps = normal.get("normalizers", [normal])
     kinds = [step.get("type") for step in steps]

@@ -99,7 +99,7 @@ def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, obj
 
 
 def llama3_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> list[float]:
-    """The divisors [head_dim / 2] of a "llama3" `rope_scaling` of config.json."""
+    """Return the divisors [head_dim / 2] of a "llama3" `rope_scaling` of config.json."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     return [
@@ -197,12 +197,12 @@ ALL = -1
 
 
 def sampling_config(metadata: Metadata) -> dict[str, object]:
-    """What a file says, not yet checked."""
+    """Return what a file says, not yet checked."""
     return {theirs: metadata.raw(key) for theirs, key in KEYS.items() if key in metadata}
 
 
 def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
-    """The metadata of a generation_config.json, of which only known keys are taken."""
+    """Return the metadata of a generation_config.json, of which only known keys are taken."""
     found: dict[str, Scalar] = {
         KEYS[theirs]: value for theirs, value in config.items() if theirs in KEYS
     }
@@ -267,9 +267,9 @@ def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
 
 
 def has_rotary_rows(name: str) -> bool:
-    """Whether the rows of a GGUF tensor are those of queries or keys, which files of llama models
-    hold in another order: the two numbers that are rotated together are neighbours there and half
-    a head apart in checkpoints."""
+    """Return whether the rows of a GGUF tensor are those of queries or keys, which files of llama
+    models hold in another order: the two numbers that are rotated together are neighbours there and
+    half a head apart in checkpoints."""
     layer = LAYER.fullmatch(name)
     return layer is not None and layer[2] in ("attn_q", "attn_k")
 
@@ -320,7 +320,7 @@ def head_size(file: GgufFile) -> int:
 
 
 def gguf_model_spec(file: GgufFile) -> ModelSpec:
-    """The facts of the model in a file.
+    """Return the facts of the model in a file.
 
     Raises:
         ModelError: an unknown architecture, or a value that cannot be.
@@ -330,7 +330,7 @@ def gguf_model_spec(file: GgufFile) -> ModelSpec:
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
-    """The facts as a config.json has them, for `models.config_json`.
+    """Return the facts as a config.json has them, for `models.config_json`.
 
     Raises:
         ModelError: an unknown architecture, or a value that cannot be.
@@ -406,7 +406,7 @@ def _token_ids(file: GgufFile) -> dict[str, object]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What to compute in: the widest type of the matrices that are not quantised, if any."""
+    """Return what to compute in: the widest type of the matrices that are not quantised, if any."""
     types = {tensor.type.name for tensor in file.tensors if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"

@@ -98,14 +98,14 @@ class Cursor:
         return int(self.take(layout, what))
 
     def name(self, what: str, most: int) -> str:
-        """A string of 1 to `most` bytes."""
+        """Return a string of 1 to `most` bytes."""
         text = self.string(what, most)
         if not text:
             raise self.error(what, "must not be empty")
         return text
 
     def string(self, what: str, most: int | None = None) -> str:
-        """A length and as many bytes of UTF-8, at most `most`."""
+        """Return a length and as many bytes of UTF-8, at most `most`."""
         length = self.whole(_LENGTH, what)
         if most is not None and length > most:
             raise self.error(what, f"must have at most {most} bytes, not {length}")
@@ -178,7 +178,7 @@ class GgufFile:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def read(self, tensor: GgufTensor, most: int) -> bytes:
-        """All bytes of a small tensor.
+        """Read all bytes of a small tensor.
 
         Raises:
             ModelError: it has more than `most` bytes, or the file cannot be read.
@@ -198,7 +198,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """What a file says, without its data.
+    """Return what a file says, without its data.
 
     Raises:
         ModelError: the file cannot be read or is not a valid GGUF file.
@@ -272,7 +272,7 @@ def _value(cursor: Cursor, kind: ValueKind, what: str) -> Value:
 
 
 def _array(cursor: Cursor, what: str, depth: int) -> Array:
-    """An array, gone past; of strings and arrays every length is checked."""
+    """Skip an array, which is read later; of strings and arrays every length is checked."""
     kind = _kind(cursor, what)
     count = cursor.whole(_U64, what)
     layout = _LAYOUTS.get(kind)
@@ -318,7 +318,7 @@ def _tensors(
 
 
 def _tensor(cursor: Cursor, index: int) -> GgufTensor:
-    """An entry of the directory; `start` is still counted from the data's start."""
+    """Return an entry of the directory; `start` is still counted from the data's start."""
     name = cursor.name(f"the name of tensor {index}", MAX_NAME_BYTES)
     what = f"tensor {shown(name)}"
     dimensions = cursor.whole(_U32, what)
@@ -344,7 +344,7 @@ def _tensor(cursor: Cursor, index: int) -> GgufTensor:
 def _placed(
     cursor: Cursor, tensors: Iterable[GgufTensor], data_start: int, file_size: int
 ) -> tuple[GgufTensor, ...]:
-    """The tensors in the order of their data, at their places in the file."""
+    """Return the tensors in the order of their data, at their places in the file."""
     placed, end, before = [], data_start, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         what, start = f"tensor {shown(tensor.name)}", data_start + tensor.start

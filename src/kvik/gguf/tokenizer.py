@@ -123,12 +123,12 @@ class GgufTokenizer:
 
 
 def has_tokenizer(metadata: Metadata) -> bool:
-    """Whether a file names a tokenizer; some say that they have "no_vocab"."""
+    """Return whether a file names a tokenizer; some say that they have "no_vocab"."""
     return metadata.raw(f"{AT}.model") not in (None, "no_vocab", "none")
 
 
 def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
-    """The tokenizer in the metadata of a file.
+    """Return the tokenizer in the metadata of a file.
 
     Raises:
         ModelError: there is none, it is of an unknown kind, or its lists do not fit together.

@@ -143,11 +143,11 @@ class Array:
         return f"<{self.count} {self.kind.name} values>"
 
     def numbers(self) -> tuple[int | float, ...]:
-        """The values of a kind of fixed size."""
+        """Return the values of a kind of fixed size."""
         return struct.unpack_from(f"<{self.count}{STRUCT_CODES[self.kind]}", self.data, self.start)
 
     def strings(self) -> list[str]:
-        """The values of strings.
+        """Return the values of strings.
 
         Raises:
             UnicodeDecodeError: one of them is not valid UTF-8.
@@ -173,7 +173,7 @@ class Metadata(Fields):
         self.values = values
 
     def array_length(self, key: str) -> int:
-        """How many values an array has; 0 when it is left out."""
+        """Return how many values an array has; 0 when it is left out."""
         value = self.values.get(key)
         return value.count if isinstance(value, Array) else 0
 
@@ -186,7 +186,7 @@ class Metadata(Fields):
         return value
 
     def string_array(self, key: str, most: int) -> list[str]:
-        """An array of at most `most` strings; [] when left out."""
+        """Return an array of at most `most` strings; [] when left out."""
         array = self._array(key, {ValueKind.STRING}, "strings", most)
         if array is None:
             return []
@@ -197,12 +197,12 @@ class Metadata(Fields):
             raise self.error(key, f"must hold valid UTF-8, not {shown(bad)}") from None
 
     def integer_array(self, key: str, most: int) -> list[int]:
-        """An array of at most `most` integers; [] when left out."""
+        """Return an array of at most `most` integers; [] when left out."""
         array = self._array(key, _INTEGERS, "integers", most)
         return [] if array is None else [int(value) for value in array.numbers()]
 
     def number_array(self, key: str, most: int) -> list[float]:
-        """An array of at most `most` numbers; [] when left out."""
+        """Return an array of at most `most` numbers; [] when left out."""
         array = self._array(key, _NUMBERS, "numbers", most)
         return [] if array is None else [float(value) for value in array.numbers()]
 

@@ -76,12 +76,12 @@ def round_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype, block: Block) 
 
 
 def unround_fp8(rounded: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """What `round_fp8` kept: [rows, columns] fp32."""
+    """Return what `round_fp8` kept: [rows, columns] fp32."""
     return rounded.float() * _spread(scales, rounded.shape, block, slice(0, len(rounded)))
 
 
 def round_activations(x: Tensor, group: int = 0, scale: Tensor | None = None) -> Tensor:
-    """What E4M3 keeps of each token: x / scale, clamped and rounded, ties to even.
+    """Return what E4M3 keeps of each token: x / scale, clamped and rounded, ties to even.
 
     Args:
         x: [tokens, inputs], any float dtype. NaN makes its token NaN, there or as a whole; so does
@@ -106,7 +106,7 @@ def round_activations(x: Tensor, group: int = 0, scale: Tensor | None = None) ->
 
 
 def _spread(scales: Tensor, shape: torch.Size, block: Block, rows: slice) -> Tensor:
-    """The scale of each number of some rows; what all share stays one."""
+    """Return the scale of each number of some rows; what all share stays one."""
     spread = scales.view(1, 1) if not scales.dim() else scales
     if block[0]:
         band = torch.arange(shape[0], device=scales.device)[rows] // block[0]

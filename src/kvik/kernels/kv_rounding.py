@@ -26,7 +26,7 @@ SCALES = {
 
 
 def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a cache of `dtype` holds of x.
+    """Return what a cache of `dtype` holds of x.
 
     A vector with NaN or infinity in it has a scale that is not finite, and is not a number as a
     whole.
@@ -53,7 +53,7 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
-    """What `round_vectors` kept: [..., head_dim] fp32."""
+    """Return what `round_vectors` kept: [..., head_dim] fp32."""
     if numbers.dtype != torch.uint8:
         return numbers.float() * scales.float()[..., None]
     q = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)

@@ -40,7 +40,7 @@ class Truncation:
         return Truncation(**used)
 
     def used(self) -> dict[str, Tensor]:
-        """The rules that some row uses, by name."""
+        """Return the rules that some row uses, by name."""
         every = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: values for name, values in every.items() if values is not None}
 

@@ -97,7 +97,7 @@ def round_to_fp8(values: Tensor) -> Weight:
 
 
 def round_tokens(x: Tensor, group: int = 0) -> Tensor:
-    """What eight bits keep of each token: symmetric, scale = absmax / 127, ties to even.
+    """Return what eight bits keep of each token: symmetric, scale = absmax / 127, ties to even.
 
     Args:
         x: [tokens, inputs], any float dtype.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device, without waiting for it. On a CPU it is the same memory."""
+    """Return the array on the device, without waiting for it. On a CPU it is the same memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

@@ -169,7 +169,7 @@ DTYPES = {
 
 
 def _spread(scales: Tensor, group: int, inputs: int) -> Tensor:
-    """The scale of each weight, or of each output: [outputs, inputs or 1]."""
+    """Return the scale of each weight, or of each output: [outputs, inputs or 1]."""
     if not group:
         return scales[:, None]
     return scales.repeat_interleave(group, dim=1)[:, :inputs]

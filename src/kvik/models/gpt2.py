@@ -48,7 +48,7 @@ class GPT2Layer:
         )
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, ctx)
         return self.mlp(self.mlp_norm(x), ctx, x)
 
@@ -77,7 +77,7 @@ class GPT2:
         return self.embed_position.add(ctx.positions, self.embed(ids))
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
+        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         for layer in self.layers:
             x = layer(x, ctx)
         return x

@@ -49,7 +49,7 @@ class AttentionBlock(Protocol):
 
 class Layer(Protocol):
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         ...
 
 
@@ -74,7 +74,7 @@ class LlamaLayer:
         self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention(self.attention_norm(x), x, rotation, ctx)
         return self.mlp(self.mlp_norm(x), ctx, x)
 
@@ -107,7 +107,7 @@ class Llama:
         return self.embed(ids)
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
+        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         rotation = self.rope.at(ctx.positions)
         for layer in self.layers:
             x = layer(x, rotation, ctx)

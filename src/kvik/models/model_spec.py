@@ -32,7 +32,8 @@ class ModelSpec(ModelFacts):
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelSpec:
-        """The facts in a parsed config.json, with the defaults transformers gives absent keys.
+        """Return the facts in a parsed config.json, with the defaults transformers gives absent
+        keys.
 
         Raises:
             ModelError: an unknown architecture, or a field that cannot be; the message names it.
@@ -203,7 +204,7 @@ def _bias(fields: Fields, rule: bool | str) -> bool:
 
 
 def _windows(fields: Fields, layers: int, rule: WindowRule) -> tuple[int | None, ...]:
-    """The sliding window of each layer, as transformers reads the file."""
+    """Return the sliding window of each layer, as transformers reads the file."""
     default = 4096  # of transformers, when the key is left out; null means no window
     if rule is WindowRule.NEVER:
         return (None,) * layers

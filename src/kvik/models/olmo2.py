@@ -53,7 +53,7 @@ class Olmo2Layer:
         self.mlp_norm = builder.rms_norm("post_feedforward_layernorm", hidden, eps)
 
     def __call__(self, x: Tensor, rotation: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
         x = self.attention_norm.add(self.attention(x, rotation, ctx), x)
         return self.mlp_norm.add(self.mlp(x, ctx), x)
 

@@ -133,7 +133,7 @@ class Builder:
         self._stored |= {name: {} for name in self.storage.names}
 
     def at(self, name: str | int, *, optional: bool = False) -> Builder:
-        """The builder of a narrower scope.
+        """Return the builder of a narrower scope.
 
         Args:
             optional: checkpoints may leave this part of the names out (those saved from the bare
@@ -209,7 +209,7 @@ class Builder:
     def mlp(
         self, up: str, down: str, hidden: int, inner: int, *, bias: bool, transposed: bool
     ) -> MLP:
-        """The two matrices `up` and `down` of this scope."""
+        """Return the two matrices `up` and `down` of this scope."""
         return MLP(
             self.linear(
                 up,
@@ -224,7 +224,7 @@ class Builder:
         )
 
     def embedding(self, name: str, rows: int, hidden: int) -> Embedding:
-        """A table [rows, hidden]."""
+        """Return a table [rows, hidden]."""
         table = self._empty(f"{name}.weight", rows, hidden)
         self._declare(self._name(f"{name}.weight"), table, "matrix")
         return Embedding(self.ops, table)
@@ -232,7 +232,7 @@ class Builder:
     def token_embedding(
         self, name: str, vocab: int, hidden: int, *, tied: bool
     ) -> Embedding | MatrixEmbedding:
-        """The vectors of tokens; tied: their matrix is the head's too."""
+        """Return the vectors of tokens; tied: their matrix is the head's too."""
         scheme = None
         if self.checkpoint is not None and self.stored_quantization is not None:
             scheme = self.stored_quantization.embedding_scheme(self._name(name))
@@ -332,7 +332,7 @@ class Builder:
         return self.stored_quantization.scheme(self._name(name))
 
     def _alike(self, names: tuple[str, ...]) -> list[int]:
-        """How many neighbours are one matrix."""
+        """Return how many neighbours are one matrix."""
         if not self.storage.names:
             return stored_alike([self._scheme(name) for name in names])
         sizes: list[int] = []
@@ -343,7 +343,7 @@ class Builder:
         return sizes
 
     def _joined(self, names: tuple[str, ...]) -> str:
-        """The name of the matrix of some layers."""
+        """Return the name of the matrix of some layers."""
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:

@@ -118,7 +118,7 @@ class Written:
 def write_weights(
     file: BinaryIO, storage: FreshStorage, packing: Packing, advance: Callable[[int], None]
 ) -> Written:
-    """All that `storage` gave, one part behind the other.
+    """Return all that `storage` gave, one part behind the other.
 
     Args:
         advance: called with the number of bytes that were written.

@@ -72,7 +72,7 @@ def unpermute_rotary(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def permute_rotary(rows: Tensor, head_dim: int) -> Tensor:
-    """The other way: rows [whole heads * head_dim, ...] of a checkpoint in the order of a file."""
+    """Put rows [whole heads * head_dim, ...] of a checkpoint into the order of a file."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
@@ -90,7 +90,7 @@ def _blocks(type: str, rows: Tensor) -> Tensor:
 
 
 def _numbers(blocks: Tensor, at: int) -> Tensor:
-    """The fp16 number at a byte of each block: [rows, blocks, 1] fp32."""
+    """Return the fp16 number at a byte of each block: [rows, blocks, 1] fp32."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 

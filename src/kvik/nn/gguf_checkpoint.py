@@ -107,7 +107,7 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """The weights of a file.
+    """Return the weights of a file.
 
     A tensor without a name in checkpoints keeps its own, for the loader to complain of.
 

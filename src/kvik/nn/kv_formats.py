@@ -105,7 +105,7 @@ def allocate_kv(
     device: torch.device,
     zeros: Zeros = torch.zeros,
 ) -> tuple[LayerKV, ...]:
-    """The cache of every layer, for `ForwardContext.kv`.
+    """Return the cache of every layer, for `ForwardContext.kv`.
 
     A block belongs to one group at a time, so layers of different groups take turns in one storage,
     if their format is the same: of each format the pool has as many storages as the group with most

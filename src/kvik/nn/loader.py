@@ -112,7 +112,7 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
 
 
 def _allowed(dtype: torch.dtype) -> Sequence[str]:
-    """What a file may hold where `dtype` is declared."""
+    """Return what a file may hold where `dtype` is declared."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return FLOATS
     if dtype == torch.int64:

@@ -60,7 +60,8 @@ def frequencies(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """What cosine and sine are multiplied with: YaRN's temperature (its section 3.4), else 1."""
+    """Return what cosine and sine are multiplied with: YaRN's temperature (its section 3.4), else
+    1."""
     if spec.kind != "yarn":
         return 1.0
     if spec.attention_factor is not None:
@@ -75,7 +76,7 @@ def attention_factor(spec: RopeSpec) -> float:
 
 
 def _ntk_base(spec: RopeSpec, head_dim: int, max_model_len: int) -> float:
-    """The base that keeps the fastest pair and slows the slowest one down by the stretch."""
+    """Return the base that keeps the fastest pair and slows the slowest one down by the stretch."""
     if head_dim == 2:  # a single pair, and it is the fastest one
         return spec.theta
     length = max(max_model_len, spec.original_max_position)

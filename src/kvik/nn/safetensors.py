@@ -56,7 +56,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors of a file, in the order of their data.
+    """Return the tensors of a file, in the order of their data.
 
     Raises:
         ModelError: the file cannot be read or is not a valid safetensors file.
@@ -141,7 +141,7 @@ def _entry(file: str, name: str, facts: object, data_start: int) -> TensorEntry:
 
 
 def _sizes(value: object) -> bool:
-    """Whether a JSON value is a list of sizes that a machine can count."""
+    """Return whether a JSON value is a list of sizes that a machine can count."""
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in value
     )

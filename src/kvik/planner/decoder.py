@@ -29,7 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -> ModelShape:
-    """The shape of a decoder of a family.
+    """Return the shape of a decoder of a family.
 
     Raises:
         ModelError: a field that is missing or cannot be.
@@ -117,7 +117,7 @@ def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> 
 
 
 def _windows(sizes: Sizes, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer; None: it sees everything."""
+    """Return the sliding window of each layer; None: it sees everything."""
     fields, family = sizes.fields, sizes.family
     types = fields.strings("layer_types")
     if types and len(types) != layers:

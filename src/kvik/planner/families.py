@@ -44,8 +44,8 @@ DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of a model: a folder, an engine folder, a hub id, the path of a config.json or GGUF
-    file, the name of a public model such as "llama-3.1-8b", or "": the bundled one.
+    """Return the shape of a model: a folder, an engine folder, a hub id, the path of a config.json
+    or GGUF file, the name of a public model such as "llama-3.1-8b", or "": the bundled one.
 
     Public models that kvik knows need neither a file nor a network.
 
@@ -79,7 +79,7 @@ def _gguf_shape(file: GgufFile, name: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
-    """The shape a parsed config.json describes.
+    """Return the shape a parsed config.json describes.
 
     Raises:
         ModelError: a field that is missing or cannot be; the message names it.
@@ -119,7 +119,7 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
-    """What the engine runs; None if it cannot read how such a checkpoint is quantised."""
+    """Return what the engine runs; None if it cannot read how such a checkpoint is quantised."""
     try:
         return ModelSpec.from_config(config)
     except ModelError:

@@ -73,10 +73,11 @@ def kv_facts(name: str) -> KVFacts:
 
 
 def weight_format(dtype: str, quantization: str = "none") -> str:
-    """The format's name for a resolved dtype ("bfloat16", ...) and `EngineConfig.quantization`."""
+    """Return the format's name for a resolved dtype ("bfloat16", ...) and
+    `EngineConfig.quantization`."""
     return SHORT_DTYPES[dtype] if quantization == "none" else quantization
 
 
 def arithmetic(weight_format: str, device_kind: str) -> str:
-    """Which unit multiplies weights of a format on a "cpu" or "cuda" device."""
+    """Return which unit multiplies weights of a format on a "cpu" or "cuda" device."""
     return weight_facts(weight_format).units[device_kind]

@@ -28,7 +28,7 @@ class Sizes:
         return self.fields.integer(own, low, high, self.family.defaults.get(own, default))
 
     def flag(self, rule: bool | str) -> bool:
-        """What a row gives as a fact, or as the key that decides."""
+        """Return what a row gives as a fact, or as the key that decides."""
         if isinstance(rule, bool):
             return rule
         return self.fields.boolean(rule, bool(self.family.defaults.get(rule, False)))
@@ -192,7 +192,7 @@ def _routed(
 
 
 def _sparse_layers(sizes: Sizes, layers: int) -> int:
-    """How many layers have routed experts, by all the keys that families say it with."""
+    """Return how many layers have routed experts, by all the keys that families say it with."""
     first = sizes.integer("first_k_dense_replace", MAX_LAYERS, default=0, low=0)
     every = sizes.integer("moe_layer_freq", MAX_LAYERS, default=1)
     step = sizes.integer("decoder_sparse_step", MAX_LAYERS, default=1)

@@ -71,7 +71,7 @@ class MachineMetrics:
 
 
 def _nothing(stats: EngineStats) -> EngineStats:
-    """The statistics of the engine at its start."""
+    """Return the statistics of the engine at its start."""
     return EngineStats(0, 0, 0, 0.0, stats.num_blocks, 0, 0, 0, 0, 0, 0, 0)
 
 

@@ -109,7 +109,7 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
 
 
 def _in_stage(matrix: MatrixGroup, stage: int, layers: int) -> int:
-    """How many of them the fullest stage holds."""
+    """Return how many of them the fullest stage holds."""
     if matrix.role in ENDS or matrix.role == "positions":
         return matrix.count
     each = matrix.experts or 1  # of one layer

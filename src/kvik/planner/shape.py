@@ -52,7 +52,8 @@ class MatrixGroup:
         return share * self.inputs * self.outputs
 
     def touched(self, rows: int) -> float:
-        """How many of them a step with `rows` tokens reads: all, or the experts that are hit."""
+        """Return how many of them a step with `rows` tokens reads: all, or the experts that are
+        hit."""
         if not self.experts:
             return float(self.count)
         missed = (1 - self.active / self.experts) ** rows
@@ -78,7 +79,7 @@ class CacheShape:
     window: int | None = None
 
     def token_bytes(self, kv_format: str) -> int:
-        """Bytes of one token in one of the layers, scales included."""
+        """Return bytes of one token in one of the layers, scales included."""
         facts = kv_facts(kv_format)
         return -(-self.elements * facts.bits // 8) + self.scales * facts.scale_bytes
 
@@ -135,12 +136,13 @@ class ModelShape:
         return self.other_parameters + sum(m.active_parameters for m in self.matrices)
 
     def has_in(self, matrix: MatrixGroup, facts: WeightFacts) -> bool:
-        """Whether a matrix is stored in a format, if the model is; else it keeps the dtype."""
+        """Return whether a matrix is stored in a format, if the model is; else it keeps the
+        dtype."""
         spared = matrix.role == "head" and not facts.head and facts.name == self.stored
         return matrix.role not in UNQUANTIZED_ROLES and not spared
 
     def weight_bytes(self, weight_format: str, dtype: str | None = None) -> int:
-        """Bytes of all weights.
+        """Return bytes of all weights.
 
         Args:
             weight_format: of the linear layers, as `formats` names it.
@@ -151,7 +153,7 @@ class ModelShape:
         return matrices + self.other_parameters * item
 
     def read_bytes(self, weight_format: str, rows: int, dtype: str | None = None) -> float:
-        """Bytes of weights that one step with `rows` tokens reads.
+        """Return bytes of weights that one step with `rows` tokens reads.
 
         Each matrix once, of routed experts those that at least one token is expected to choose,
         of tables the rows looked up.
@@ -162,18 +164,18 @@ class ModelShape:
     def read_of(
         self, matrix: MatrixGroup, weight_format: str, rows: int, dtype: str | None = None
     ) -> float:
-        """What `read_bytes` counts for the matrices of one kind."""
+        """Return what `read_bytes` counts for the matrices of one kind."""
         facts, item = weight_facts(weight_format), self._item(weight_format, dtype)
         if matrix.multiplied:
             return matrix.touched(rows) * self._matrix_bytes(matrix, facts, item)
         return float(min(rows, matrix.outputs) * matrix.inputs * item)
 
     def kv_bytes_per_token(self, kv_format: str) -> int:
-        """Bytes one token adds to the cache, all layers together, windows not yet full."""
+        """Return bytes one token adds to the cache, all layers together, windows not yet full."""
         return self.kv_bytes(1, kv_format)
 
     def kv_bytes(self, context: int, kv_format: str) -> int:
-        """Bytes the cache of one sequence holds; a window keeps its last tokens only."""
+        """Return bytes the cache of one sequence holds; a window keeps its last tokens only."""
         return sum(
             cache.layers * cache.token_bytes(kv_format) * min(context, cache.window or context)
             for cache in self.caches

@@ -154,7 +154,7 @@ def _with_heads(shape: ModelShape, attention: str, kv_heads: int) -> ModelShape:
 
 
 def _with_latent(shape: ModelShape) -> ModelShape:
-    """A latent of four heads' width and a rotary key of half a head's, in the proportion of
+    """Return a latent of four heads' width and a rotary key of half a head's, in the proportion of
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.4)."""
     latent, rotary = 4 * shape.head_dim, shape.head_dim // 2
     return _with_cache(shape, "MLA", latent + rotary, 1, latent)

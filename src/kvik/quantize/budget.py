@@ -63,7 +63,7 @@ class Choice:
 
 
 def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice:
-    """The formats with the least sum of losses among those that fit.
+    """Return the formats with the least sum of losses among those that fit.
 
     Exact where the differences of sizes are multiples of a unit of which the budget has at most
     `CELLS`. Else they are rounded up to one, which leaves at most a unit of each layer unused; so
@@ -102,7 +102,8 @@ def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Choice
 def _dynamic_programme(
     layers: Sequence[Sequence[Candidate]], least: Sequence[int], unit: int, cells: int
 ) -> list[int]:
-    """The candidate of each layer: least loss in at most `cells` units beyond the least sizes."""
+    """Return the candidate of each layer: least loss in at most `cells` units beyond the least
+    sizes."""
     best = torch.zeros(cells + 1, dtype=torch.float64)  # least loss of the layers so far, by cells
     picked = torch.zeros(len(layers), cells + 1, dtype=torch.int16)
     sizes = [
@@ -142,7 +143,7 @@ def choose_bits(
     progress: Progress,
     device: torch.device = CPU,
 ) -> Recipe:
-    """The recipe with `layer_bits` for its `average_bits`; as it is without a budget.
+    """Return the recipe with `layer_bits` for its `average_bits`; as it is without a budget.
 
     Args:
         windows: [windows, tokens] int64; a few of them are used.

@@ -180,7 +180,7 @@ class ModelBlocks:
         return Block(spec, self._tokens, tensors, self.dtype, self.device)
 
     def stored(self, pattern: str, index: int) -> str:
-        """The name in the checkpoint of a layer; {} of the pattern is the block."""
+        """Return the name in the checkpoint of a layer; {} of the pattern is the block."""
         name = pattern.format(index)
         trunk = name.partition(".")[0] + "."
         found = any(key.startswith(f"{name}.") for key in self._entries)
@@ -399,7 +399,7 @@ class _Pass:
         self._dtype = STORED_DTYPES[spec.dtype]
 
     def hidden(self, index: int) -> HiddenFile:
-        """The inputs of a block."""
+        """Return the inputs of a block."""
         assert self._windows is not None
         count, tokens = self._windows.shape
         shape = (count, tokens, self._spec.hidden_size)
@@ -563,7 +563,7 @@ class _Pass:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
 
     def _rounding(self, block: Block, result: BlockResult) -> Watch:
-        """What quantised layers make of their inputs."""
+        """Return what quantised layers make of their inputs."""
         if not self._recipe.rounds_activations:
             return unwatched
         matrices = {layer.name: layer.matrix for layer in block.layers}

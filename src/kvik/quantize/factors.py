@@ -155,8 +155,9 @@ def search_scaling(
 def search_clip(
     w: Tensor, x: Tensor, grid: Grid, *, steps: int = 10, smallest: float = 0.5
 ) -> Tensor:
-    """How far each group may reach: of some shares of its largest weight the one with the least
-    squared error of the group's part of the outputs. Steps become finer, large weights are cut.
+    """Return how far each group may reach: of some shares of its largest weight the one with the
+    least squared error of the group's part of the outputs. Steps become finer, large weights are
+    cut.
 
     The error of queries and keys is not that of attention: leave their weights whole.
 

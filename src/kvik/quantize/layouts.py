@@ -99,7 +99,7 @@ def layouts(
 
 
 def quantization_config(recipe: Recipe, layers: Iterable[str]) -> Config:
-    """What config.json says of the layers.
+    """Return what config.json says of the layers.
 
     Args:
         layers: names of the linear layers of all blocks.

@@ -64,7 +64,7 @@ def quantise_layers(
 
 
 def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
-    """What a quantised layer meets of x [tokens, inputs]; in fp32 where it is rounded."""
+    """Return what a quantised layer meets of x [tokens, inputs]; in fp32 where it is rounded."""
     if isinstance(quantised, Float8):
         return quantised.given(x)
     return round_tokens(x) if recipe.rounds_activations else x

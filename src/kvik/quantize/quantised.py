@@ -84,7 +84,7 @@ class Grid:
         return 2 ** (self.bits - 1)
 
     def width(self, inputs: int) -> int:
-        """How many of `inputs` share a scale.
+        """Return how many of `inputs` share a scale.
 
         Raises:
             ValueError: groups do not divide the inputs.
@@ -118,7 +118,7 @@ class Grid:
         return Scales(scale, zero.to(torch.uint8))
 
     def codes(self, w: Tensor, scale: Tensor, zero: Tensor | int) -> Tensor:
-        """The nearest code of each weight, in w's float dtype. All shapes broadcast."""
+        """Return the nearest code of each weight, in w's float dtype. All shapes broadcast."""
         return (w / scale).round_().add_(zero).clamp_(self.lowest, self.highest)
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Float8:
         return unround_fp8(self.values, self.scales, self.block)
 
     def given(self, x: Tensor) -> Tensor:
-        """What the weights meet of x [tokens, inputs]; fp32. E5M2 meets x as it is."""
+        """Return what the weights meet of x [tokens, inputs]; fp32. E5M2 meets x as it is."""
         if self.values.dtype != E4M3:
             return x.float()
         return round_activations(x, self.block[1], self.input_scale)

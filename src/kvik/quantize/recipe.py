@@ -190,9 +190,9 @@ class Recipe:
         return self.layer_bits.get(layer, self.bits)
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What scales are rounded to before weights are rounded by them, in a model of `dtype`:
-        what the checkpoint will hold. AWQ and GPTQ have fp16, compressed-tensors the model's own.
-        """
+        """Return what scales are rounded to before weights are rounded by them, in a model of
+        `dtype`: what the checkpoint will hold. AWQ and GPTQ have fp16, compressed-tensors the
+        model's own."""
         import torch
 
         if self.layout == "fp8":
@@ -218,7 +218,7 @@ class Recipe:
         return (1, 0) if self.group_size == ROW else (0, 0)
 
     def with_layer_bits(self, layer_bits: Mapping[str, int]) -> Recipe:
-        """The same, with bits chosen for the layers that differ."""
+        """Return the same, with bits chosen for the layers that differ."""
         return replace(self, layer_bits=dict(layer_bits))
 
 
@@ -245,6 +245,6 @@ def check_groups(recipe: Recipe, inputs: Mapping[str, int]) -> None:
 
 
 def dividing(inputs: Iterable[int]) -> tuple[int, ...]:
-    """The usual groups that divide all these numbers of inputs, the largest first."""
+    """Return the usual groups that divide all these numbers of inputs, the largest first."""
     common = math.gcd(*inputs)
     return tuple(size for size in GROUPS if common % size == 0)

@@ -93,7 +93,7 @@ def folds(spec: ModelSpec) -> tuple[Fold, ...]:
 
 
 def linear_inputs(spec: ModelSpec) -> dict[str, int]:
-    """How many inputs each linear layer of a block has, by name; {} is the block."""
+    """Return how many inputs each linear layer of a block has, by name; {} is the block."""
     declared = spec.declaration
     return {
         name: linear.inputs
@@ -119,7 +119,7 @@ def _by_role(declared: Declaration) -> dict[Role, DeclaredLinear]:
 
 
 def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
-    """The names of a block's layers, with {} for the block."""
+    """Return the names of a block's layers, with {} for the block."""
     return tuple(declared.block + declared.in_block(name) for name in linear.names)
 
 
@@ -140,12 +140,12 @@ class Source:
     block_scope: str
 
     def block(self, index: int) -> dict[str, Stored]:
-        """The tensors of a block."""
+        """Return the tensors of a block."""
         scope = self.block_scope.format(index)
         return {name: stored for name, stored in self.tensors.items() if name.startswith(scope)}
 
     def rest(self) -> dict[str, Stored]:
-        """The tensors outside of blocks: embedding, last norm, head."""
+        """Return the tensors outside of blocks: embedding, last norm, head."""
         blocks = {name for i in range(self.spec.num_layers) for name in self.block(i)}
         return {name: stored for name, stored in self.tensors.items() if name not in blocks}
 

@@ -31,7 +31,7 @@ class Health:
         return _json(200, {"version": __version__})
 
     def _trouble(self) -> tuple[str, str] | None:
-        """What is wrong: a status and a sentence."""
+        """Return what is wrong: a status and a sentence."""
         engine = self._server.engine
         if self._server.drain.started:
             return "draining", "the server is being stopped"

@@ -147,7 +147,8 @@ def caller_of(request: Request) -> Caller:
 
 
 def trace_parent_of(request: Request) -> str | None:
-    """The caller's trace (W3C Trace Context), if it names one; only its length is checked."""
+    """Return the caller's trace (W3C Trace Context), if it names one; only its length is
+    checked."""
     header = request.headers.get("traceparent")
     return header if header and len(header) <= MAX_TRACE_PARENT else None
 
@@ -267,7 +268,7 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
 
 
 def parse_json(data: Data, limits: BodyLimits) -> Any:
-    """The value of a JSON text with limits: of bounded depth and size, each key once,
+    """Parse a JSON text within limits: of bounded depth and size, each key once,
     numbers finite and integers within 64 bits, strings that UTF-8 can hold.
 
     Raises:

@@ -111,7 +111,7 @@ class Network(Model, Protocol):
     """A model whose layers can be run by themselves: forward is norm(blocks(enter(ids)))."""
 
     def blocks(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """The residual stream x [tokens, hidden] -> the same behind the last layer."""
+        """Return the residual stream x [tokens, hidden] -> the same behind the last layer."""
         ...
 
 
@@ -323,7 +323,7 @@ class Declaration:
         return next(linear for linear in self.linears if linear.role == "head")
 
     def of_block(self, layer: int) -> list[DeclaredLinear]:
-        """The linear layers of a block."""
+        """Return the linear layers of a block."""
         return [linear for linear in self.linears if linear.layer == layer]
 
     def in_block(self, name: str) -> str:

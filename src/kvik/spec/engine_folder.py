@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def rebuild(folder: Path) -> str:
-    """What to do about a folder that does not fit."""
+    """Return what to do about a folder that does not fit."""
     return f"Build it again: kvik build MODEL -o {folder.name}"
 
 
@@ -304,7 +304,7 @@ def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
 
 
 def _begin(folder: Path) -> bytes:
-    """What stands where the seal of the weights should."""
+    """Return what stands where the seal of the weights should."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
             return file.read(SEAL_BYTES)

@@ -15,7 +15,7 @@ MAX_JSON_BYTES = 32 << 20  # far above any honest config or shard index
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ModelError: the file is missing, unreadable, too large, or holds no JSON object.
@@ -56,7 +56,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is written out as null."""
+        """Return whether the key is written out as null."""
         return key in self._values and self._values[key] is None
 
     def raw(self, key: str) -> object:
@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """A list of strings; () when left out."""
+        """Return a list of strings; () when left out."""
         value = self._get(key, ())
         if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
             raise self.error(key, f"must be a list of strings, not {shown(value)}")
@@ -112,11 +112,11 @@ class Fields:
         return value
 
     def inside(self, key: str) -> Fields:
-        """The fields of an object within this one; none when it is left out."""
+        """Return the fields of an object within this one; none when it is left out."""
         return Fields(self.mapping(key) or {}, f"{self._where} {key}")
 
     def changed(self, values: Mapping[str, object]) -> Fields:
-        """The same fields, but for some."""
+        """Return the same fields, but for some."""
         return Fields({**self._values, **values}, self._where)
 
     def _checked(self, key: str, kind: Kind, default: object) -> Any:

@@ -99,7 +99,7 @@ class KVCacheSpec:
 def stored_as(
     specs: Sequence[KVCacheSpec], format: str, skipped: Collection[int] = ()
 ) -> list[KVCacheSpec]:
-    """The same layers in another format, but for those that keep theirs.
+    """Return the same layers in another format, but for those that keep theirs.
 
     Args:
         format: of `KV_FORMATS`; "auto" changes nothing.
@@ -170,8 +170,8 @@ def formats_of(groups: Sequence[KVGroup]) -> tuple[str, ...]:
 
 
 def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
-    """Bytes of one block of the shared pool: of each format what the group with most of it needs,
-    as only layers of one format can take turns in the same memory."""
+    """Return bytes of one block of the shared pool: of each format what the group with most of it
+    needs, as only layers of one format can take turns in the same memory."""
 
     def size(group: KVGroup, format: str) -> int:
         return sum(spec.bytes_per_token for spec in group.specs if spec.format == format)

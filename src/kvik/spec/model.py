@@ -92,7 +92,7 @@ class ModelFacts:
         return max(self.max_position_embeddings, stretched)
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec]:
-        """What each layer stores per token, at `dtype_bytes` for each number."""
+        """Return what each layer stores per token, at `dtype_bytes` for each number."""
         size = 2 * self.num_kv_heads * self.head_dim * dtype_bytes
         return [
             KVCacheSpec(
@@ -105,5 +105,5 @@ class ModelFacts:
         ]
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes one token adds to the cache, all layers together."""
+        """Return bytes one token adds to the cache, all layers together."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes))

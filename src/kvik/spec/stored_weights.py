@@ -72,7 +72,7 @@ class Matcher:
         self._left = max_steps
 
     def matching(self, pattern: str, texts: Iterable[str]) -> list[str]:
-        """The texts that begin with what a pattern describes, as `re.match` sees it.
+        """Return the texts that begin with what a pattern describes, as `re.match` sees it.
 
         Raises:
             PatternError: the pattern is not valid, uses what is not supported, or takes too long.
@@ -92,7 +92,7 @@ class Matcher:
             raise PatternError("takes too long to match")
 
     def _after(self, part: _Part, starts: set[int], text: str) -> set[int]:
-        """Where a part that begins at one of `starts` may end."""
+        """Return where a part that begins at one of `starts` may end."""
         self._spend(1 + len(starts))
         if isinstance(part, re.Pattern):
             return {match.end() for at in starts if (match := part.match(text, at))}
@@ -185,7 +185,7 @@ def _compiled(part: str | _Part) -> _Part:
 
 
 def _bounds(repeat: str) -> tuple[int, int | None]:
-    """How often, from the text of a repetition."""
+    """Return the least and the most repetitions that the text of a repetition allows."""
     if repeat[0] != "{":
         return int(repeat[0] == "+"), 1 if repeat[0] == "?" else None
     least, comma, most = repeat[1 : repeat.index("}")].partition(",")
@@ -281,7 +281,7 @@ class StoredRule:
     every: bool = False
 
     def fits(self, layer: str) -> bool:
-        """Whether the rule is for a layer."""
+        """Return whether the rule is for a layer."""
         if self.every or layer in self.names:
             return True
         if self.within:
@@ -325,7 +325,8 @@ class StoredQuantization:
 
 
 def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
-    """How many neighbours are each stored alike: what can be one matrix without losing that."""
+    """Return how many neighbours are each stored alike: what can be one matrix without losing
+    that."""
     return [len(list(same)) for _, same in groupby(stored)]
 
 
@@ -538,7 +539,7 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 
 def _group(fields: Fields, key: str, default: int | None = None) -> int:
-    """A number of inputs; -1 stands for all of them."""
+    """Return a number of inputs; -1 stands for all of them."""
     size = fields.integer(key, -1, MAX_GROUP, default)
     if size == 0:
         raise fields.error(key, "must be -1 or positive, not 0")
@@ -584,7 +585,7 @@ def _named(fields: Fields, key: str) -> frozenset[str]:
 
 
 def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
-    """The layers that other targets choose: those behind "re:" are regular expressions."""
+    """Return the layers that other targets choose: those behind "re:" are regular expressions."""
     targets = (target for target in fields.strings(key) if target.startswith(REGEX))
     return layers.matching(fields, key, (target.removeprefix(REGEX) for target in targets))
 

@@ -106,7 +106,7 @@ class WeightKind:
         return WeightKind("int4", group, beside, ordered=ordered)
 
     def weight_bytes(self, inputs: int, outputs: int, kernels: str = "torch") -> int:
-        """Bytes of a quantised weight, its scales, zero points and order of inputs included.
+        """Return bytes of a quantised weight, its scales, zero points and order of inputs included.
 
         Args:
             kernels: "torch", "native" or "triton", whose layout it has.

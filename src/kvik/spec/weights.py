@@ -28,7 +28,7 @@ MIN_INT4_GROUP, MIN_INT8_GROUP = 8, 4
 
 
 def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | None:
-    """How a layer with `inputs` that is stored as floats is quantised; None: not at all.
+    """Return how a layer with `inputs` that is stored as floats is quantised; None: not at all.
 
     The head, whose errors nothing behind it evens out, and layers that no group divides keep eight
     bits under "int4".
@@ -46,8 +46,8 @@ def layer_kind(quantization: str, inputs: int, *, head: bool) -> WeightKind | No
 
 
 def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
-    """What a layer that the checkpoint stores quantised is in memory, without loss but for the last
-    digits of scales; None: floats, because no kernel multiplies it."""
+    """Return what a layer that the checkpoint stores quantised is in memory, without loss but for
+    the last digits of scales; None: floats, because no kernel multiplies it."""
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
         if group % MIN_INT8_GROUP or stored.wide:
@@ -96,7 +96,7 @@ class Weighed(Protocol):
 
 
 def weight_bytes(model: Weighed, dtype: str, quantization: str, kernels: str = "torch") -> int:
-    """Bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`.
+    """Return bytes of all weights: of linear layers as they are in memory, of the rest in `dtype`.
 
     Args:
         kernels: see `WeightKind.weight_bytes`.

@@ -180,7 +180,7 @@ class TrainedHeads:
 
 
 def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[Window]:
-    """All of some texts, each from its own beginning on.
+    """Return windows that cover some texts, each text from its beginning.
 
     Raises:
         ConfigError: a window has no room for text.
@@ -202,7 +202,8 @@ def train_heads(
     out: Path,
     progress: Progress,
 ) -> TrainedHeads:
-    """What is learned is written to `out` now and then, so that the next call goes on from there.
+    """Return what is learned is written to `out` now and then, so that the next call goes on from
+    there.
 
     Raises:
         KvikError: a model that cannot be used, too little text, or a place that is taken.
@@ -231,7 +232,7 @@ def check_place(out: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nothing is lost with a folder but heads, or what was learned for them."""
+    """Return whether nothing is lost with a folder but heads, or what was learned for them."""
     names = {path.name for path in folder.iterdir()}
     if CONFIG not in names or not names <= _OWN:
         return names <= {FILE}

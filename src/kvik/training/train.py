@@ -56,7 +56,7 @@ class Keeper:
         self._written = clock()
 
     def found(self) -> Snapshot | None:
-        """What an earlier run left; None: nothing.
+        """Return what an earlier run left; None: nothing.
 
         Raises:
             ConfigError: it is of another training.

@@ -2,7 +2,7 @@
 
 The choice is that of the largest goodput (Liu et al. 2024, 2406.14066): each draft adds, with the
 likelihood that it and all before it are accepted, a token to its step, and it costs what was
-measured. Estimates may be wrong, so what is lost in fact is bounded beside them (`LossBudget`): all
+measured. Estimates may be wrong, so the measured loss is bounded as well (`LossBudget`): all
 of it, trying again after drafts failed, and the time that deciding takes.
 """
 
@@ -37,7 +37,7 @@ from kvik.worker.step_costs import StepCosts
 # Where trials bring back little of what they cost, less than SHARE is added: down to LEAST of it.
 #
 # The bound is on what is charged. `DraftControl` charges less than was measured for single steps
-# that something else seems to have held up, and at most four steps for making drafts.
+# that something else seems to have delayed, and at most four steps for making drafts.
 
 SHARE = 0.01  # of the time
 LEAST = 0.25  # of that, where trials have brought nothing back for long
@@ -90,7 +90,7 @@ class LossBudget:
 _Ids = NDArray[np.int64]
 
 # Of the budget, in steps without drafts: what it has at first, and what gains fill. With less, some
-# steps that something held up end drafts that gain.
+# steps that something delayed end drafts that gain.
 FIRST, ROOM = 3.0, 12.0
 _WORTH, _KEEP = 1.04, 1.02  # speed-up for which drafts begin, and go on
 _LEARN = 6  # steps without drafts at first
@@ -209,7 +209,7 @@ class DraftControl:
 
     def decided(self, seconds: float) -> None:
         """Take in how long it took to find that no request gets drafts."""
-        # If it takes much longer than before, something else held it up.
+        # If it takes much longer than before, something else delayed it.
         seconds = min(seconds, 2 * self._deciding or self._ceiling / _MOST)
         if self._weighed:
             rate = _FOLLOW if self._deciding else 1.0
@@ -264,7 +264,7 @@ class DraftControl:
         else:  # its time is that of prompts, too, or its time without drafts is unknown
             time, tokens = expected, tokens if known else 1.0
         usual = self._costs.making_at(requests, step.asked)
-        if not self._reading:  # what takes much longer was held up by something else
+        if not self._reading:  # what takes much longer was delayed by something else
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
         self._gained = tokens > time + making
@@ -279,7 +279,7 @@ class DraftControl:
         return self._costs.plain(requests)
 
     def limits(self, slots: _Ids, room: _Ids) -> _Ids:
-        """How many drafts each request gets for its next step.
+        """Return how many drafts each request gets for its next step.
 
         Args:
             slots: [rows], all requests that decode in it.
@@ -317,7 +317,8 @@ class DraftControl:
         return self._noted(slots, self._probe(room, plain))
 
     def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
-        """Whether the drafter may have to read the text of a request first, which takes time."""
+        """Return whether the drafter may have to read the text of a request first, which takes
+        time."""
         some = slots[limits > 0]
         self._reading = bool(np.count_nonzero(self._known[some]) < len(some))
         if self._reading:
@@ -325,7 +326,7 @@ class DraftControl:
         return limits
 
     def _best(self, slots: _Ids, room: _Ids) -> tuple[_Ids, float]:
-        """The fastest choice among the best drafts of each number, and its speed-up."""
+        """Return the fastest choice among the best drafts of each number, and its speed-up."""
         requests, deepest = len(slots), int(room.max())
         places = int(room.sum())
         most = min(places, self._max_draft_rows, self._costs.reach(requests))

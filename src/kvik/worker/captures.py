@@ -2,8 +2,8 @@
 
 While the engine is idle all sizes are captured, one after the other. What is missing then is
 captured between steps: a size when it has been wanted often enough, the most frequent first, and
-never for more than a small share of the time. Nor are more captured than fit into the memory that
-was put aside for them: the largest first, in whose memory the others find room.
+never for more than a small share of the time. No more are captured than fit into the memory that
+was reserved for them: the largest first, whose memory the others share.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from kvik.config.units import show_bytes
 from kvik.core.plan import GraphCounts
 
-# What captured graphs take of a device, beside what was put aside for them.
+# Memory that captured graphs take, compared with what was reserved for them.
 
 
 class GraphMemory:
-    """Of all graphs of an engine together. What a driver keeps of one is not known beforehand, so
-    the plan guesses; whatever the truth is, no more are captured than fit into the plan.
+    """Memory of all graphs of an engine together. How much a driver keeps for one is not known
+    beforehand, so the plan estimates it, and no more are captured than fit into the plan.
 
     Attributes:
         planned, taken: bytes.
@@ -43,20 +43,20 @@ class GraphMemory:
         self.graphs = 0
         self._step = step
         self._shared = 0  # bytes of those: what comes with the first one, and `share`
-        self._full = self._told = False
+        self._full = self._reported = False
 
     def news(self) -> GraphCounts | None:
-        """How it stands; None if it was told already."""
-        if self._told:
+        """Return the counts; None if they have not changed since the last call."""
+        if self._reported:
             return None
-        self._told = True
+        self._reported = True
         return GraphCounts(self.graphs, self.taken, self.planned)
 
     def share(self, size: int) -> None:
-        """So many bytes were allocated for all graphs, outside of what captures take."""
+        """Count bytes that were allocated for all graphs, outside of captures."""
         self.taken += size
         self._shared += size
-        self._told = False
+        self._reported = False
 
     def has_room(self) -> bool:
         """For one that takes as much as others did on average. The log says once if there is none:
@@ -81,7 +81,7 @@ class GraphMemory:
             self._shared += size
         self.graphs += 1
         self.taken += size
-        self._told = False
+        self._reported = False
         return True
 
     def _close(self, next_size: int) -> None:
@@ -138,7 +138,7 @@ class CudaCapturer:
     """By CUDA graphs, which share the memory between their kernels: they run one after another, and
     nothing in it is looked at when one has run.
 
-    What a graph writes between its kernels lies in a pool of its own, which the memory plan counts.
+    What a graph writes between its kernels lies in a separate pool, which the memory plan counts.
     The first call, which only warms up, is made on the stream that steps run on: the allocator
     keeps what is freed for the stream that it was allocated on, so that this call takes what eager
     steps have left there, and leaves it to them. On the capturing stream, or any other, it would
@@ -277,7 +277,7 @@ class Captures(Generic[Size]):
         if not missing or self._over:
             return False
         if not self.captured:
-            size = missing[-1]  # the largest, in whose memory all others find room
+            size = missing[-1]  # the largest, whose memory all others share
         else:
             size = self._missed.most_common(1)[0][0] if self._missed else missing[0]
         self._capture(size)

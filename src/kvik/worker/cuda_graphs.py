@@ -84,7 +84,7 @@ class DecodeGraphs:
         )
 
     def _size_of(self, batch: InputBatch) -> GraphSize | None:
-        """The captured size that serves a batch; None: there is none."""
+        """Return the captured size that serves a batch; None: there is none."""
         rows, tokens, layout = len(batch.slots), len(batch.input_ids), batch.layouts[0]
         if tokens > self._most_tokens:
             return None
@@ -106,7 +106,7 @@ class DecodeGraphs:
         return found
 
     def _laid_out(self, size: GraphSize) -> Callable[[], None]:
-        """A step of nothing but padding."""
+        """Return a step of nothing but padding."""
         self.inputs.clear()
         return lambda: self._forward(size)
 

@@ -50,9 +50,9 @@ class DraftTree:
 
     @staticmethod
     def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:
-        """The tree of at most this many drafts that accepts most, as in Medusa (Cai et al. 2024,
-        section 2.3): a node is worth the product of the accuracies along its path, and grows where
-        the next node is worth most. Its nodes fall in worth, so its first n are the best n.
+        """Return the tree of at most this many drafts that accepts most, as in Medusa (Cai et al.
+        2024, section 2.3): a node is worth the product of the accuracies along its path, and grows
+        where the next node is worth most. Its nodes fall in worth, so its first n are the best n.
 
         Args:
             accuracies: [depths][ranks], how often the r-th likeliest token at depth d + 1 is right.
@@ -78,8 +78,8 @@ class DraftTree:
         return DraftTree(tuple(parents), tuple(ranks))
 
     def worth(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """How many drafts of it are accepted on average, if depths are right independently of each
-        other.
+        """Return how many drafts of it are accepted on average, if depths are right independently
+        of each other.
 
         Args:
             accuracies: as of `best`.
@@ -122,11 +122,11 @@ class DraftTree:
         return self.parents == tuple(range(-1, self.drafts))
 
     def first(self, drafts: int) -> DraftTree:
-        """The tree of the first `drafts` drafts; it may have fewer."""
+        """Return the tree of the first `drafts` drafts; it may have fewer."""
         return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
 
     def path(self, node: int) -> list[int]:
-        """The nodes from node 0 to `node`, both included."""
+        """Return the nodes from node 0 to `node`, both included."""
         path = [node]
         while path[-1]:
             path.append(self.parents[path[-1]])

@@ -70,14 +70,14 @@ class Dry(Rule):
         return tokens, -penalties.astype(np.float32)
 
     def _since_breaker(self, text: Sequence[int]) -> int:
-        """How many tokens stand at the end of a text, behind the last breaker."""
+        """Return how many tokens stand at the end of a text, behind the last breaker."""
         count = takewhile(lambda token: token not in self._breakers, reversed(text))
         return sum(1 for _ in count)
 
     def _after(
         self, ids: NDArray[np.int64], lengths: NDArray[np.int64], token: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The text and its matches with one token more."""
+        """Return the text and its matches with one token more."""
         ids = np.append(ids, token)
         if token in self._breakers:
             return ids, np.zeros(len(ids), np.int64)

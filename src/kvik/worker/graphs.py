@@ -30,7 +30,7 @@ RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], wa
 
 class RowGraph(Protocol):
     def run(self, *inputs: Tensor) -> Tensor:
-        """What the function makes of the inputs; valid until it is called again."""
+        """Return what the function makes of the inputs; valid until it is called again."""
         ...
 
     def rest(self) -> bool:
@@ -140,7 +140,7 @@ class Graph(Protocol):
         ...
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """The forward of one step."""
+        """Return the forward of one step."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A model from its files, with a cache of its own, ready to be run."""
+"""A model from its files, with its cache, ready to be run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvik.worker.current_device import on_device
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.platforms import Platform, PlatformParts, platform
 
-# Making the weights of an engine folder: a model is loaded as ever, and written as it then lies in
+# Making the weights of an engine folder: a model is loaded as usual, and written as it then lies in
 # memory.
 
 
@@ -89,7 +89,7 @@ def load_network(
     *,
     drafts: bool = False,
 ) -> EngineNetwork:
-    """The model, or one that drafts for it in the same blocks.
+    """Return the model, or one that drafts for it in the same blocks.
 
     Args:
         config: of the engine.

@@ -2,16 +2,16 @@
 
 A step is begun, and finished when its tokens are wanted. Between the two later steps may be begun:
 their host work is done while the device computes. Such a step counts on a token whose id only the
-device knows yet, and takes it from there. Where rules must hear of it first (words of several
-tokens that are banned), the steps before are finished when the forward of the next one has begun:
-the host makes up its mind meanwhile about what may be sampled from it.
+device knows yet, and takes it from there. Where rules on the host depend on it (banned words
+of several tokens), the earlier steps are finished once the forward of the next one has begun, and
+the host works the rules out while the device computes.
 
-Drafts are different: how many tokens of a step are right says where those of the next one stand, in
+Drafts are different: how many of them are right decides where the tokens of the next step stand, in
 which blocks, and what they are. So a step that follows one with drafts is planned when that one is
-known (`Executor.in_turn`), and a GPU waits meanwhile. What it waits for is what depends on the
-tokens: reading and judging them, the plan, the drafts, the inputs and their copy. Nothing less
-would do unless a drafter ran on the device and every place were computed there. All else is done
-while a forward runs: deltas leave and requests come in.
+known (`Executor.in_turn`), and a GPU waits for what depends on the tokens: reading and judging
+them, the plan, the drafts, the inputs and their copy. This would need a drafter that runs on the
+device, and places computed there. All else overlaps with a forward: deltas leave and requests
+arrive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What takes part in steps, beside the forward of the model itself.
+"""What takes part in steps, in addition to the forward of the model.
 
 `ModelRunner` brings its tables up to date, runs the forward of a step, and hands the step to its
 participants in the order of their list: prompt outputs, output tokens, drafts. A feature that needs

@@ -98,7 +98,7 @@ class Platform(Protocol):
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
-        """How steps run, and where it wants their inputs.
+        """Return how steps run, and where their inputs are put.
 
         Args:
             sizes: of the largest step.
@@ -108,7 +108,7 @@ class Platform(Protocol):
         ...
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
-        """How draft heads run.
+        """Return how draft heads run.
 
         Args:
             function, like: see `CapturedRows`.
@@ -232,7 +232,7 @@ class TritonPlatform:
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
         captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
         if not isinstance(self.parts.backend, TritonAttention):
-            # Others plan a step on the host, which must be told anew what each step is.
+            # Other backends plan each step on the host.
             return Eager(network), FreshInputs(device)
         inputs = DeviceInputs(
             sizes, len(network.groups), -(-context // block_size), device, captured, trees=trees

@@ -95,7 +95,7 @@ class Trees:
         return depths
 
     def supposed(self) -> Supposed:
-        """The drafts before each row: those on its path."""
+        """Return the drafts before each row: those on its path."""
         depths = self.tree.depths
         ends = np.cumsum(depths)
         owners = np.repeat(np.arange(len(depths)), depths)  # [sum of depths], node after node
@@ -119,8 +119,8 @@ class Trees:
     def output(
         self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None
     ) -> tuple[_Ids, NDArray[np.integer]]:
-        """Which rows' tokens are output: [tokens], request after request; and how many of each:
-        [requests]. A run ends before a bad row, unless that is the root's.
+        """Return which rows' tokens are output: [tokens], request after request; and how many of
+        each: [requests]. A run ends before a bad row, unless that is the root's.
 
         Args:
             token_ids: [rows], the token of each row.
@@ -187,7 +187,7 @@ class Chains:
         return np.arange(len(self.judged)) - starts[:-1].repeat(starts[1:] - starts[:-1])
 
     def supposed(self) -> Supposed:
-        """The drafts before each row."""
+        """Return the drafts before each row."""
         depths = self.depths()
         rows = np.repeat(np.arange(len(depths)), depths)
         firsts = np.cumsum(depths) - depths  # where the entries of a row begin
@@ -200,8 +200,8 @@ class Chains:
         return rows, self.judged[rows]
 
     def accepted(self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None) -> _Ids:
-        """How many drafts of each request are accepted: [requests]. Request i puts out the tokens
-        of its first accepted[i] + 1 rows.
+        """Return how many drafts of each request are accepted: [requests]. Request i puts out the
+        tokens of its first accepted[i] + 1 rows.
 
         Args:
             token_ids: [rows], the token of each row.
@@ -223,8 +223,8 @@ class Chains:
     def output(
         self, token_ids: _Ids, bad: NDArray[np.bool_] | None = None
     ) -> tuple[_Ids, NDArray[np.integer]]:
-        """Which rows' tokens are output: [tokens], request after request; and how many of each:
-        [requests]. See `accepted`."""
+        """Return which rows' tokens are output: [tokens], request after request; and how many of
+        each: [requests]. See `accepted`."""
         lengths = self.accepted(token_ids, bad) + 1
         ends = lengths.cumsum()
         firsts: _Ids = self.starts[:-1] - ends + lengths  # less what is output before
@@ -232,8 +232,8 @@ class Chains:
 
 
 def accepted_paths(parents: _Ids, token_ids: _Ids, drafts: _Ids) -> tuple[_Ids, _Ids]:
-    """The accepted path of each request through a tree of drafts. Node 0 is the root, the newest
-    token; of equal siblings the first is followed.
+    """Return the accepted path of each request through a tree of drafts. Node 0 is the root, the
+    newest token; of equal siblings the first is followed.
 
     Args:
         parents: [nodes], each before its children; -1 for the root.

@@ -89,14 +89,14 @@ class RequestTable:
         return expected
 
     def still(self, expected: Expected) -> np.ndarray | None:
-        """[rows] bool, whose slots have not been given to others; None: none of them has."""
+        """Return whose slots have not been given to others: [rows] bool; None: all of them."""
         if self.entered == expected.entered:
             return None
         kept: np.ndarray = self._entry_number[expected.slots] <= expected.entered
         return kept
 
     def learn(self, expected: Expected, tokens: np.ndarray) -> None:
-        """What they are. Tokens of requests that left their slots meanwhile are forgotten.
+        """Fill in what they are. Tokens of requests that have left their slots are dropped.
 
         Args:
             tokens: [rows].

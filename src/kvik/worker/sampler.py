@@ -28,7 +28,7 @@ from kvik.worker.sampling_batch import (
     TypicalRows,
 )
 
-# Log probabilities of tokens, and of the most likely ones beside them.
+# Log probabilities of tokens, with those of the most likely tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _most_likely(logprobs: Tensor, top: int) -> Tensor:
 
 
 def describe(error: Exception) -> str:
-    """Return what a request is told of an exception that its own rules raised."""
+    """Return the message of an exception that a request's own rules raised."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -151,7 +151,7 @@ class Sampled:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that `read` wants to know of, beside the tokens."""
+        """What `read` needs in addition to the tokens."""
         scores = () if self.scores is None else self.scores.tensors
         return (*(top for top, _ in self.unchecked), *scores)
 

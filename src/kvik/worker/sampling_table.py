@@ -208,7 +208,7 @@ class SamplingTable:
     def append(
         self, slots: NDArray[np.integer], tokens: NDArray[np.integer]
     ) -> dict[int, Exception]:
-        """The newest output tokens of some slots: `count` and `tell`.
+        """Take in the newest output tokens of some slots: `count` and `tell`.
 
         Args:
             slots, tokens: [n]; those of a slot in their order.
@@ -234,7 +234,8 @@ class SamplingTable:
             self._seen.append(self._ids(slots[counted]), mine)
 
     def tell(self, slots: NDArray[np.integer], tokens: NDArray[np.integer]) -> dict[int, Exception]:
-        """The rules of single tokens, which read on the host. Arguments and result as `append`."""
+        """Give the tokens to the rules on the host. Arguments and result as
+        `append`."""
         failed: dict[int, Exception] = {}
         if self._token_rules:
             for i, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
@@ -247,8 +248,8 @@ class SamplingTable:
         return failed
 
     def waits(self, slots: NDArray[np.integer]) -> bool:
-        """Whether the rules of any of these requests must be told its newest token before the next
-        one is sampled.
+        """Return whether the rules of any of these requests need its newest token before the
+        next one is sampled.
 
         Args:
             slots: [rows].
@@ -259,8 +260,8 @@ class SamplingTable:
         )
 
     def certain(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of these requests must not get drafts that were drawn: the greedy ones, and those
-        that brought a seed, whose tokens are to be the same without drafts.
+        """Return which of these requests must not get drafts that were drawn: the greedy ones, and
+        those that brought a seed, whose tokens are to be the same without drafts.
 
         Args:
             slots: [rows].
@@ -269,12 +270,12 @@ class SamplingTable:
         return certain
 
     def _needs_of(self, slots: NDArray[np.integer]) -> int:
-        """What any of these requests needs."""
+        """Return what any of these requests needs."""
         needs = self._needs[slots]
         return int(np.bitwise_or.reduce(needs)) if np.count_nonzero(needs) else 0
 
     def plain(self, slots: NDArray[np.integer]) -> bool:
-        """Whether these requests take their most likely tokens and ask for nothing else.
+        """Return whether these requests take their most likely tokens and ask for nothing else.
 
         Args:
             slots: [rows].
@@ -282,7 +283,7 @@ class SamplingTable:
         return not self._needs_of(slots)
 
     def reads_output(self, slots: NDArray[np.integer]) -> bool:
-        """Whether the rules of any of these requests look at what it has put out.
+        """Return whether the rules of any of these requests look at what it has put out.
 
         Args:
             slots: [rows].
@@ -290,7 +291,7 @@ class SamplingTable:
         return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES) != 0
 
     def rows_at_once(self, slots: NDArray[np.integer], room: int, *, shares: bool = False) -> int:
-        """How many of these rows are sampled together, so that it takes `room` bytes at most
+        """Return how many of these rows are sampled together, so that it takes `room` bytes at most
         beside their logits; at least one.
 
         Args:

@@ -1,8 +1,8 @@
-"""Drafts from one step to the next: who gets how many, what was proposed, what it took.
+"""Drafts from one step to the next: how many each request gets, and what they cost.
 
-The drafts themselves stand in the request table, behind the tokens that are known. The scheduler is
-told how many there are and decides how many of them, the first ones, are checked in the next step
-of their request; the others are forgotten then.
+The drafts themselves stand in the request table, behind the known tokens. The scheduler learns how
+many there are and decides how many of them, the first ones, are checked in the next step of their
+request; the others are dropped then.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Speculator(Participant[None]):
         self._ended = self.clock()
 
     def _observe(self, step: RunningStep, seconds: float) -> DraftTimes:
-        """How the drafts of the step fared, and what it took until its tokens were there."""
+        """Return how the drafts of the step fared, and what it took until its tokens were there."""
         batch, checked = step.batch, step.checked
         slots, num_tokens = batch.slots[batch.sampling_rows], int(batch.starts[-1])
         if checked is None or batch.num_drafts is None:
@@ -128,7 +128,7 @@ class Speculator(Participant[None]):
         )
 
     def _propose(self, step: RunningStep) -> list[int]:
-        """How many drafts each row of the step gets for its next one."""
+        """Return how many drafts each row of the step gets for its next one."""
         batch, output, checked = step.batch, step.output, step.checked
         assert output is not None
         rows = batch.sampling_rows
@@ -240,8 +240,8 @@ class Speculator(Participant[None]):
         self._making += self.clock() - started
 
     def _limits(self, slots: np.ndarray) -> np.ndarray:
-        """Most drafts for each slot: what the request and the step have room for. The scheduler may
-        leave requests with drafts for a later step, so theirs count as well."""
+        """Return the most drafts for each slot, by the limits of the request and of the step. The
+        scheduler may leave requests with drafts for a later step, so those count as well."""
         known = self.table.num_tokens[slots]
         limits = np.minimum(self._most[slots], self._last[slots] - known)
         if self.speculation.num_lookahead_tokens:
@@ -251,10 +251,10 @@ class Speculator(Participant[None]):
         np.maximum(limits, 0, out=limits)
         if self.speculation.adaptive:
             limits = self.control.limits(slots, limits)
-        room = self.speculation.max_draft_rows
+        left = self.speculation.max_draft_rows
         if self._waiting:
-            room -= int(self.num_drafts.sum())
-        return shared_out(limits, room)
+            left -= int(self.num_drafts.sum())
+        return shared_out(limits, left)
 
     def _keep(self, rows: DraftRows, drafts: Drafts) -> None:
         """Put drafts where the next step finds them.
@@ -301,22 +301,22 @@ class Speculator(Participant[None]):
         self._complained = True
 
 
-def shared_out(limits: np.ndarray, room: int) -> np.ndarray:
-    """`room` shared out as evenly as the limits allow; the first ones get what is left over.
+def shared_out(limits: np.ndarray, total: int) -> np.ndarray:
+    """Share a number out as evenly as the limits allow; the first rows get the remainder.
 
     Args:
         limits: [rows].
     """
-    if sum(limits.tolist()) <= room:
+    if sum(limits.tolist()) <= total:
         return limits
     given = np.zeros_like(limits)
-    while room > 0:
+    while total > 0:
         open_ = np.flatnonzero(given < limits)
-        each = room // len(open_)
+        each = total // len(open_)
         if each == 0:
-            given[open_[:room]] += 1
+            given[open_[:total]] += 1
             break
         more = np.minimum(limits[open_] - given[open_], each)
         given[open_] += more
-        room -= int(more.sum())
+        total -= int(more.sum())
     return given

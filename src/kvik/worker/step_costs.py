@@ -88,7 +88,7 @@ class StepCosts:
         return 0 if measured is None else len(measured.seconds)
 
     def plain(self, requests: int) -> float | None:
-        """Seconds of a step without drafts; None if nothing is known."""
+        """Return seconds of a step without drafts; None if nothing is known."""
         measured = self._plain.get(requests)
         if measured is not None:
             return measured.middle()
@@ -107,11 +107,11 @@ class StepCosts:
         return self._making_of(requests).upto(drafts)
 
     def judging_at(self, requests: int, drafts: int) -> float:
-        """The last of `judging`."""
+        """Return the last of `judging`."""
         return self._judging_of(requests).at(drafts)
 
     def making_at(self, requests: int, drafts: int) -> float:
-        """The last of `making`."""
+        """Return the last of `making`."""
         return self._making_of(requests).at(drafts)
 
     def reach(self, requests: int) -> int:
@@ -185,7 +185,7 @@ class _Curve:
         return np.interp(np.arange(drafts + 1), self._axis, self._heights)
 
     def at(self, drafts: int) -> float:
-        """The last of `upto`: most of what is asked is one number."""
+        """Return the last of `upto`: most of what is asked is one number."""
         self._forget()
         return self._read(drafts)[0]
 
@@ -204,8 +204,8 @@ class _Curve:
         self._draw()
 
     def _read(self, drafts: int) -> tuple[float, int, float]:
-        """What a number of drafts costs; the point at or above it; the share of the way to it from
-        the one below."""
+        """Return what a number of drafts costs; the point at or above it; the share of the way to
+        it from the one below."""
         places, heights = self._places, self._heights
         drafts = min(drafts, places[-1])
         above = max(1, bisect_left(places, drafts))

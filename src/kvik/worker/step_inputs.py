@@ -245,7 +245,7 @@ class StepInputs(Protocol):
     fixed: bool
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        """The array as a tensor on the device, valid until the next step.
+        """Return the array as a tensor on the device, valid until the next step.
 
         Args:
             name: a field of `InputBatch` or `StepLayout`; the latter's are followed by the number

@@ -1,12 +1,12 @@
-"""What an idle engine runs so that no request waits for it to be compiled: steps of nothing.
+"""Steps without requests that an idle engine runs, so that no request waits for a compiler.
 
 Triton compiles a kernel when it is first launched, for the types and constants of that launch, and
-keeps it on disk: seconds once on a machine, some hundredths in each process after that. So while
-nobody asks for anything, a step is run for each class of lengths for which other kernels run, of
-the model and of one that drafts for it; its tokens are stored nowhere. Then a token is sampled by
-each set of rules that runs others, what requests have most first. What is asked meanwhile waits for
-one of these at most, which compiles what it would have compiled itself. An engine without idle time
-(`LLM`) compiles what its requests need, and nothing else.
+caches it on disk: seconds once on a machine, some hundredths in each process after that. So while
+the engine is idle, it runs one step for each class of lengths that launches different kernels, of
+the model and of the model that drafts for it; the tokens are stored nowhere. Then it samples one
+token by each set of rules that launches different kernels, the most common rules first. A request
+that arrives waits for one of these at most, which compiles what the request would have compiled
+itself. An engine without idle time (`LLM`) compiles only what its requests need.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Resting(Protocol):
 
 
 class WarmUp:
-    """Calls, one for each moment of rest."""
+    """Calls that an idle engine makes, one at a time."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self._calls = deque(calls)
@@ -54,7 +54,7 @@ class WarmUp:
         if self._calls:
             try:
                 self._calls.popleft()()
-            except Exception:  # nothing depends on it: requests may be luckier, or be told
+            except Exception:  # nothing depends on it; a request that fails reports the cause
                 self._calls.clear()
                 log.warning("kernels are compiled when they are first needed", exc_info=True)
         return bool(self._calls)
@@ -77,11 +77,11 @@ class WarmUps(Protocol):
         ...
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        """The same of draft heads. Arguments as of `Platform.rows`."""
+        """Return what compiles the kernels of draft heads. Arguments as of `Platform.rows`."""
         ...
 
     def rules(self) -> Resting:
-        """At last: the ways to sample."""
+        """Return what compiles the kernels of sampling, which come last."""
         ...
 
 
@@ -108,11 +108,11 @@ def forwards(
     max_context: int,
     trees: Sequence[int] = (),
 ) -> WarmUp:
-    """Steps of one request of so many tokens, behind no others and behind as many as there may be:
-    which kernels run depends on both. Last, blocks are copied.
+    """Return calls that run steps of one request, without cached tokens and behind as many as
+    possible: which kernels run depends on both. The last call copies blocks.
 
     Args:
-        lengths: none exceeds max_context.
+        lengths: tokens of the steps; none exceeds max_context.
         samples: rows of logits, at most.
         trees: lengths of requests in steps that hold trees of drafts.
     """
@@ -138,9 +138,9 @@ def _forward(
     max_context: int,
     tree: bool,
 ) -> None:
-    """The device is told of a request without others before it, whose keys nobody has written: what
-    it attends to lies in block 0, which is nobody's. Only the host believes in the context. As many
-    of its tokens are sampled from as may be, as those of drafts are."""
+    """Run a forward for a request whose cached tokens were never written: it attends to block 0,
+    which is never handed out, and only the host plans with the context. As many of its tokens as
+    possible have logits, as drafts have."""
     device = network.kv[0].k.device
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
@@ -195,7 +195,7 @@ def _by(*names: str) -> SamplingParams:
     return SamplingParams(**{name: _DROPPING[name] for name in names})  # type: ignore[arg-type]
 
 
-# A request for each set of rules by which other kernels run, what is asked for most first.
+# A request for each set of rules that launches different kernels, the most common rules first.
 WISHES = (
     *(_by(*names) for names in _USUAL),
     SamplingParams(temperature=0.0, presence_penalty=0.5),

@@ -234,7 +234,7 @@ def packed_over(
 
 
 def packed_sizes(spec: MatrixSpec) -> tuple[int, int, int]:
-    """Bytes of the packed values, scales and zero points (csrc/packed.hpp).
+    """Return bytes of the packed values, scales and zero points (csrc/packed.hpp).
 
     Raises:
         ValueError: the kernels cannot multiply groups of this size.

@@ -32,7 +32,7 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def notices(threads: int) -> list[str]:
-    """What a user of this many threads should know about this build on this machine."""
+    """Return what a user of this many threads should know about this build on this machine."""
     found = [
         f"the native kernels for {isa} compute wrongly on this machine and are not used"
         for isa in _native.rejected_instruction_sets()

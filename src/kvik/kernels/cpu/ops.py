@@ -56,7 +56,7 @@ class Drawing:
 
 
 def _addresses(rules: Truncation) -> dict[str, int]:
-    """The rules that kernels apply, by the names of their arguments; 0: no row uses it."""
+    """Return the rules that kernels apply, by the names of their arguments; 0: no row uses it."""
     values = {name: getattr(rules, name) for name in RULES}
     return {name: 0 if value is None else value.data_ptr() for name, value in values.items()}
 

@@ -72,7 +72,7 @@ def _typical(weights: Tensor, typical_p: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, depth: int) -> Tensor:
-    """The `depth` largest of each row, descending."""
+    """Return the `depth` largest of each row, descending."""
     if values.device.type != "cpu" or depth * 256 < values.shape[1]:
         return values.topk(depth).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)[:, :depth].contiguous()

@@ -210,7 +210,7 @@ def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_weight(matrix: Matrix) -> Weight:
-    """What `matrix` made."""
+    """Return what `matrix` made."""
     assert isinstance(matrix.data, Weight)
     return matrix.data
 

@@ -131,7 +131,7 @@ def paged_attention(
 
 
 def _joined(runs: Sequence[SequenceRun]) -> SequenceRun:
-    """The range of all of them, with the largest of each number."""
+    """Return one run that covers all runs, with the largest of each number."""
     return SequenceRun(
         max(run.queries for run in runs),
         min(run.first for run in runs),

@@ -157,7 +157,7 @@ def lengths(heads: int, kv_heads: int, most: int) -> tuple[int, ...]:
 
 
 def most_splits(context: int, tiles: int) -> int:
-    """What `split` never exceeds, of contexts up to this.
+    """Return what `split` never exceeds, of contexts up to this.
 
     Args:
         tiles: of one sequence: KV heads times tiles of rows, at least.

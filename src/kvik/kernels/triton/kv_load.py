@@ -33,7 +33,7 @@ KINDS: Mapping[torch.dtype, str] = {
 
 
 def kind_of(cache: torch.Tensor) -> str:
-    """What the kernels call the numbers of a cache.
+    """Return what the kernels call the numbers of a cache.
 
     "fp8 bits" where the GPU cannot convert fp8 itself: before compute capability 8.9.
     """
@@ -46,12 +46,14 @@ def kind_of(cache: torch.Tensor) -> str:
 
 
 def stored(cache: torch.Tensor) -> torch.Tensor:
-    """The cache as the kernels take it: fp8 as bytes, since older GPUs have no such pointers."""
+    """Return the cache as the kernels take it: fp8 as bytes, since older GPUs have no such
+    pointers."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def pointers(dtype: torch.dtype) -> tuple[str, str]:
-    """How a signature spells pointers to a cache of `dtype`, and to its scales or "" if none."""
+    """Return how a signature spells pointers to a cache of `dtype`, and to its scales or "" if
+    none."""
     spelled = "*u8" if dtype == torch.float8_e4m3fn else f"*{TYPES[dtype]}"
     scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}
     return spelled, scales.get(KINDS[dtype], "")

@@ -71,7 +71,8 @@ def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: boo
 
 
 def splits_for(tile: Tile, rows: int, steps: int) -> int:
-    """A power of two: until the programs occupy the GPU, as long as splits have enough steps."""
+    """Return a power of two: until the programs occupy the GPU, as long as splits have enough
+    steps."""
     row_tiles = ceil_div(rows, tile.outputs)
     most = min(tile.splits, steps // LEAST_STEPS)
     splits = 1

@@ -153,13 +153,13 @@ class TritonPacked:
 
 
 def in_words(kind: WeightKind) -> bool:
-    """Whether x stays as it is."""
+    """Return whether x stays as it is."""
     return not kind.floats and kind.activations == "float"
 
 
 def interleaved(spec: MatrixSpec) -> bool:
-    """Whether rows of gate and up take turns. Those of E4M3 times E4M3 do not: a library multiplies
-    them too, which knows scales of square blocks alone."""
+    """Return whether rows of gate and up take turns. Those of E4M3 times E4M3 do not: a library
+    multiplies them too, which knows scales of square blocks alone."""
     return spec.activation == "silu_and_mul" and (in_words(spec.kind) or spec.kind.codes == "int8")
 
 
@@ -169,8 +169,8 @@ def span_of(group: int) -> int:
 
 
 def is_packed(spec: MatrixSpec) -> bool:
-    """Whether the kernels here multiply it. Not floats, and not groups that tensor cores cannot
-    take: torch does, from the weight as it is."""
+    """Return whether the kernels here multiply it. Not floats, and not groups that tensor cores
+    cannot take: torch does, from the weight as it is."""
     return not spec.kind.floats and spec.kind.group % LEAST_GROUP == 0
 
 

@@ -82,12 +82,12 @@ class WeightFormat(Protocol):
         ...
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """The tensors of the layer in a model of `dtype`, by their name in the checkpoint, without
-        the bias."""
+        """Return the tensors of the layer in a model of `dtype`, by their name in the checkpoint,
+        without the bias."""
         ...
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        """What the tensors mean: some outputs, [rows, inputs].
+        """Return what the tensors mean: some outputs, [rows, inputs].
 
         Args:
             tensors: of the whole layer or, of one that comes in runs, of such a run; on the model's

@@ -19,7 +19,8 @@ AWQ_BITS = 4
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """The engine's order: [outputs, inputs] -> [outputs, inputs / 2] uint8, the even input low.
+    """Return the engine's order: [outputs, inputs] -> [outputs, inputs / 2] uint8, the even input
+    low.
 
     Raises:
         ValueError: the number of inputs is odd.
@@ -79,7 +80,7 @@ def lessen(words: Tensor, bits: int) -> Tensor:
 
 
 def restore(words: Tensor, bits: int) -> Tensor:
-    """What `lessen` was given."""
+    """Return what `lessen` was given."""
     return _shifted(words, bits, 1)
 
 
@@ -136,7 +137,7 @@ def pack_compressed(q: Tensor, bits: int) -> Tensor:
 
 
 def compressed_words(codes: int, bits: int) -> int:
-    """How many words a row of codes fills."""
+    """Return how many words a row of codes fills."""
     return -(-codes * bits // WORD)
 
 

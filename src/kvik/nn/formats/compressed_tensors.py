@@ -110,7 +110,7 @@ class PackQuantized:
         return Codes(q, scales, zeros, bits, self._index(tensors))
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The group of each input; None: neighbours, which are also written as -1."""
+        """Return the group of each input; None: neighbours, which are also written as -1."""
         if not self.has_index or bool((tensors[INDEX] == -1).all()):
             return None
         index = group_index(INDEX, tensors[INDEX], self.groups)
@@ -121,7 +121,7 @@ class PackQuantized:
         return None
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
-        """The tensors of a whole layer."""
+        """Return the tensors of a whole layer."""
         found = {
             PACKED: pack_compressed(codes.q, codes.bits),
             SCALE: codes.scales.reshape(self.scale).contiguous(),
@@ -172,7 +172,7 @@ class IntQuantized:
         return Codes(q, _scales(tensors[SCALE], outputs, rows), zeros, BYTE)
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
-        """The tensors of a whole layer; codes have eight bits."""
+        """Return the tensors of a whole layer; codes have eight bits."""
         found = {
             WEIGHT: (codes.q ^ SIGN).view(torch.int8),
             SCALE: _gathered(codes.scales, self.scale),
@@ -193,5 +193,5 @@ def _spread(values: Tensor, outputs: int, rows: slice) -> Tensor:
 
 
 def _gathered(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The other way."""
+    """Undo the spreading of values over groups."""
     return (values if len(shape) == 2 else values[: shape[0] if shape else 1, 0]).reshape(shape)

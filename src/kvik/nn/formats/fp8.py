@@ -97,7 +97,7 @@ class Fp8:
     def save(
         self, values: Tensor, scales: Tensor, input_scale: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The tensors of a whole layer.
+        """Return the tensors of a whole layer.
 
         Args:
             values: [outputs, inputs] of this format's dtype.

@@ -102,7 +102,7 @@ class Gptq:
         return zeros[rows.start - first * WORD : rows.stop - first * WORD]
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The group of each input; None: neighbours."""
+        """Return the group of each input; None: neighbours."""
         if not self.has_index:
             return None
         index = group_index(INDEX, tensors[INDEX], self.groups)
@@ -113,7 +113,7 @@ class Gptq:
         return None
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
-        """The tensors of a whole layer."""
+        """Return the tensors of a whole layer."""
         bits = codes.bits
         zeros = codes.zeros
         if zeros is None:
@@ -215,7 +215,7 @@ class Codes:
 
 
 def weight_of(codes: Codes, scheme: StoredScheme) -> Weight:
-    """The codes of some outputs -> what the engine multiplies: `loaded_kind` tells what."""
+    """Return the codes of some outputs -> what the engine multiplies: `loaded_kind` tells what."""
     inputs = codes.q.shape[1]
     loaded = loaded_kind(scheme, inputs)
     order = None if codes.groups is None else codes.groups.argsort(stable=True)
@@ -256,7 +256,7 @@ def _multiplied_out(q: Tensor, codes: Codes) -> Tensor:
 
 
 def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
-    """How many groups the inputs of a layer have.
+    """Return how many groups the inputs of a layer have.
 
     Raises:
         ValueError: groups do not divide them.
@@ -268,12 +268,12 @@ def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
 
 
 def because(scheme: StoredScheme) -> str:
-    """The fields of quantization_config that shapes follow from."""
+    """Return the fields of quantization_config that shapes follow from."""
     return f"{scheme.bits} bits" + (f" in groups of {scheme.group}" if scheme.group else "")
 
 
 def finite(name: str, scales: Tensor) -> Tensor:
-    """The scales, some of the named tensor.
+    """Return some scales of the named tensor, checked.
 
     A scale may be negative: tools that use the whole range of codes write such ones.
 
@@ -286,7 +286,7 @@ def finite(name: str, scales: Tensor) -> Tensor:
 
 
 def group_index(name: str, index: Tensor, groups: int) -> Tensor:
-    """The group of each input.
+    """Return the group of each input.
 
     Raises:
         TensorError: a group that is not there, or one with more inputs than others.

@@ -38,7 +38,7 @@ def choose_format(
     scheme: StoredScheme | None,
     shape: LinearShape,
 ) -> WeightFormat:
-    """The format of a layer.
+    """Return the format of a layer.
 
     Args:
         stored: shapes of its tensors in the checkpoint but for the bias, by their names within the

@@ -41,7 +41,7 @@ def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
 
 
 def attention(serving: Serving, batch: int) -> str:
-    """The cache of the model's attention, beside that of other kinds of attention."""
+    """Return the cache of the model's attention, beside that of other kinds of attention."""
     rows = attention_variants(serving.shape, replace(serving.at, batch=batch))
     own = next(row for row in rows if row.own)
     others = [
@@ -55,7 +55,7 @@ def attention(serving: Serving, batch: int) -> str:
 
 
 def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
-    """The parts of the time of a decoding step."""
+    """Return the parts of the time of a decoding step."""
     time = _decoding(serving, traffic, batch)
     weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
     cache = sum(p.expected for p in time.parts if p.name == "kv cache")
@@ -69,7 +69,7 @@ def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
 
 
 def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
-    """The cost of checking drafts."""
+    """Return the cost of checking drafts."""
     step = verify(batch, traffic.halfway, drafts)
     time = step_time(serving.shape, serving.at, step)
     cost = time.expected / _decoding(serving, traffic, batch).expected
@@ -78,12 +78,12 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
 
 
 def supposed(acceptance: float, draft: bool) -> str:
-    """What the wish supposes of drafts."""
+    """Return what the wish supposes of drafts."""
     return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
 
 
 def worthwhile(percent: int | None, draft: bool) -> str:
-    """The acceptance from which drafts gain, where the wish gives none."""
+    """Return the acceptance from which drafts gain, where the wish gives none."""
     return (
         f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
         "on the texts: `kvik spec-report --data` measures it, --acceptance predicts with it. Not "
@@ -120,7 +120,7 @@ def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
 def batching(
     now: Serving, tuned: Serving, traffic: Traffic, after: Figures, slo: Slo | None
 ) -> str:
-    """The effect of more or fewer requests and tokens in a step."""
+    """Describe the effect of more or fewer requests and tokens in a step."""
     full = predict(now, traffic, max(1, now.most))
     if slo is None:
         if full is None or after.load is None:
@@ -140,7 +140,7 @@ def batching(
 
 
 def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) -> str:
-    """The effect of prompts that begin alike."""
+    """Describe the effect of prompts that begin alike."""
     pair = (without.single, served.single)
     if pair[0] is None or pair[1] is None:
         return "on already"
@@ -154,7 +154,7 @@ def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) 
 
 
 def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
-    """Whether the limits are kept, and by what margin."""
+    """Return whether the limits are kept, and by what margin."""
     parts = []
     if asked:
         if figures.load is None:
@@ -172,13 +172,13 @@ def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
 
 
 def most_served(figures: Figures) -> str:
-    """The highest throughput, for a load beyond it."""
+    """Return the highest throughput, for a load beyond it."""
     rate = figures.full.rate if figures.full else 0.0
     return f"{three(rate)} requests/s at most"
 
 
 def beyond(best: Figures, slo: Slo) -> str:
-    """Whether all levers that this version lacks would together keep the limits."""
+    """Return whether all levers that this version lacks would together keep the limits."""
     if best.largest is not None:
         count = best.largest.concurrency
         return f"with all that is not in this version they would be kept, up to {count} at a time"

@@ -233,7 +233,7 @@ def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str
 
 
 def sampling_changes(body: GenerationFields) -> dict[str, Any]:
-    """What the body says of sampling, but for limits and log probabilities of the output."""
+    """Return what the body says of sampling, but for limits and log probabilities of the output."""
     changes = parameters_of(body)
     changes.pop("max_tokens", None)
     changes.pop("logprobs", None)

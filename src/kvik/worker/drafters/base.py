@@ -70,7 +70,7 @@ class Drafts:
         return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)
 
     def by_row(self) -> list[list[int]]:
-        """The drafts of each."""
+        """Return the drafts of each."""
         tokens, ends = self.token_ids.tolist(), self.counts.cumsum().tolist()
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])]
 

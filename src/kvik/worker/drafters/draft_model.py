@@ -90,7 +90,7 @@ class DraftNetwork:
         return self._vocabulary.widened(output.logits), None
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
-        """A forward over the target's tokens.
+        """Return a forward over the target's tokens.
 
         Args:
             tokens: [tokens] int64 on the device, in place of the batch's.
@@ -177,7 +177,7 @@ class Forwards:
         return output
 
     def follow(self, tokens: Tokens) -> StepOutput:
-        """The next one.
+        """Compute the step after the last one.
 
         Args:
             tokens: [rows], the drafts made last.
@@ -258,8 +258,8 @@ _BASE = 0x9E3779B97F4A7C15  # this over the golden ratio
 
 class FilledBlocks:
     """A block has a tag: a hash of all tokens up to its end. A request that finds the tag of its
-    own tokens at one of its blocks need not compute them, whoever did it before. So nobody need say
-    when a block changes hands: it loses its tag when it is written to.
+    own tokens at one of its blocks need not compute them, whichever request did. So no caller need
+    say when a block changes hands: it loses its tag when it is written to.
 
     A tag that is met by chance costs drafts, not answers. So a hash is enough that numpy computes
     of many blocks at once: the tag of the block before times a constant, plus the tokens times
@@ -424,7 +424,7 @@ class Guessing:
             return self._there[:rows, depth]
         return self._found[:rows, depth].copy()
 
-    def told(self) -> np.ndarray:
+    def to_host(self) -> np.ndarray:
         """[rows, depths] int64, the drafts; -1 where a row gets no more. A GPU is waited for."""
         return self._found if self._there is None else self._there.cpu().numpy()
 
@@ -449,7 +449,7 @@ class Guessing:
         """Of rows whose rules may look at the drafts before."""
         slots, supposed = self._slots[part], NOTHING
         if self._reads_output and depth:
-            before = self.told()[part, :depth]
+            before = self.to_host()[part, :depth]
             supposed = Supposed(np.arange(len(slots)).repeat(depth), before.reshape(-1))
         positions = self._positions[part] + depth
         return self._sampling.batch(slots, positions, supposed, stream=self._streams[part])
@@ -608,7 +608,7 @@ class DraftModel:
             tokens = guessing.draft(depth, *network.logits(output))
         found = np.empty((len(slots), most), np.int64)
         found.fill(NONE)
-        found[chosen] = guessing.told()
+        found[chosen] = guessing.to_host()
         self._ahead[slots, :most] = found
         self._ahead[slots, counts - 1] = NONE  # of the last one there is no K and V
         return Drafts(counts, found[found != NONE], probs=guessing.probs)
@@ -659,8 +659,8 @@ class DraftModel:
         return missing, _within(chunks, budget)
 
     def _repeated(self, slots: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """Which of the rows `behind` would compute a block that another of them computes already:
-        they share it, as siblings share their prompt, and wait until it is filled."""
+        """Return which of the rows `behind` would compute a block that another of them computes
+        already: they share it, as siblings share their prompt, and wait until it is filled."""
         table, some = self._table, slots[behind]
         computed = table.num_computed[some]
         blocks = table.block_tables[0][some, computed // table.block_size]

@@ -50,7 +50,7 @@ class _Level:
     candidates: int
 
     def on(self, device: torch.device) -> _Level:
-        """The same there."""
+        """Return the level on a device."""
 
         def put(here: Tensor) -> Tensor:
             return upload(here.numpy(), device)

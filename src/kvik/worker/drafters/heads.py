@@ -126,7 +126,7 @@ def load_eagle(
 
 
 def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
-    """The tree of at most this many drafts that accepts most.
+    """Return the tree of at most this many drafts that accepts most.
 
     Raises:
         ModelError: by their accuracies the heads are never right.

@@ -43,8 +43,8 @@ class NgramDrafter:
 
 
 def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
-    """Where the longest possible run of the last tokens of a text ends that stands there before, at
-    the latest such place: index of the token after it. 0 if fewer than `shortest` do.
+    """Return where the longest possible run of the last tokens of a text ends that stands there
+    before, at the latest such place: index of the token after it. 0 if fewer than `shortest` do.
 
     Args:
         text: [tokens].

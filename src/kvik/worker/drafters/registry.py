@@ -55,7 +55,7 @@ class DrafterParts:
         return self.config.model.vocab_size
 
     def rows(self, function: RowFunction, more: Sequence[Tensor] = ()) -> RowGraph:
-        """How heads run.
+        """Return how heads run.
 
         Args:
             function: of hidden states [rows, hidden], and of inputs like `more`.

@@ -113,8 +113,8 @@ class SuffixAutomaton:
         return state, length
 
     def continuation(self, state: int, limit: int, least: float) -> Continuation:
-        """What most often followed, token by token, as long as all of it together is at least as
-        likely as `least`. Where the text ends, what followed a shorter run goes on."""
+        """Return what most often followed, token by token, as long as all of it together is at
+        least as likely as `least`. Where the text ends, what followed a shorter run goes on."""
         tokens: list[int] = []
         likely, score = 1.0, 0.0
         while len(tokens) < limit and state != _ROOT:
