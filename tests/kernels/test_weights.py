@@ -42,45 +42,38 @@ FP8 = fp8_weight(
     torch.tensor([[2.0, 512.0], [1.0, 0.5]]),
     group=2,
 )
-INT4_VALUES = [
-    [0, 1, 2, 3, 0, 10, 20, 30],
-    [0, -7.5, -7.5, 0, 4, 0, 0, 4],
-]
+# What each kind says of its weights, and the weights it means.
+MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
+    "int8 scales each output": (INT8, [[-63.5, 1.5], [10, 254], [0, -1]]),
+    "int4 counts from zero points in groups of inputs": (
+        INT4,
+        [[0, 1, 2, 3, 0, 10, 20, 30], [0, -7.5, -7.5, 0, 4, 0, 0, 4]],
+    ),
+    "int4 without zero points counts from 8": (
+        int4_weight(INT4.values[:1], INT4.scales[:1], None, 4),
+        [[-8, -7, -6, -5, -40, -30, -20, -10]],
+    ),
+    "int4 with minima counts from them": (
+        INT4_MIN,
+        [[-0.5, 0.5, 1.5, 2.5, 41, 51, 61, 71], [0, -7.5, -7.5, 0, 20, 16, 16, 20]],
+    ),
+    "int8 scales groups of inputs": (INT8_GROUPS, [[-63.5, 1.5, 8], [5, 127, 128]]),
+    "fp8 scales groups of inputs": (FP8, [[2, -896, 1], [0, 3.5, 1]]),
+    "fp8 scales outputs": (
+        fp8_weight(FP8.values, torch.tensor([1.0, 2.0])),
+        [[1, -448, 2**-9], [0, 7, 4]],
+    ),
+    "an order gives the place of each input": (
+        ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32)),
+        [[1.5, 8, -63.5], [127, 128, 5]],
+    ),
+}
 
 
-def test_int8_scales_each_output() -> None:
-    assert INT8.dequantized().tolist() == [[-63.5, 1.5], [10, 254], [0, -1]]
-
-
-def test_int4_counts_from_zero_points_in_groups_of_inputs() -> None:
-    assert INT4.dequantized().tolist() == INT4_VALUES
-
-
-def test_int4_without_zero_points_counts_from_8() -> None:
-    found = int4_weight(INT4.values[:1], INT4.scales[:1], None, 4).dequantized()
-    assert found.tolist() == [[-8, -7, -6, -5, -40, -30, -20, -10]]
-
-
-def test_int4_with_minima_counts_from_them() -> None:
-    assert INT4_MIN.dequantized().tolist() == [
-        [-0.5, 0.5, 1.5, 2.5, 41, 51, 61, 71],
-        [0, -7.5, -7.5, 0, 20, 16, 16, 20],
-    ]
-
-
-def test_int8_scales_groups_of_inputs() -> None:
-    assert INT8_GROUPS.dequantized().tolist() == [[-63.5, 1.5, 8], [5, 127, 128]]
-
-
-def test_fp8_scales_groups_of_inputs_or_outputs() -> None:
-    assert FP8.dequantized().tolist() == [[2, -896, 1], [0, 3.5, 1]]
-    whole = fp8_weight(FP8.values, torch.tensor([1.0, 2.0]))
-    assert whole.dequantized().tolist() == [[1, -448, 2**-9], [0, 7, 4]]
-
-
-def test_an_order_says_where_inputs_belong() -> None:
-    ordered = ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32))
-    assert ordered.dequantized().tolist() == [[1.5, 8, -63.5], [127, 128, 5]]
+@pytest.mark.parametrize("rule", MEANT)
+def test_what_a_weight_means(rule: str) -> None:
+    weight, meant = MEANT[rule]
+    assert weight.dequantized().tolist() == meant
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.native import FLOATS, Poisoned, Runtime, call, normal, runtimes
+from helpers.native import FLOATS, Poisoned, Runtime, Value, call, normal, runtimes
 from torch import Tensor
 
 # What one rounding to the dtype costs, and the sums before it.
@@ -17,7 +18,7 @@ each_runtime = pytest.mark.parametrize("runtime", runtimes())
 one_thread = pytest.mark.parametrize("runtime", runtimes((1,)))
 each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "bf16"])
 
-# Rows and columns: none, less than a vector, its multiples and one beside them, and enough for all
+# Rows and columns: none, less than a vector, its multiples and one more, and enough for all
 # threads in one row and in many.
 SHAPES = [
     (0, 8),
@@ -34,69 +35,59 @@ SHAPES = [
 
 
 def strided(x: Tensor, gap: int = 5) -> tuple[Tensor, int]:
-    """The same with NaN between the rows, and the stride."""
-    room = Poisoned(*x.shape, dtype=x.dtype, gap=gap)
-    room.view.copy_(x)
-    return room.view, room.stride
+    """The same numbers with NaN between the rows, and the stride."""
+    copy = Poisoned(*x.shape, dtype=x.dtype, gap=gap)
+    copy.view.copy_(x)
+    return copy.view, copy.stride
 
 
-def rms_norm(runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-    weight = normal(x.shape[1], seed=7, dtype=x.dtype)
-    out, (source, stride) = Poisoned(*x.shape, dtype=x.dtype, gap=gap), strided(x, gap)
-    call(
-        runtime, "rms_norm", x=source, x_stride=stride, x_inner_stride=0, weight=weight, y=out.view,
-        y_stride=out.stride, y_inner_stride=0, rows=len(x), inner=1, dim=x.shape[1], eps=1e-5,
-        dtype=x.dtype,
-    )  # fmt: skip
-    out.assert_rest_untouched()
-    return out.view
+def weight_of(x: Tensor) -> Tensor:
+    return normal(x.shape[1], seed=7, dtype=x.dtype)
+
+
+def bias_of(x: Tensor) -> Tensor:
+    return normal(x.shape[1], seed=8, dtype=x.dtype)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kernel whose result has the shape of x, [rows, dim].
+
+    Attributes:
+        arguments: the kernel's, without x, the result, their strides, rows, columns and dtype.
+        expected: the result in fp64.
+        source: the rows that the kernel reads, made of x.
+        result, dim: the names of the kernel's arguments for its result and its columns.
+    """
+
+    kernel: str
+    arguments: Callable[[Tensor], dict[str, Value]]
+    expected: Callable[[Tensor], Tensor]
+    source: Callable[[Tensor], Tensor] = Tensor.clone
+    result: str = "y"
+    dim: str = "dim"
+
+    def __call__(self, runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
+        """Run the kernel on rows that stand `gap` numbers apart."""
+        out = Poisoned(*x.shape, dtype=x.dtype, gap=gap)
+        source, stride = strided(self.source(x), gap)
+        own: dict[str, Value] = {self.result: out.view, f"{self.result}_stride": out.stride}
+        call(
+            runtime, self.kernel, x=source, x_stride=stride, rows=len(x), dtype=x.dtype,
+            **{self.dim: x.shape[1]}, **own, **self.arguments(x),
+        )  # fmt: skip
+        out.assert_rest_untouched()
+        return out.view
 
 
 def expected_rms_norm(x: Tensor) -> Tensor:
     wide = x.double()
-    scale = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    return wide * scale * normal(x.shape[1], seed=7, dtype=x.dtype).double()
-
-
-def layer_norm(runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-    weight, bias = (normal(x.shape[1], seed=seed, dtype=x.dtype) for seed in (7, 8))
-    out, (source, stride) = Poisoned(*x.shape, dtype=x.dtype, gap=gap), strided(x, gap)
-    call(
-        runtime, "layer_norm", x=source, x_stride=stride, weight=weight, bias=bias, y=out.view,
-        y_stride=out.stride, rows=len(x), dim=x.shape[1], eps=1e-5, dtype=x.dtype,
-    )  # fmt: skip
-    out.assert_rest_untouched()
-    return out.view
+    return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight_of(x).double()
 
 
 def expected_layer_norm(x: Tensor) -> Tensor:
-    weight, bias = (normal(x.shape[1], seed=seed, dtype=x.dtype).double() for seed in (7, 8))
+    weight, bias = weight_of(x).double(), bias_of(x).double()
     return torch.nn.functional.layer_norm(x.double(), x.shape[1:], weight, bias, 1e-5)
-
-
-def silu_and_mul(runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-    gate_up = torch.cat((x, x.flip(-1)), -1)
-    out, (source, stride) = Poisoned(*x.shape, dtype=x.dtype, gap=gap), strided(gate_up, gap)
-    call(
-        runtime, "silu_and_mul", x=source, x_stride=stride, y=out.view, y_stride=out.stride,
-        rows=len(x), inner=x.shape[1], dtype=x.dtype,
-    )  # fmt: skip
-    out.assert_rest_untouched()
-    return out.view
-
-
-def expected_silu_and_mul(x: Tensor) -> Tensor:
-    return torch.nn.functional.silu(x.double()) * x.flip(-1).double()
-
-
-def gelu_tanh(runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-    out, (source, stride) = Poisoned(*x.shape, dtype=x.dtype, gap=gap), strided(x, gap)
-    call(
-        runtime, "gelu_tanh", x=source, x_stride=stride, y=out.view, y_stride=out.stride,
-        rows=len(x), dim=x.shape[1], dtype=x.dtype,
-    )  # fmt: skip
-    out.assert_rest_untouched()
-    return out.view
 
 
 def expected_gelu_tanh(x: Tensor) -> Tensor:
@@ -105,77 +96,73 @@ def expected_gelu_tanh(x: Tensor) -> Tensor:
     return wide / (1 + torch.exp(-2 * u))
 
 
-def add(runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-    out, (source, stride) = Poisoned(*x.shape, dtype=x.dtype, gap=gap), strided(x, gap)
-    other, other_stride = strided(x.flip(-1), gap + 3)
-    call(
-        runtime, "add", x=source, x_stride=stride, y=other, y_stride=other_stride, out=out.view,
-        out_stride=out.stride, rows=len(x), dim=x.shape[1], dtype=x.dtype,
-    )  # fmt: skip
-    out.assert_rest_untouched()
-    return out.view
+def added(x: Tensor) -> dict[str, Value]:
+    other, stride = strided(x.flip(-1), 8)
+    return {"y": other, "y_stride": stride}
 
 
-def expected_add(x: Tensor) -> Tensor:
-    return x.double() + x.flip(-1).double()
-
-
-Operation = Callable[..., Tensor]
-OPERATIONS = {
-    "rms_norm": (rms_norm, expected_rms_norm),
-    "layer_norm": (layer_norm, expected_layer_norm),
-    "silu_and_mul": (silu_and_mul, expected_silu_and_mul),
-    "gelu_tanh": (gelu_tanh, expected_gelu_tanh),
-    "add": (add, expected_add),
-}
-each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+IN_ONE_ROW: dict[str, Value] = {"x_inner_stride": 0, "y_inner_stride": 0, "inner": 1}
+rms_norm = Operation(
+    "rms_norm", lambda x: IN_ONE_ROW | {"weight": weight_of(x), "eps": 1e-5}, expected_rms_norm
+)
+layer_norm = Operation(
+    "layer_norm",
+    lambda x: {"weight": weight_of(x), "bias": bias_of(x), "eps": 1e-5},
+    expected_layer_norm,
+)
+silu_and_mul = Operation(
+    "silu_and_mul",
+    lambda x: {},
+    lambda x: torch.nn.functional.silu(x.double()) * x.flip(-1).double(),
+    source=lambda x: torch.cat((x, x.flip(-1)), -1),
+    dim="inner",
+)
+gelu_tanh = Operation("gelu_tanh", lambda x: {}, expected_gelu_tanh)
+add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
+each_operation = pytest.mark.parametrize(
+    "operation", [rms_norm, layer_norm, silu_and_mul, gelu_tanh, add], ids=lambda o: o.kernel
+)
 
 
 @each_operation
 @each_dtype
 @each_runtime
-def test_matches_torch(
-    runtime: Runtime, dtype: torch.dtype, operation: tuple[Operation, Operation]
-) -> None:
-    run, expected = operation
+def test_matches_torch(runtime: Runtime, dtype: torch.dtype, operation: Operation) -> None:
     for rows, dim in SHAPES:
         x = normal(rows, dim, seed=dim, dtype=dtype)
         for gap in (0, 5):
-            torch.testing.assert_close(
-                run(runtime, x, gap).double(), expected(x), rtol=RTOL[dtype], atol=2e-6
-            )
+            found = operation(runtime, x, gap).double()
+            torch.testing.assert_close(found, operation.expected(x), rtol=RTOL[dtype], atol=2e-6)
 
 
 @each_operation
 @each_dtype
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
 def test_a_row_alone_and_in_a_batch_is_the_same_to_the_bit(
-    runtime: Runtime, dtype: torch.dtype, operation: tuple[Operation, Operation]
+    runtime: Runtime, dtype: torch.dtype, operation: Operation
 ) -> None:
-    run, _ = operation
     for rows, dim in ((9, 33), (13, 1024), (3, 5000)):
         x = normal(rows, dim, seed=dim, dtype=dtype)
-        together = run(runtime, x, 3)
+        together = operation(runtime, x, 3)
         for row in range(rows):
-            assert torch.equal(run(runtime, x[row : row + 1])[0], together[row])
+            assert torch.equal(operation(runtime, x[row : row + 1])[0], together[row])
 
 
 @each_operation
 @each_dtype
 @one_thread
 def test_nan_and_infinity_stay_in_their_row(
-    runtime: Runtime, dtype: torch.dtype, operation: tuple[Operation, Operation]
+    runtime: Runtime, dtype: torch.dtype, operation: Operation
 ) -> None:
-    run, _ = operation
     x = normal(5, 70, dtype=dtype)
-    clean = run(runtime, x).clone()
+    clean = operation(runtime, x).clone()
     for bad in (math.nan, math.inf, -math.inf):
         spoilt = x.clone()
         spoilt[2, 65] = bad
-        found = run(runtime, spoilt)
+        found = operation(runtime, spoilt)
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
-        # what an activation makes of minus infinity is a number
-        assert not found[2].isfinite().all() or (run is gelu_tanh and bad < 0)
+        # GELU of minus infinity is a number
+        assert not found[2].isfinite().all() or (operation is gelu_tanh and bad < 0)
 
 
 @each_dtype
@@ -271,7 +258,9 @@ def test_gelu_is_accurate(runtime: Runtime) -> None:
 @pytest.mark.parametrize("function", [silu_of, gelu_of])
 @each_dtype
 @one_thread
-def test_activations_of_extremes(runtime: Runtime, dtype: torch.dtype, function: Operation) -> None:
+def test_activations_of_extremes(
+    runtime: Runtime, dtype: torch.dtype, function: Callable[[Runtime, Tensor], Tensor]
+) -> None:
     large = torch.finfo(dtype).max
     x = torch.tensor([0.0, -0.0, math.inf, large, 1e5, -1e5, -large, -math.inf, math.nan]).to(dtype)
     found = function(runtime, x)

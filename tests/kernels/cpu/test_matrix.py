@@ -24,24 +24,18 @@ def spec(kind: WeightKind, inputs: int = 512) -> MatrixSpec:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(
-            WeightKind("int4", 0),
-            WeightKind("int4", 4),
-            WeightKind("int4", 12, "zeros"),
-            WeightKind("int4", 264, "zeros"),
-        ),
-        *(
-            WeightKind("int4", 0, "minima"),
-            WeightKind("int4", 12, "minima"),
-            WeightKind("int8", 6, activations="group"),
-            WeightKind("int8", 65536, activations="group"),
-            WeightKind("fp8", 2),
-        ),
+        WeightKind("int4", 0),
+        WeightKind("int4", 4),
+        WeightKind("int4", 12, "zeros"),
+        WeightKind("int4", 264, "zeros"),
+        WeightKind("int4", 0, "minima"),
+        WeightKind("int4", 12, "minima"),
+        WeightKind("int8", 6, activations="group"),
+        WeightKind("int8", 65536, activations="group"),
+        WeightKind("fp8", 2),
     ],
 )
-def test_groups_that_kernels_cannot_multiply(
-    kind: WeightKind,
-) -> None:
+def test_groups_that_kernels_cannot_multiply(kind: WeightKind) -> None:
     for wanted in (kind, replace(kind, ordered=True)):
         with pytest.raises(ValueError, match=f"groups of {kind.group}: "):
             native_ops(Native(1)).matrix(spec(wanted))
@@ -50,13 +44,13 @@ def test_groups_that_kernels_cannot_multiply(
 @pytest.mark.parametrize(
     "kind",
     [
-        *(
-            WeightKind("int4", 8, "zeros"),
-            WeightKind("int4", 256, "zeros"),
-            WeightKind("int4", 512),
-            WeightKind("int4", 512, "minima"),
-        ),
-        *(WeightKind("int8", activations="token"), WeightKind("int8", 4), WeightKind("fp8", 128)),
+        WeightKind("int4", 8, "zeros"),
+        WeightKind("int4", 256, "zeros"),
+        WeightKind("int4", 512),
+        WeightKind("int4", 512, "minima"),
+        WeightKind("int8", activations="token"),
+        WeightKind("int8", 4),
+        WeightKind("fp8", 128),
     ],
 )
 def test_groups_that_they_can(kind: WeightKind) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
 from kvik.kernels.triton.ops import triton_ops
-from kvik.kernels.triton.packed import TritonPacked
+from kvik.kernels.triton.packed import TritonPacked, empty
 from kvik.kernels.weights import (
     Activation,
     Matrix,
@@ -31,6 +31,7 @@ from kvik.kernels.weights import (
     int8_weight,
     ordered_weight,
 )
+from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import CASES, Case, arguments, filled_matrix, outputs
 
 OPS = triton_ops(device())
@@ -264,3 +265,30 @@ def test_classes_of_tokens() -> None:
         for tile in (FEW[0], FEW_INT4):
             splits = splits_for(tile, rows, steps)
             assert rows // 64 * splits >= 448 and steps // splits >= 4
+
+
+PACKED = (
+    WeightKind("int4", 128, "zeros"),
+    WeightKind("int4", 32, ordered=True),
+    WeightKind("int4", 48, "minima"),
+    WeightKind("int8"),
+    WeightKind("int8", 64, activations="group"),
+    WeightKind("fp8"),
+    WeightKind("fp8", activations="static"),
+    WeightKind("fp8", 128, activations="group"),
+    WeightKind("fp8", 64, activations="group"),
+)
+
+
+@pytest.mark.parametrize("kind", PACKED, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 128), (1344, 200)])
+def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
+    kind: WeightKind, inputs: int, outputs: int
+) -> None:
+    """The memory plan counts quantised matrices as they lie in GPU memory, whole tiles included."""
+    meta = torch.device("meta")
+    packed = empty(MatrixSpec(kind, outputs, inputs, False, None, torch.bfloat16, meta))
+    parts = [packed.values, packed.scales, packed.factors, packed.order, packed.input_scale]
+    parts += [packed.arrivals, packed.squares.scales if packed.squares else None]
+    taken = sum(part.nbytes for part in parts if part is not None)
+    assert kind.weight_bytes(inputs, outputs, "triton") == taken
