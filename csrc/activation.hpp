@@ -1,4 +1,4 @@
-// Activations of the feed-forward layers: as functions of vectors, for whoever has them in registers,
+// Activations of the feed-forward layers: as functions of vectors in registers,
 // and as kernels. Computed in fp32 and rounded once.
 #pragma once
 

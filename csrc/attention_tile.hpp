@@ -3,7 +3,7 @@
 //
 // What a row gets depends on its own keys alone, to the bit: each lane of a score sums over head_dim in
 // order, each column of the output sums over keys in order, and a key that a row does not see adds
-// exactly zero (weight zero times a value set to zero), whoever shares the tile with it.
+// exactly zero (weight zero times a value set to zero), whichever query shares the tile.
 #pragma once
 
 #include "attention_visible.hpp"

@@ -64,7 +64,7 @@ std::vector<std::string> names_of(const std::vector<const Table*>& some) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // An engine that lives until the process ends, somewhere Python does not clean up, is nobody's mistake.
+    // An engine that lives until the process ends, somewhere Python does not clean up, is no mistake.
     nb::set_leak_warnings(false);
     m.def("instruction_sets", [] { return names_of(tables().available); });
     m.def("rejected_instruction_sets", [] { return names_of(tables().rejected); });

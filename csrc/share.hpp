@@ -1,4 +1,4 @@
-// How the threads of a team share work that is even: ranges, the same whoever asks.
+// How the threads of a team share work that is even: ranges, the same for every caller.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Range {
 };
 
 // This thread's part of [0, count). No thread gets fewer than `least` (but for the last of them): the
-// barrier is paid anyway, but what another core wrote has to travel to whoever reads it next.
+// barrier is paid anyway, but what another core wrote has to travel to the next reader.
 Range share(const Team& team, int64_t count, int64_t least) {
     int64_t threads = count / (least > 1 ? least : 1);
     threads = threads < 1 ? 1 : threads < team.size ? threads : team.size;

@@ -37,7 +37,7 @@ struct Buffer {
             std::free(data);
             size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
             data = std::aligned_alloc(4096, size);
-            if (!data) std::abort();  // in a parallel region nobody could catch an exception
+            if (!data) std::abort();  // an exception cannot leave a parallel region
         }
         return data;
     }

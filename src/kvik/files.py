@@ -93,8 +93,8 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def working_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder beside `path`, for the work on it; gone when the block ends, or when the next
-    work on `path` begins after this process was killed.
+    """A hidden folder next to `path`, for the work on it; removed when the block ends, or when the
+    next work on `path` begins after this process was killed.
 
     Raises:
         OSError: it cannot be written.
@@ -126,7 +126,7 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
         except BlockingIOError:
             os.close(number)
             continue
-        except OSError:  # no locks on this file system: nobody takes it for one of the dead
+        except OSError:  # no locks on this file system: it is not taken for a dead one
             pass
         if draft.exists():
             break

@@ -1,4 +1,4 @@
-"""What the files of a model say beside its weights, whatever kind of files they are."""
+"""What the files of a model say in addition to its weights, in folders and in GGUF files."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ CORRUPTIONS: list[tuple[str, Corruption]] = [
     ("is indexed twice", index_twice),
     ("indexed under another content", index_wrongly),
     ("is a copy of nothing", copy_nothing),
-    ("is a copy that nobody references", copy_unreferenced),
+    ("is a copy without references", copy_unreferenced),
 ]
 
 

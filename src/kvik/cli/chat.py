@@ -29,7 +29,7 @@ HELP = """\
 /system [TEXT]  set the system message (nothing: show it; - : remove it)
 /reset          forget the conversation
 /save FILE      write the conversation as JSON
-/stats          figures of the last answer and of whoever gave it
+/stats          figures of the last answer and of the engine or server
 /exit           leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 

@@ -168,7 +168,10 @@ def _check_pins(kv: KVCacheManager) -> None:
         _require(tenant.num_blocks == held.total(), f"{tenant.name!r} miscounts what it pins")
         _require(tenant.num_blocks <= pins.most_of_tenant, f"{tenant.name!r} pins too much")
         counts += held
-    _require(counts == pool.pin_counts(), "blocks are pinned by nobody, or not as often as held")
+    _require(
+        counts == pool.pin_counts(),
+        "blocks are pinned without a prefix, or not as often as prefixes hold them",
+    )
     _require(pool.num_pinned <= pins.most_blocks, "too much is pinned")
     _require(all(block in by_block for block in counts), "what is pinned cannot be matched")
     listed = sum(len(tenant.pins) for tenant in pins.tenants.values())
@@ -183,7 +186,7 @@ def _check_prefix_index(scheduler: Scheduler) -> None:
     copies = scheduler.kv.pool.copies()
     for block, of in copies.items():
         _require(of in index and block not in by_block, f"block {block} is a copy of nothing")
-        _require(refs[block] > 0, f"block {block} is a copy that nobody references")
+        _require(refs[block] > 0, f"block {block} is a copy without references")
     by_block |= copies
     for r in scheduler.running:
         for group, ids in enumerate(r.block_ids):

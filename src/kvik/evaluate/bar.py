@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def reading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """To be told (tokens scored, tokens to score). Shown on standard error, on a terminal."""
+    """Shows (tokens scored, tokens to score) on standard error, if that is a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

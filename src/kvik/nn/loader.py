@@ -41,8 +41,8 @@ def load_model(spec: ModelSpec, builder: Builder, *, seed: int = 0) -> Model:
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     """Hand each tensor of the checkpoint to its layer, a run of rows at a time where that can be.
 
-    So beside the finished weights little is in memory: a few runs, and of layers that need several
-    tensors at once the ones that are waiting for the last.
+    So little memory is taken in addition to the finished weights: a few runs, and of layers that
+    need several tensors at once those that wait for the last one.
 
     Raises:
         ModelError: tensors missing, left over, or of the wrong shape or type, found before the

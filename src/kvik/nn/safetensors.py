@@ -149,7 +149,7 @@ def _sizes(value: object) -> bool:
 
 # Writing safetensors files: from memory, or copied piece by piece from other files.
 
-# Readers beside kvik ask which library's tensors these are.
+# Other readers look up which library wrote the tensors.
 METADATA = {"format": "pt"}
 ALIGNMENT = 8  # of the data
 PIECE = 8 << 20  # bytes copied at a time

@@ -95,7 +95,7 @@ def _limits(recent: Efficiency, doubt: str) -> Iterator[Metric]:
         yield GaugeMetricFamily("memory_bandwidth_share", note, recent.bandwidth_share or 0.0)
         note = "Achieved / ceiling of arithmetic, in the last minute."
         yield GaugeMetricFamily("compute_share", note, recent.compute_share or 0.0)
-    note = "1 for what held the last minute back."
+    note = "1 for what limited the last minute."
     bottleneck = GaugeMetricFamily("bottleneck", note, labels=["limit"])
     for limit in WHAT_HELPS:
         bottleneck.add_metric([limit], float(limit == recent.bottleneck))

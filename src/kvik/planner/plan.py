@@ -39,7 +39,7 @@ from kvik.planner.variants import (
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 
-# What `kvik plan` is asked, and which questions make no sense.
+# The question that `kvik plan` answers, checked.
 
 USUAL_CONTEXT = 8192  # of a question that names none
 OUTPUT_SHARE = 4  # context of a request over its generated tokens
@@ -47,7 +47,7 @@ OUTPUT_SHARE = 4  # context of a request over its generated tokens
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What `kvik plan` is asked."""
+    """A question to `kvik plan`."""
 
     model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
     hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")

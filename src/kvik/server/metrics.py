@@ -293,7 +293,7 @@ def _engine(stats: EngineStats) -> Iterator[Metric]:
     yield gauge("num_requests_waiting", "Requests in the engine's queue.", stats.num_waiting)
     deferred = 0 if stats.num_running else stats.num_waiting
     waiting = {"capacity": stats.num_waiting - deferred, "deferred": deferred}
-    note = "For room, or because the policy waits for company."
+    note = "For blocks or slots, or because the policy waits for more requests."
     yield gauge("num_requests_waiting_by_reason", note, waiting, "reason")
     yield gauge("queued_tokens", "Prompt tokens in the queue.", stats.queued_tokens)
     yield counter("num_preemptions", "Times a request lost its blocks.", stats.preemptions)

@@ -298,7 +298,7 @@ class Printer:
     def _note(self) -> bytes:
         """Return the message about lost lines, once."""
         lost, self._num_lost = self._num_lost, 0
-        return f"{lost} lines were lost: nobody read what was printed\n".encode() if lost else b""
+        return f"{lost} lines were lost: the output was not read\n".encode() if lost else b""
 
     def _put(self, data: bytes) -> None:
         self._waiting.append(data)

@@ -78,7 +78,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a forward pass needs beside its token ids; passed explicitly, never global.
+    """What a forward pass needs in addition to its token ids; passed explicitly, never global.
 
     Attributes:
         positions: [tokens] int64, position of each token in its sequence.

@@ -202,7 +202,7 @@ def train_heads(
     out: Path,
     progress: Progress,
 ) -> TrainedHeads:
-    """Return what is learned is written to `out` now and then, so that the next call goes on from
+    """Write what is learned to `out` now and then, so that the next call goes on from
     there.
 
     Raises:

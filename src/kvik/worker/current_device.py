@@ -22,8 +22,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def inference_on(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes contexts for each step: nothing is noted down for gradients within, and the
-    device is the current one. On a CPU there is nothing to enter but the former."""
+    """Return a factory of contexts, one for each step: nothing is noted down for gradients within,
+    and the device is the current one. On a CPU there is nothing to enter but the former."""
     return torch.inference_mode if device.type == "cpu" else partial(_Inference, device)
 
 

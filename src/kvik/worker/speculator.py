@@ -111,7 +111,7 @@ class Speculator(Participant[None]):
         self._ended = self.clock()
 
     def _observe(self, step: RunningStep, seconds: float) -> DraftTimes:
-        """Return how the drafts of the step fared, and what it took until its tokens were there."""
+        """Count the accepted drafts of the step and the time until its tokens were there."""
         batch, checked = step.batch, step.checked
         slots, num_tokens = batch.slots[batch.sampling_rows], int(batch.starts[-1])
         if checked is None or batch.num_drafts is None:

@@ -420,7 +420,7 @@ class _Rows:
             self.has_limit = True
 
     def sums(self, moments: Tensor | None = None) -> Tensor:
-        """Return what is kept of each chunk weighs: [rows, chunks] fp64."""
+        """Return how much of each chunk is kept, by weight: [rows, chunks] fp64."""
         sums = self._empty(torch.float64)
         sums_kernel[self.grid](
             *self.arguments(), sums, sums if moments is None else moments, *self.sizes,

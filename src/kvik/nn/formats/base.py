@@ -56,7 +56,7 @@ class StoredTensor:
             int32.
         in_runs: any run of its rows is the weight of as many outputs, without other tensors. So it
             need never be in memory as a whole.
-        because: what beside the sizes of the model says in config.json that it has this shape.
+        because: the key of config.json that decides the shape, if not the sizes of the model.
     """
 
     shape: tuple[int, ...]

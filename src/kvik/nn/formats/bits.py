@@ -80,7 +80,7 @@ def lessen(words: Tensor, bits: int) -> Tensor:
 
 
 def restore(words: Tensor, bits: int) -> Tensor:
-    """Return what `lessen` was given."""
+    """Return the weights that `lessen` was given."""
     return _shifted(words, bits, 1)
 
 

@@ -16,7 +16,7 @@ from kvik.planner.serving import (
 from kvik.planner.shape import ModelShape
 from kvik.planner.slo import Slo
 
-# What `kvik advise` is asked: a model, a machine, a load, promises to keep.
+# The question that `kvik advise` answers: a model, a machine, a load, targets of latency.
 
 USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # of a wish that names none
 
