@@ -59,8 +59,8 @@ CORRUPTIONS: list[tuple[str, Corruption]] = [
     ("miscounts what it pins", lambda p: setattr(first(p).tenant, "num_blocks", 1)),
     ("pins too much", set_quota("most_of_tenant")),
     ("too much is pinned", set_quota("most_blocks")),
-    ("pinned by nobody", lambda p: p.pool.pin(end_of(first(p)))),
-    ("pinned by nobody", lambda p: p.pool.unpin(end_of(first(p)))),
+    ("pinned without a prefix", lambda p: p.pool.pin(end_of(first(p)))),
+    ("pinned without a prefix", lambda p: p.pool.unpin(end_of(first(p)))),
     ("pins are listed wrongly", lambda p: p.by_use.popitem()),
     ("kept by pins are miscounted", lambda p: setattr(p.pool, "num_kept", 7)),
 ]
