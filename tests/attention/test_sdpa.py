@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.base import Attend, LayerKV, StepLayout
-from kvik.attention.sdpa import SdpaAttention
+from kvik.attention.sdpa import MAX_KEYS, MAX_PADDING, DecodeRow, SdpaAttention, split
 from kvik.kernels.torch_ops import TORCH
 
 META = torch.device("meta")
@@ -53,3 +55,33 @@ def test_heads_share_no_memory_and_nothing_is_planned_anew(queries, contexts, mo
     out = backend.run(Attend(q, k, v, kv, backend.plan(layout, None), DIM**-0.5))
     assert out.shape == q.shape and calls == (2 if queries == (1, 3) else 1)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def rows(widths: list[int]) -> list[DecodeRow]:
+    return [DecodeRow(i, i, 0, width) for i, width in enumerate(widths)]
+
+
+def test_like_rows_share_a_batch_in_order() -> None:
+    like = rows([100, 120, 110, 128])
+    assert split(like) == [like]
+
+
+def test_a_long_row_does_not_pad_many_short_ones() -> None:
+    batches = split(rows([50] * 20 + [4000]))
+    assert [len(batch) for batch in batches] == [1, 20]
+
+
+def test_every_row_is_in_one_batch_and_limits_hold() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        given = rows([rng.choice([rng.randint(1, 300), rng.randint(1, 20000)]) for _ in range(40)])
+        batches = split(given)
+        assert sorted(row.seq for batch in batches for row in batch) == list(range(40))
+        for batch in batches:
+            width = max(row.padded_width for row in batch)
+            assert sum(width - row.padded_width for row in batch) <= MAX_PADDING
+            assert len(batch) == 1 or len(batch) * width <= MAX_KEYS
+
+
+def test_nothing_to_decode() -> None:
+    assert split([]) == []

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.paged_model import PagedModel
-from helpers.tiny_models import tiny_model
+from helpers.stored_layers import awq_config
+from helpers.stored_models import save_quantised
+from helpers.tiny_models import save_tiny, tiny_model
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
@@ -95,3 +97,38 @@ def test_adapters_reach_every_matrix_of_a_block(tmp_path: Path, family: str) -> 
     assert len(adapters.found) >= 4 * reference.config.num_hidden_layers
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(plain, merged, atol=1e-2)
+
+
+# Queries, keys and values: one matrix where their weights are stored alike, else several.
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True}
+
+
+def test_one_matrix(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", **SIZES)
+    heads = PagedModel(tmp_path).model.layers[0].attention.qkv
+    assert len(heads.linears) == 1
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        q, k, v = heads(x, None)
+        whole = heads.linears[0](x)
+    assert (q.shape, k.shape, v.shape) == ((5, 4, 16), (5, 2, 16), (5, 2, 16))
+    assert torch.equal(torch.cat((q, k, v), dim=1).flatten(1), whole)
+
+
+def test_each_keeps_its_own_format(tmp_path: Path) -> None:
+    source, folder = tmp_path / "plain", tmp_path / "q"
+    save_tiny(source, "Llama", **SIZES)
+    config = awq_config(modules_to_not_convert=["layers.1.self_attn.v_proj"])
+    save_quantised(source, folder, tmp_path / "twin", config)
+    found, twin = (PagedModel(path).model.layers for path in (folder, tmp_path / "twin"))
+    assert len(found[0].attention.qkv.linears) == 1
+    kinds = [linear.matrix.spec.kind.codes for linear in found[1].attention.qkv.linears]
+    assert kinds == ["int4", "float32"]
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        parts = zip(found[1].attention.qkv(x, None), twin[1].attention.qkv(x, None), strict=True)
+        for part, expected in parts:
+            assert part.shape == expected.shape
+            assert torch.allclose(part, expected, atol=1e-5)

@@ -91,8 +91,7 @@ def reference_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Engi
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kvik.evaluate.bar import reading_bar
-    from kvik.evaluate.quality import measure_quality
+    from kvik.evaluate.quality import measure_quality, reading_bar
 
     options = engine_options(arguments, arguments.model)
     texts = texts_of(arguments)

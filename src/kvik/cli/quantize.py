@@ -94,8 +94,7 @@ class BeforeAfter:
 
         after = replace(self.before, model=str(folder))
         if self.texts:
-            from kvik.evaluate.bar import reading_bar
-            from kvik.evaluate.quality import Change, measure_quality
+            from kvik.evaluate.quality import Change, measure_quality, reading_bar
 
             with reading_bar("reading, before") as progress:
                 old = measure_quality(self.before, self.texts, progress=progress)

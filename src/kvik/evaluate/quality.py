@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+from torch import Tensor
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import ConfigError, ModelError
-from kvik.evaluate.distributions import compared, losses
 from kvik.evaluate.windows import (
     Reader,
     Window,
@@ -29,6 +33,74 @@ from kvik.evaluate.windows import (
 )
 from kvik.model_files import model_files
 from kvik.text.tokenizer import Tokenizer
+
+# What next-token distributions say: of the token that came, and beside another model's.
+#
+# In fp64: the divergence of a good quantisation is a difference of nearly equal numbers.
+
+COPIED_ROWS = 8  # rows of logits that are widened at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Attributes:
+    divergence: [rows] fp64, KL(reference || model) in nats.
+    agrees: [rows] bool, both have the same largest logit; of equals the first counts.
+    """
+
+    divergence: Tensor
+    agrees: Tensor
+
+
+def losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """-log softmax(logits)[id] of each row, in nats: [rows] fp64.
+
+    Args:
+        logits: [rows, vocab], any float dtype; -inf marks an impossible token. ids: [rows] int64.
+    """
+    parts = zip(torch.split(logits, COPIED_ROWS), torch.split(ids, COPIED_ROWS), strict=True)
+    return torch.cat(
+        [-part.double().log_softmax(-1).gather(1, some[:, None])[:, 0] for part, some in parts]
+    )
+
+
+def compared(logits: Tensor, reference: Tensor) -> Compared:
+    """Return a model's distributions beside a reference's, row by row.
+
+    Args:
+        logits, reference: [rows, vocab], any float dtype.
+    """
+    divergence = []
+    for mine, other in zip(
+        *(torch.split(x, COPIED_ROWS) for x in (logits, reference)), strict=True
+    ):
+        log_q, log_p = mine.double().log_softmax(-1), other.double().log_softmax(-1)
+        p = log_p.exp()
+        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)  # 0 log 0 is 0
+        divergence.append(terms.sum(-1))
+    return Compared(torch.cat(divergence), logits.argmax(-1) == reference.argmax(-1))
+
+
+# A progress bar for reading: tokens scored.
+
+
+@contextmanager
+def reading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """To be told (tokens scored, tokens to score). Shown on standard error, on a terminal."""
+    bar = ProgressBar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
 
 LARGEST_LOSS = math.log(sys.float_info.max)
 

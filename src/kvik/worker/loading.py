@@ -14,9 +14,9 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.engine_folder import MappedStorage, Written, stored_bytes, write_weights
+from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_apart, allocate_kv
 from kvik.nn.loader import load_model
-from kvik.nn.opening import open_weights
 from kvik.nn.storage import FreshStorage, Storage
 from kvik.spec.kv import KVGroup
 from kvik.worker.current_device import on_device

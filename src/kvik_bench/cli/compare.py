@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
 
-    from kvik.evaluate.bar import reading_bar
+    from kvik.evaluate.quality import reading_bar
     from kvik_bench.inprocess.models import Decoding, ModelComparison
     from kvik_bench.inprocess.rounds import check_repeats
     from kvik_bench.report.result import run_facts
