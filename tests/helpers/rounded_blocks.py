@@ -22,6 +22,7 @@ from kvik.quantize.quantised import (
     Progress,
     Quantised,
     float8,
+    recipe_grid,
 )
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
@@ -68,7 +69,7 @@ def rounded(w: Tensor, recipe: Recipe, name: str, dtype: torch.dtype) -> Quantis
         absmax = torch.tensor(3.0) if recipe.activation_scheme == "static" else None
         scales = recipe.scale_dtype(dtype)
         return float8(w, recipe.block, scales, dtype=number, input_absmax=absmax)
-    grid = recipe.grid(name, dtype)
+    grid = recipe_grid(recipe, name, dtype)
     inputs, group = w.shape[1], recipe.group_size
     if not recipe.act_order or recipe.static_groups or group in (-1, inputs):
         return rtn(w, grid)

@@ -32,7 +32,8 @@ from kvik.quantize.factors import (
     smoothing_scales,
 )
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import ROW, TENSOR, Grid, Quantised, dequantise, quantise
+from kvik.quantize.quantised import Grid, Quantised, dequantise, quantise
+from kvik.quantize.recipe import ROW, TENSOR
 from kvik.quantize.source import Fold, folds
 from kvik.quantize.statistics import InputStatistics
 

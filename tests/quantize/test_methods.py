@@ -7,7 +7,7 @@ import torch
 
 from kvik.quantize.gptq import rtn
 from kvik.quantize.methods import Given, quantise_layers
-from kvik.quantize.quantised import Quantised
+from kvik.quantize.quantised import Quantised, recipe_grid
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.statistics import InputStatistics
 
@@ -24,6 +24,9 @@ def test_rows_of_queries_and_keys_are_not_cut(whole: int) -> None:
     given = Given(statistics.sample, statistics)
     ((_, found),) = quantise_layers(recipe, {"qkv": w}, given, {"qkv": whole}, torch.float32)
     assert isinstance(found, Quantised)
-    steps, uncut = found.scales.scales, rtn(w, recipe.grid("qkv", torch.float32)).scales.scales
+    steps, uncut = (
+        found.scales.scales,
+        rtn(w, recipe_grid(recipe, "qkv", torch.float32)).scales.scales,
+    )
     assert torch.equal(steps[:whole], uncut[:whole])
     assert bool((steps[whole:] < 0.8 * uncut[whole:]).all())

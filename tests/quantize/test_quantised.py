@@ -17,8 +17,6 @@ from kvik.quantize.gptq import rtn
 from kvik.quantize.quantised import (
     E4M3,
     E5M2,
-    ROW,
-    TENSOR,
     Grid,
     Quantised,
     Scales,
@@ -26,6 +24,7 @@ from kvik.quantize.quantised import (
     float8,
     quantise,
 )
+from kvik.quantize.recipe import ROW, TENSOR
 
 
 def unit_normal(*shape: int, seed: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvik.errors import ConfigError
+from kvik.quantize.quantised import recipe_grid
 from kvik.quantize.recipe import Recipe, check_groups, dividing
 
 MODEL = torch.bfloat16
@@ -99,10 +100,10 @@ def test_layouts_and_their_scales(wishes: dict[str, Any], layout: str, scales: t
 
 def test_the_grid_of_a_layer() -> None:
     recipe = Recipe("rtn", group_size=64, symmetric=False, average_bits=5).with_layer_bits({"a": 8})
-    grid = recipe.grid("a", MODEL)
+    grid = recipe_grid(recipe, "a", MODEL)
     assert (grid.bits, grid.group, grid.symmetric) == (8, 64, False)
     assert grid.scale_dtypes == (torch.bfloat16,)
-    assert recipe.grid("b", MODEL).bits == 4
+    assert recipe_grid(recipe, "b", MODEL).bits == 4
 
 
 def test_what_needs_data() -> None:

@@ -22,7 +22,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockLinear, unwatched
 from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix, open_blocks
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import BYTE, Progress
+from kvik.quantize.quantised import BYTE, Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe, check_groups
 from kvik.spec.fields import read_json
 
@@ -207,7 +207,7 @@ def _loss(
     """Of the outputs y [windows, tokens, hidden] of a block when some layers are rounded."""
     for layer in layers:
         block.set_weight(
-            layer.name, rtn(layer.weight, recipe.grid(layer.name, dtype)).dequantised()
+            layer.name, rtn(layer.weight, recipe_grid(recipe, layer.name, dtype)).dequantised()
         )
     found = block.run(x, unwatched)
     for layer in layers:

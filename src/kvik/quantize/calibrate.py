@@ -26,7 +26,7 @@ from kvik.nn.checkpoint import Checkpoint, open_checkpoint
 from kvik.quantize.block import WEIGHT, Block, BlockLinear, Watch, block_builder, unwatched
 from kvik.quantize.factors import Folded, awq_factors, fold_block, smoothing_factors
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
-from kvik.quantize.quantised import BlockResult, LayerResult, Progress
+from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
 from kvik.quantize.recipe import Recipe, check_groups
 from kvik.quantize.source import Fold, folds, linear_inputs, unclipped_rows
 from kvik.quantize.statistics import InputStatistics
@@ -508,7 +508,7 @@ class _Pass:
         """The block with its inputs' factors folded into it, where the method has any."""
         recipe, found = self._recipe, folds(self._spec)
         if recipe.method == "awq":
-            find = awq_factors(lambda name: recipe.grid(name, self._dtype))
+            find = awq_factors(lambda name: recipe_grid(recipe, name, self._dtype))
         elif recipe.method == "smoothquant":
             find = smoothing_factors(recipe.smoothing)
             found = tuple(fold for fold in found if not fold.linear)

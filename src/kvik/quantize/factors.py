@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvik.quantize.block import BIAS, WEIGHT, Block
 from kvik.quantize.gptq import rtn
-from kvik.quantize.quantised import TENSOR, Grid
+from kvik.quantize.quantised import Grid
+from kvik.quantize.recipe import TENSOR
 from kvik.quantize.source import Fold
 from kvik.quantize.statistics import InputStatistics
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvik.kernels.rounding import round_tokens
 from kvik.quantize.factors import clip, search_clip
 from kvik.quantize.gptq import gptq, rtn
-from kvik.quantize.quantised import E4M3, E5M2, Float8, Grid, Quantised, Scales, float8
+from kvik.quantize.quantised import E4M3, E5M2, Float8, Grid, Quantised, Scales, float8, recipe_grid
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.statistics import InputStatistics
 
@@ -58,9 +58,12 @@ def quantise_layers(
             yield name, _float8(w, recipe, given, dtype)
         elif recipe.method == "awq":
             assert given is not None
-            yield name, _clipped(w, given.sample, recipe.grid(name, dtype), unclipped.get(name, 0))
+            yield (
+                name,
+                _clipped(w, given.sample, recipe_grid(recipe, name, dtype), unclipped.get(name, 0)),
+            )
         else:
-            yield name, rtn(w, recipe.grid(name, dtype))
+            yield name, rtn(w, recipe_grid(recipe, name, dtype))
 
 
 def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
@@ -128,7 +131,7 @@ def _by_grid(
 ) -> list[tuple[Grid, list[str]]]:
     found: dict[Grid, list[str]] = {}
     for name in names:
-        found.setdefault(recipe.grid(name, dtype), []).append(name)
+        found.setdefault(recipe_grid(recipe, name, dtype), []).append(name)
     return list(found.items())
 
 

@@ -18,6 +18,7 @@ from kvik.kernels.fp8 import (
 )
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.integers import Codes, weight_of
+from kvik.quantize.recipe import ROW, TENSOR, Recipe
 from kvik.spec.stored_weights import StoredScheme
 
 # The quantiser of all methods but FP8: the steps of a block of weights, and a weight's code.
@@ -26,8 +27,6 @@ from kvik.spec.stored_weights import StoredScheme
 # row, never across rows.
 
 BYTE = 8
-ROW = -1  # `Grid.group`: the whole row
-TENSOR = 0  # `Grid.group`: all weights of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,12 @@ class Grid:
         if not bool(scale.isfinite().all()):
             raise ValueError(f"its weights are too large for scales in {self.scale_dtypes}")
         return scale.masked_fill(scale == 0, 1.0)  # nothing to scale
+
+
+def recipe_grid(recipe: Recipe, layer: str, dtype: torch.dtype) -> Grid:
+    """Return the grid of a layer in a model of `dtype`. FP8 has none, but `Recipe.block`."""
+    scales = (recipe.scale_dtype(dtype),)
+    return Grid(recipe.bits_of(layer), recipe.group_size, recipe.symmetric, scales)
 
 
 def quantise(w: Tensor, scales: Scales, grid: Grid) -> Tensor:

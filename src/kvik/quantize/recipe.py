@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvik.kernels.fp8 import Block
-    from kvik.quantize.quantised import Grid
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
 Layout = Literal["awq", "gptq", "compressed-tensors", "fp8"]
@@ -202,13 +201,6 @@ class Recipe:
         # the native kernels keep the digits of fp16, so scales in fp32 would not stay either
         narrow = self.layout == "compressed-tensors" and dtype == torch.bfloat16
         return torch.bfloat16 if narrow else torch.float16
-
-    def grid(self, layer: str, dtype: torch.dtype) -> Grid:
-        """Of a layer in a model of `dtype`; not with fp8, which has `block`."""
-        from kvik.quantize.quantised import Grid
-
-        scales = (self.scale_dtype(dtype),)
-        return Grid(self.bits_of(layer), self.group_size, self.symmetric, scales)
 
     @property
     def block(self) -> Block:
