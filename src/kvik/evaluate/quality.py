@@ -86,7 +86,7 @@ def compared(logits: Tensor, reference: Tensor) -> Compared:
 
 @contextmanager
 def reading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """To be told (tokens scored, tokens to score). Shown on standard error, on a terminal."""
+    """Show a bar on standard error, if that is a terminal; yields progress(scored, to score)."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
         BarColumn(),
